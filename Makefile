@@ -1,0 +1,47 @@
+# Every target makes the environment it runs in; the second time that costs nothing.
+# ARGS is handed to the program: make train ARGS="--zero 2", make test ARGS="-k mesh".
+
+VENV := .venv
+BIN := $(VENV)/bin
+# A CUDA machine trains on its GPU with EXTRAS=dev,cuda.
+EXTRAS := dev
+WORKERS := 2
+ARGS :=
+
+# Empty: .ci/setup chooses.
+PYTHON :=
+LANE :=
+
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+.PHONY: help train test test-slow lint format setup clean
+
+help: ## Print this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
+
+train: setup ## Train the GPT of recipes/gpt.py on real text
+	@$(BIN)/python recipes/gpt.py $(ARGS)
+
+test: setup ## Run what needs no GPU and takes under 15 minutes on two cores
+	@$(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: setup ## Run the long versions as well
+	@$(PYTEST) -o faulthandler_timeout=1800 $(ARGS)
+
+lint: setup ## Check style (ruff) and types (pyright)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
+
+format: setup ## Rewrite the files in the style that lint checks
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+setup: ## Make or refresh the virtual environment
+	@.ci/setup --venv $(VENV) --extras $(EXTRAS) \
+	  $(if $(PYTHON),--python $(PYTHON)) $(if $(LANE),--lane $(LANE))
+
+clean: ## Delete environments and caches (not what runs have written)
+	rm -rf .venv .venv.lock .ci/venvs .cache .hypothesis .pytest_cache .ruff_cache \
+	  build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

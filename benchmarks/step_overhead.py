@@ -1,0 +1,218 @@
+"""What does the engine cost: its step against the same step written by hand.
+
+Two parts. The *step* of a small GPT on one and on eight CPU devices, engine and hand-
+written jit alternating, medians compared; both must give the same loss. The *dispatch*
+of a model of 1,000 parameters: the engine against a flat `jax.jit` and `nnx.jit`.
+
+    python benchmarks/step_overhead.py
+"""
+
+import dataclasses
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jaxpar
+from benchmarks.record import write_result
+from jaxpar.config import parse
+from jaxpar.models import GPT, GPTConfig, gpt_loss
+
+CLIP = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to measure, and how often."""
+
+    rounds: int = 40
+    """Alternations of engine and hand-written step; the median counts."""
+    leaves: int = 1000
+    """Parameters of the dispatch model."""
+
+
+def interleaved(rounds: int, **steps: Callable[[], Any]) -> dict[str, float]:
+    """Median seconds of each callable, called in turn, every result waited for."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for index in range(rounds + 3):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            jax.block_until_ready(step())
+            if index >= 3:
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def measure_step(num_devices: int, zero: int, rounds: int) -> dict[str, float]:
+    """Time the GPT's step on some devices, by engine and by hand."""
+    config = GPTConfig(num_layers=4, num_heads=4, width=128, seq_len=128)
+    mesh = jaxpar.make_mesh(jaxpar.MeshShape(), jax.devices()[:num_devices])
+    rows = np.random.default_rng(0).integers(0, 256, (16, 129), dtype=np.int32)
+    batch = {"tokens": rows}
+    optimizer = optax.adamw(1e-3)
+    engine = jaxpar.initialize(
+        model=lambda rngs: GPT(config, rngs=rngs),
+        loss_fn=gpt_loss,
+        optimizer=optimizer,
+        sample_batch=batch,
+        mesh=mesh,
+        zero=zero,
+        clip_norm=CLIP,
+    )
+    by_hand = HandWritten(config, engine, optimizer)
+    losses = [(float(engine.step(batch)["loss"]), float(by_hand.step(batch)))] + [
+        (float(engine.step(batch)["loss"]), float(by_hand.step(batch)))
+        for _ in range(4)
+    ]
+    np.testing.assert_allclose(*zip(*losses, strict=True), rtol=1e-5)
+    seconds = interleaved(
+        rounds, engine=lambda: engine.step(batch), by_hand=lambda: by_hand.step(batch)
+    )
+    return {
+        "engine_ms": seconds["engine"] * 1e3,
+        "by_hand_ms": seconds["by_hand"] * 1e3,
+        "by_hand_over_engine": seconds["by_hand"] / seconds["engine"],
+        "last_loss": losses[-1][0],
+    }
+
+
+class HandWritten:
+    """The same math as one jit over global arrays, at the engine's own shardings."""
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        engine: jaxpar.Engine,
+        optimizer: optax.GradientTransformation,
+    ):
+        with nnx.use_eager_sharding(False):
+            graphdef, abstract = nnx.split(
+                nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
+            )
+        structure = jax.tree.structure(abstract)
+        state = jax.tree.map(jnp.copy, (engine.state.params, engine.state.opt_state))
+        shardings = jax.tree.map(lambda x: x.sharding, state)
+        rows = NamedSharding(engine.mesh, P("data"))
+
+        def loss_of(params: Any, batch: Any) -> jax.Array:
+            leaves = jax.tree.leaves(params)
+            model = nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))
+            loss = gpt_loss(model, batch)
+            return loss.total / loss.weight
+
+        @functools.partial(
+            jax.jit,
+            in_shardings=(shardings, rows),
+            out_shardings=(shardings, NamedSharding(engine.mesh, P())),
+            donate_argnums=0,
+        )
+        def step(state: tuple, batch: Any) -> tuple:
+            params, opt_state = state
+            loss, grads = jax.value_and_grad(loss_of)(params, batch)
+            norm = optax.tree.norm(grads)
+            grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, CLIP / norm), grads)
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            return (optax.apply_updates(params, updates), opt_state), loss
+
+        self._step, self._state, self._rows = step, state, rows
+
+    def step(self, batch: Any) -> jax.Array:
+        """Take a step; the loss."""
+        placed = jax.device_put(batch, self._rows)
+        self._state, loss = self._step(self._state, placed)
+        return loss
+
+
+class ManyLeaves(nnx.Module):
+    """A model that is nothing but parameters."""
+
+    def __init__(self, num_leaves: int):
+        self.leaves = nnx.List([nnx.Param(jnp.ones(2)) for _ in range(num_leaves)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Sum them all."""
+        return x.sum() * sum(leaf[...].sum() for leaf in self.leaves)
+
+
+def measure_dispatch(num_leaves: int, rounds: int) -> dict[str, float]:
+    """Time one call with a step that does next to nothing, on one device."""
+    batch = {"x": np.ones((1, 1), np.float32)}
+    mesh = jaxpar.make_mesh(jaxpar.MeshShape(), jax.devices()[:1])
+    engine = jaxpar.initialize(
+        model=lambda rngs: ManyLeaves(num_leaves),
+        loss_fn=lambda model, batch: model(batch["x"]),
+        optimizer=optax.sgd(1e-6),
+        sample_batch=batch,
+        mesh=mesh,
+    )
+    leaves = [jnp.ones(2) for _ in range(num_leaves)]
+    model = ManyLeaves(num_leaves)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def flat(leaves: list, batch: Any) -> tuple[list, jax.Array]:
+        def loss_of(leaves: list) -> jax.Array:
+            return batch["x"].sum() * sum(leaf.sum() for leaf in leaves)
+
+        loss, grads = jax.value_and_grad(loss_of)(leaves)
+        return [p - 1e-6 * g for p, g in zip(leaves, grads, strict=True)], loss
+
+    @nnx.jit
+    def by_nnx(model: ManyLeaves, batch: Any) -> jax.Array:
+        loss, grads = nnx.value_and_grad(lambda model: model(batch["x"]))(model)
+        state = nnx.state(model, nnx.Param)
+        nnx.update(model, jax.tree.map(lambda p, g: p - 1e-6 * g, state, grads))
+        return loss
+
+    def flat_step() -> jax.Array:
+        nonlocal leaves
+        placed = jax.device_put(batch, jax.devices()[0])
+        leaves, loss = flat(leaves, placed)
+        return loss
+
+    seconds = interleaved(
+        rounds,
+        engine=lambda: engine.step(batch)["loss"],
+        flat=flat_step,
+        nnx=lambda: by_nnx(model, batch),
+    )
+    return {f"{name}_ms": value * 1e3 for name, value in seconds.items()} | {
+        "engine_over_flat": seconds["engine"] / seconds["flat"],
+        "engine_over_nnx": seconds["engine"] / seconds["nnx"],
+    }
+
+
+def main(config: Config) -> None:
+    """Measure, print, write results/step_overhead.json."""
+    jax.config.update("jax_num_cpu_devices", 8)
+    console = Console(highlight=False)
+    measured: dict[str, dict[str, float]] = {}
+    for num_devices, zero in ((1, 0), (8, 0), (8, 3)):
+        name = f"step_{num_devices}_devices_zero_{zero}"
+        measured[name] = measure_step(num_devices, zero, config.rounds)
+        console.print(name, _rounded(measured[name]))
+    name = f"dispatch_{config.leaves}_leaves"
+    measured[name] = measure_dispatch(config.leaves, config.rounds)
+    console.print(name, _rounded(measured[name]))
+    console.print("written to", write_result("step_overhead", measured).name)
+
+
+def _rounded(values: dict[str, float]) -> dict[str, float]:
+    return {name: float(f"{value:.4g}") for name, value in values.items()}
+
+
+if __name__ == "__main__":
+    main(parse(Config, __doc__))

@@ -1,0 +1,26 @@
+"""jaxpar: sharded training for Flax models on a named mesh."""
+
+from jaxpar import data
+from jaxpar.engine import Engine, initialize
+from jaxpar.mesh import MeshShape, make_mesh
+from jaxpar.precision import Precision, make_precision
+from jaxpar.remat import remat
+from jaxpar.sharding.constrain import constrain
+from jaxpar.sharding.report import Explanation
+from jaxpar.state import TrainState
+from jaxpar.weighted import Weighted
+
+__all__ = [
+    "Engine",
+    "Explanation",
+    "MeshShape",
+    "Precision",
+    "TrainState",
+    "Weighted",
+    "constrain",
+    "data",
+    "initialize",
+    "make_mesh",
+    "make_precision",
+    "remat",
+]

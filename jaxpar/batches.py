@@ -1,0 +1,173 @@
+"""How does a batch reach the devices: checked against the sample, rows over data.
+
+Each process passes its own rows (global / number of processes, in process order); a
+`jax.Array` is taken as global.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar import tree
+from jaxpar.mesh import AXES, DATA
+from jaxpar.types import Batch
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSpec:
+    """The shapes of a global batch and where its rows go.
+
+    Attributes:
+      leaves: leaf name -> global shape and dtype.
+      structure: the batch's tree structure.
+      num_rows: examples in the global batch.
+      mesh: the mesh whose data axis splits the rows.
+    """
+
+    leaves: Mapping[str, jax.ShapeDtypeStruct]
+    structure: Any
+    num_rows: int
+    mesh: Mesh
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Rows over data, whole over the other axes."""
+        return NamedSharding(self.mesh, P(DATA))
+
+    def rows(self, num_rows: int) -> Batch:
+        """Shapes of a batch with another number of rows."""
+        structs = [
+            jax.ShapeDtypeStruct((num_rows, *leaf.shape[1:]), leaf.dtype)
+            for leaf in self.leaves.values()
+        ]
+        return jax.tree.unflatten(self.structure, structs)
+
+    def put(self, batch: Batch, *, any_size: bool = False) -> Batch:
+        """Check a batch and make it a global array on the mesh.
+
+        Args:
+          batch: this process's rows, or global `jax.Array`s.
+          any_size: accept another number of rows that data divides.
+
+        Returns:
+          Global arrays, rows over data.
+
+        Raises:
+          ValueError: if structure, shapes or dtypes differ from the sample batch.
+        """
+        leaves, structure = jax.tree.flatten(batch)
+        if structure != self.structure:
+            raise ValueError(
+                f"batch: its structure {structure} differs from the sample batch's "
+                f"{self.structure}. Pass the same leaves as in sample_batch."
+            )
+        num_rows = self._num_rows(leaves) if any_size else self.num_rows
+        placed = [
+            self._put_leaf(name, struct, np.shape(leaf), leaf, num_rows)
+            for (name, struct), leaf in zip(self.leaves.items(), leaves, strict=True)
+        ]
+        return jax.tree.unflatten(structure, placed)
+
+    def _num_rows(self, leaves: list) -> int:
+        first = leaves[0]
+        ways = 1 if isinstance(first, jax.Array) else jax.process_count()
+        num_rows = np.shape(first)[0] * ways
+        if num_rows % self.mesh.shape[DATA]:
+            raise ValueError(
+                f"batch: {num_rows} rows do not divide by data="
+                f"{self.mesh.shape[DATA]}; pass a multiple of it."
+            )
+        return num_rows
+
+    def _put_leaf(
+        self,
+        name: str,
+        struct: jax.ShapeDtypeStruct,
+        shape: tuple[int, ...],
+        leaf: Any,
+        num_rows: int,
+    ) -> jax.Array:
+        is_global = isinstance(leaf, jax.Array)
+        own_rows = num_rows if is_global else num_rows // jax.process_count()
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        if shape != (own_rows, *struct.shape[1:]) or dtype != struct.dtype:
+            raise ValueError(
+                f"batch: leaf {name or 'batch'} is {dtype}{list(shape)}, but must be "
+                f"{struct.dtype}{[own_rows, *struct.shape[1:]]}, as in sample_batch "
+                f"({own_rows} of {num_rows} rows on each of "
+                f"{1 if is_global else jax.process_count()} processes)."
+            )
+        if is_global or jax.process_count() == 1:
+            return jax.device_put(leaf, self.sharding)
+        return self._from_processes(np.asarray(leaf), (num_rows, *shape[1:]))
+
+    def _from_processes(self, rows: np.ndarray, shape: tuple[int, ...]) -> jax.Array:
+        """Make a global array of rows that each process has its own part of."""
+        start = jax.process_index() * len(rows)
+        held = {
+            row
+            for index in self.sharding.addressable_devices_indices_map(shape).values()
+            if index is not None
+            for row in range(*index[0].indices(shape[0]))
+        }
+        if held == set(range(start, start + len(rows))):
+            return jax.make_array_from_process_local_data(self.sharding, rows, shape)
+        # Rows lie on other processes than the ones that read them (tensor or pipe
+        # crosses processes): place them by process, then let XLA move them.
+        grid = self.mesh.devices.reshape(-1)
+        order = sorted(grid, key=lambda device: (device.process_index, device.id))
+        by_process = Mesh(
+            np.array(order).reshape(jax.process_count(), -1), ("process", AXES[-1])
+        )
+        own = NamedSharding(by_process, P("process"))
+        placed = jax.make_array_from_process_local_data(own, rows, shape)
+        return jax.device_put(placed, self.sharding)
+
+
+def make_batch_spec(sample_batch: Batch, mesh: Mesh, accumulate: int) -> BatchSpec:
+    """Read the shapes of a global batch.
+
+    Args:
+      sample_batch: arrays or `jax.ShapeDtypeStruct`s, each with the rows first.
+      mesh: the mesh.
+      accumulate: micro-batches a step.
+
+    Returns:
+      The spec.
+
+    Raises:
+      ValueError: if leaves have no rows or different numbers of them, or the rows do
+        not divide by data x accumulate, or accumulate is not positive.
+    """
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(
+            f"accumulate={accumulate!r} must be a positive number of micro-batches."
+        )
+    leaves = {
+        name: jax.ShapeDtypeStruct(
+            np.shape(leaf), jax.dtypes.canonicalize_dtype(leaf.dtype)
+        )
+        for name, leaf in tree.named_leaves(sample_batch).items()
+    }
+    rows = {
+        name: leaf.shape[0] if leaf.shape else None for name, leaf in leaves.items()
+    }
+    if not leaves or None in rows.values() or len(set(rows.values())) > 1:
+        raise ValueError(
+            f"sample_batch: rows by leaf are {rows}; every leaf must have the same "
+            "number of rows as its leading dim (at least one leaf)."
+        )
+    (num_rows,) = set(rows.values())
+    data = mesh.shape[DATA]
+    if not num_rows or num_rows % (data * accumulate):
+        raise ValueError(
+            f"sample_batch: {num_rows} rows must be a multiple of data x accumulate = "
+            f"{data} x {accumulate} = {data * accumulate}. Change the batch, the mesh "
+            "or accumulate."
+        )
+    return BatchSpec(leaves, jax.tree.structure(sample_batch), num_rows, mesh)

@@ -1,0 +1,191 @@
+"""Which named arrays a tree holds, and whether a checkpoint holds the same ones.
+
+A checkpoint knows a tree only as {name: array}, the name being the path to the leaf:
+"params/blocks/kernel". So it depends on no Python class, and any tree with the same
+names, shapes and dtypes can take its arrays. Typed PRNG keys are stored as the integers
+under them; the table of leaves keeps the name of their implementation.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_SHOWN = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafSpec:
+    """Shape and dtype of one leaf; dtype "key<threefry2x32>" for typed PRNG keys."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+def named_leaves(tree: Any, argument: str) -> dict[str, Any]:
+    """Flatten a tree of arrays into its leaves by path name.
+
+    Args:
+        tree: Nested tree of jax.Array or jax.ShapeDtypeStruct.
+        argument: What the caller calls the tree, for error messages.
+
+    Returns:
+        The leaves by name, in the tree's own order.
+
+    Raises:
+        TypeError: If a leaf is neither a jax.Array nor a jax.ShapeDtypeStruct.
+        ValueError: If there is no leaf, or two leaves have the same name.
+
+    Example:
+        >>> list(named_leaves({"w": {0: jnp.ones(2)}, "b": jnp.ones(2)}, "tree"))
+        ['b', 'w/0']
+    """
+    leaves: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator="/") or "value"
+        if name in leaves:
+            raise ValueError(
+                f"{argument} has two leaves named {name!r}; a checkpoint stores "
+                "leaves by path, joined with '/': rename one of the keys"
+            )
+        if not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
+            raise TypeError(
+                f"{argument} leaf {name!r} is {type(leaf).__name__}; every leaf must "
+                "be a jax.Array: wrap it with jax.numpy.asarray, or keep it in meta"
+            )
+        leaves[name] = leaf
+    if not leaves:
+        raise ValueError(f"{argument} has no leaves; give a tree with arrays")
+    return leaves
+
+
+def require_global(leaves: Mapping[str, Any]) -> None:
+    """Refuse leaves that can't be saved: structs, arrays of one process of several."""
+    for name, leaf in leaves.items():
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"tree leaf {name!r} is a jax.ShapeDtypeStruct, which has no values; "
+                "save the tree of arrays"
+            )
+        if jax.process_count() > 1 and leaf.is_fully_addressable:
+            raise ValueError(
+                f"tree leaf {name!r} lives on the devices of one process of "
+                f"{jax.process_count()}; place it on the mesh of all of them with "
+                "jax.make_array_from_callback, or keep it in meta"
+            )
+
+
+def require_shardings(targets: Mapping[str, Any]) -> None:
+    """Refuse leaves that don't say where they are to be restored to."""
+    for name, target in targets.items():
+        if target.sharding is None:
+            raise ValueError(
+                f"target leaf {name!r} has no sharding; give every "
+                "jax.ShapeDtypeStruct a sharding="
+            )
+
+
+def leaf_specs(leaves: Mapping[str, Any]) -> dict[str, LeafSpec]:
+    """Return the table of a checkpoint: shape and dtype of every leaf by name."""
+    return {
+        name: LeafSpec(
+            tuple(leaf.shape),
+            f"key<{key_impl(leaf)}>" if is_key(leaf) else str(leaf.dtype),
+        )
+        for name, leaf in leaves.items()
+    }
+
+
+def describe_mismatch(
+    found: Mapping[str, LeafSpec], stored: Mapping[str, LeafSpec]
+) -> str | None:
+    """Say how a tree's table differs from a checkpoint's, the first ten of each kind.
+
+    Args:
+        found: The table of the tree at hand.
+        stored: The table in the checkpoint.
+
+    Returns:
+        Indented lines with names, shapes and dtypes; None if the tables are equal.
+
+    Example:
+        >>> new, old = LeafSpec((2,), "int32"), LeafSpec((3,), "int32")
+        >>> print(describe_mismatch({"a": new, "b": new}, {"a": old}))
+          1 leaf is not in the checkpoint:
+            b: int32[2]
+          1 leaf has another shape or dtype:
+            a: int32[2], in the checkpoint int32[3]
+    """
+    absent = [f"{name}: {spec}" for name, spec in found.items() if name not in stored]
+    extra = [f"{name}: {spec}" for name, spec in stored.items() if name not in found]
+    changed = [
+        f"{name}: {spec}, in the checkpoint {stored[name]}"
+        for name, spec in found.items()
+        if name in stored and stored[name] != spec
+    ]
+    lines = [
+        *_paragraph(absent, "is not in the checkpoint", "are not in the checkpoint"),
+        *_paragraph(extra, "is only in the checkpoint", "are only in the checkpoint"),
+        *_paragraph(
+            changed, "has another shape or dtype", "have another shape or dtype"
+        ),
+    ]
+    return "\n".join(lines) or None
+
+
+def _paragraph(leaves: list[str], singular: str, plural: str) -> list[str]:
+    if not leaves:
+        return []
+    if len(leaves) == 1:
+        head = f"  1 leaf {singular}:"
+    else:
+        head = f"  {len(leaves)} leaves {plural}:"
+    more = [f"    and {len(leaves) - _SHOWN} more"] if len(leaves) > _SHOWN else []
+    return [head, *(f"    {leaf}" for leaf in leaves[:_SHOWN]), *more]
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed PRNG keys."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def key_impl(leaf: Any) -> str:
+    """Return the name of the implementation of a typed key array or its struct."""
+    names: list[str] = []
+
+    def read(keys: jax.Array) -> jax.Array:
+        names.append(str(jax.random.key_impl(keys)))
+        return jax.random.key_data(keys)
+
+    # A struct has no public way to its implementation; a tracer of it has.
+    jax.eval_shape(read, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    return names[0]
+
+
+def to_stored(leaf: jax.Array) -> jax.Array:
+    """Return the plain array that a checkpoint holds for a leaf."""
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def stored_struct(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Return shape, dtype and sharding to read the stored array of a target leaf with.
+
+    The integers of a key have one dim more than the key, last and whole, so the key's
+    own sharding fits them.
+    """
+    struct = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    if is_key(leaf):
+        struct = jax.eval_shape(jax.random.key_data, struct)
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=leaf.sharding)
+
+
+def from_stored(array: jax.Array, target: Any) -> jax.Array:
+    """Turn a stored array back into the leaf that target describes."""
+    if not is_key(target):
+        return array
+    return jax.random.wrap_key_data(array, impl=key_impl(target))

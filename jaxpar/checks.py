@@ -1,0 +1,73 @@
+"""What can be known to be wrong before anything compiles: the loss function, traced.
+
+One abstract trace of the loss on a micro-batch tells whether it gives a scalar, whether
+a weight depends on parameters, and which state the model changes.
+"""
+
+import dataclasses
+
+import jax
+
+from jaxpar import tree
+from jaxpar.dependence import tainted_outputs
+from jaxpar.gradients import make_loss
+from jaxpar.module import Network
+from jaxpar.types import Batch, LossFn, Params, PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class LossFacts:
+    """What a trace of the loss function tells.
+
+    Attributes:
+      changes_state: whether the model's mutable state (not keys) is changed.
+      metrics: the names of the user's metrics.
+    """
+
+    changes_state: bool
+    metrics: tuple[str, ...]
+
+
+def trace_loss(
+    network: Network, loss_fn: LossFn, params: Params, model_state: PyTree, batch: Batch
+) -> LossFacts:
+    """Trace a loss function on shapes and check what it returns.
+
+    Args:
+      network: the model.
+      loss_fn: the loss function.
+      params: shapes of the parameters, in the compute dtype.
+      model_state: shapes of the mutable state.
+      batch: shapes of one shard of a micro-batch.
+
+    Returns:
+      What the trace tells.
+
+    Raises:
+      ValueError: if the loss or a metric is not a scalar, or a weight depends on the
+        parameters.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    loss = make_loss(network, loss_fn, structure, training=True)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    closed, (sums, _) = jax.make_jaxpr(loss, return_shape=True)(
+        leaves, model_state, key, batch
+    )
+    jaxpr = closed.jaxpr
+    others = len(jaxpr.invars) - len(leaves)
+    outs = tainted_outputs(jaxpr, [True] * len(leaves) + [False] * others)
+    names = list(tree.named_leaves(sums))
+    for name, tainted in zip(names, outs[: len(names)], strict=True):
+        if name.endswith("weight") and tainted:
+            where = "loss" if name.startswith("loss") else name.split("/")[1]
+            raise ValueError(
+                f"loss_fn: the weight of {where} depends on the parameters; "
+                "jaxpar.Weighted(total, weight) needs a weight made of the batch "
+                "alone (a count or a mask's sum). Divide inside total instead."
+            )
+    state_in = jaxpr.invars[len(leaves) : len(leaves) + len(jaxpr.outvars) - len(names)]
+    changed = any(
+        out is not inp
+        for out, inp in zip(jaxpr.outvars[len(names) :], state_in, strict=True)
+    )
+    return LossFacts(changed, tuple(sums.metrics))

@@ -1,0 +1,300 @@
+"""In which order do examples come, and which rows of a batch are this process's?
+
+The order is a function of (seed, epoch) alone, never of the number of processes, so
+a run goes on exactly where it stopped, also on other machines. The whole state of a
+loader is one integer, the number of batches taken.
+"""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+from jaxtyping import Int32
+
+from jaxpar.data.tokens import Tokens
+
+_THREADS = 2
+_BATCHES_AHEAD = 4
+_MOST_EXAMPLES = 2**32
+"""Grain's shuffle counts examples in 32 bits, and wraps silently beyond."""
+
+_MAX_ID = np.iinfo(np.int32).max
+
+
+class Loader:
+    """Batches of token windows, in an order that no number of processes changes.
+
+    The corpus is cut into windows of ``seq_len + 1`` tokens that start ``seq_len``
+    apart, so that every token but the first is a target once. Windows are shuffled
+    over the whole corpus, anew each epoch, and follow each other without end: batch k
+    is windows ``[k B, (k + 1) B)`` of that stream, across the ends of epochs, and
+    process p of P takes its rows ``[p B / P, (p + 1) B / P)``. Threads read ahead.
+
+    A loader is its own iterator. With ``repeat=False`` it makes one pass over the full
+    batches; looping over it again after the end starts again, looping after a
+    ``break`` goes on.
+
+    Example:
+      >>> tokens = Tokens((np.arange(9, dtype=np.uint8),), files=("digits",))
+      >>> for batch in Loader(tokens, batch_size=2, seq_len=2, repeat=False):
+      ...     print(batch["tokens"].tolist())
+      [[0, 1, 2], [2, 3, 4]]
+      [[4, 5, 6], [6, 7, 8]]
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        *,
+        batch_size: int,
+        seq_len: int,
+        seed: int = 0,
+        shuffle: bool | None = None,
+        repeat: bool = True,
+        num_batches: int | None = None,
+        process_index: int | None = None,
+        process_count: int | None = None,
+    ):
+        """Lay out the order; nothing is read before the first batch is asked for.
+
+        Args:
+          tokens: the corpus.
+          batch_size: rows of the global batch, over all processes.
+          seq_len: targets per row; a row has one token more.
+          seed: which order, a non-negative integer.
+          shuffle: False for the order of the files; None to shuffle if `repeat`.
+          repeat: go on with a next epoch; False for one pass, as evaluation wants.
+          num_batches: end the pass after this many batches; None for no such end.
+          process_index: which process this is; None to ask JAX.
+          process_count: how many share a batch; None to ask JAX.
+
+        Raises:
+          ValueError: if a number is out of its range, `batch_size` doesn't divide by
+            `process_count`, or the corpus has fewer windows than a batch needs.
+        """
+        index = jax.process_index() if process_index is None else process_index
+        count = jax.process_count() if process_count is None else process_count
+        _check_sizes(batch_size, seq_len, seed, num_batches)
+        _check_process(index, count, batch_size)
+        self.tokens, self.batch_size, self.seq_len = tokens, batch_size, seq_len
+        self._seed, self._repeat = seed, repeat
+        self._shuffle = repeat if shuffle is None else shuffle
+
+        num_examples = (len(tokens) - 1) // seq_len
+        _check_examples(num_examples, tokens, batch_size, seq_len)
+        rows = batch_size // count
+        self._batches = _Batches(
+            tokens,
+            order=self._make_order(num_examples),
+            batch_size=batch_size,
+            seq_len=seq_len,
+            rows=range(index * rows, (index + 1) * rows),
+            length=self._num_batches(num_examples, num_batches),
+        )
+        self._endless = repeat and num_batches is None
+        self._iterator: grain.DatasetIterator | None = None
+        self._position = 0
+        self._ended = False
+
+    def _make_order(self, num_examples: int) -> grain.MapDataset:
+        order = grain.MapDataset.range(num_examples).seed(self._seed)
+        if self._shuffle:
+            order = order.shuffle()
+        if self._repeat:
+            order = order.repeat()
+        # Grain builds its bookkeeping on the first access, which must not be made by
+        # two reading threads at once.
+        order[0]
+        return order
+
+    def _num_batches(self, num_examples: int, limit: int | None) -> int:
+        full = (sys.maxsize if self._repeat else num_examples) // self.batch_size
+        return full if limit is None else min(full, limit)
+
+    @property
+    def sample_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of a global batch, as ``jaxpar.initialize`` takes them."""
+        shape = (self.batch_size, self.seq_len + 1)
+        return {"tokens": jax.ShapeDtypeStruct(shape, np.dtype(np.int32))}
+
+    def __len__(self) -> int:
+        """Count the batches of a pass; TypeError for a loader that never ends."""
+        if self._endless:
+            raise TypeError(
+                "a Loader with repeat=True never ends and has no length; give "
+                "repeat=False or num_batches=."
+            )
+        return len(self._batches)
+
+    def __iter__(self) -> "Loader":
+        """Return the loader itself, at the start again if its pass had ended."""
+        if self._ended:
+            self._move_to(0)
+        return self
+
+    def __next__(self) -> dict[str, Int32[np.ndarray, "B T_plus_1"]]:
+        """Take this process's rows of the next batch."""
+        iterator, self._iterator = self._iterator, None
+        if iterator is None:
+            iterator = self._start()
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            self._ended = True
+            raise
+        # Kept only now: a batch that failed (a lost disk, Ctrl-C in a notebook) is off
+        # Grain's queue, and a retry must read it again.
+        self._iterator = iterator
+        self._position += 1
+        return batch
+
+    def _start(self) -> grain.DatasetIterator:
+        options = grain.ReadOptions(
+            num_threads=_THREADS, prefetch_buffer_size=_BATCHES_AHEAD
+        )
+        batches = grain.MapDataset.source(self._batches).to_iter_dataset(options)
+        iterator = iter(batches)
+        grain.experimental.set_next_index(iterator, self._position)
+        return iterator
+
+    def _move_to(self, position: int) -> None:
+        if self._iterator is not None:
+            self._iterator.close()
+        self._iterator, self._position, self._ended = None, position, False
+
+    def get_state(self) -> dict[str, Any]:
+        """Say where the loader stands, and in which stream, in JSON's types.
+
+        The first call reads the whole corpus once, for its hash.
+
+        Returns:
+          ``position`` (batches taken) and what the order depends on: ``seed``,
+          ``shuffle``, ``batch_size``, ``seq_len``, ``num_tokens``, ``sha256``. The
+          same on every process.
+        """
+        return {"position": self._position, **self._stream()}
+
+    def _stream(self) -> dict[str, Any]:
+        return {
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "batch_size": self.batch_size,
+            "seq_len": self.seq_len,
+            "num_tokens": len(self.tokens),
+            "sha256": self.tokens.sha256,
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go to where a state was taken; the next batch is the one that came next.
+
+        Args:
+          state: from `get_state`, of a loader over any number of processes.
+
+        Raises:
+          ValueError: if the state lacks an entry, is of another stream, or lies
+            beyond the end of the pass.
+        """
+        stream = self._stream()
+        if missing := [name for name in ("position", *stream) if name not in state]:
+            raise ValueError(
+                f"state lacks {', '.join(missing)}; give what get_state() returned."
+            )
+        changed = [
+            f"{name} was {state[name]!r} and is {value!r}"
+            for name, value in stream.items()
+            if state[name] != value
+        ]
+        if changed:
+            raise ValueError(
+                f"state is of another stream of batches: {'; '.join(changed)}. Make "
+                "the Loader with what it was, or don't restore its state, to start "
+                "this stream from the beginning."
+            )
+        position = state["position"]
+        if not 0 <= position <= len(self._batches):
+            raise ValueError(
+                f"state has position={position}, but a pass of this Loader has "
+                f"{len(self._batches)} batches; give it the repeat= and num_batches= "
+                "that it had."
+            )
+        self._move_to(position)
+
+
+class _Batches:
+    """One process's rows of global batch k, for any k: what Grain's threads read."""
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        *,
+        order: grain.MapDataset,
+        batch_size: int,
+        seq_len: int,
+        rows: range,
+        length: int,
+    ):
+        self._tokens, self._order, self._rows = tokens, order, rows
+        self._batch_size, self._seq_len, self._length = batch_size, seq_len, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, Int32[np.ndarray, "B T_plus_1"]]:
+        first = index * self._batch_size
+        examples = np.array([self._order[first + row] for row in self._rows])
+        starts = (examples * self._seq_len).tolist()
+        windows = np.stack(
+            [self._tokens.read(start, start + self._seq_len + 1) for start in starts]
+        )
+        if not np.can_cast(windows.dtype, np.int32) and windows.max() > _MAX_ID:
+            raise ValueError(
+                f"batch {index} holds token id {windows.max()}, but ids must be below "
+                "2**31, for models take int32; check the dtype= the file was read with."
+            )
+        return {"tokens": windows.astype(np.int32)}
+
+
+def _check_sizes(
+    batch_size: int, seq_len: int, seed: int, num_batches: int | None
+) -> None:
+    sizes = {"batch_size": batch_size, "seq_len": seq_len, "num_batches": num_batches}
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ValueError(f"{name}={size} must be at least 1; give a positive one.")
+    if seed < 0:
+        raise ValueError(f"seed={seed} must not be negative; give 0 or more.")
+
+
+def _check_process(index: int, count: int, batch_size: int) -> None:
+    if not 0 <= index < count:
+        raise ValueError(
+            f"process_index={index} must be at least 0 and below "
+            f"process_count={count}; give both, or neither to ask JAX."
+        )
+    if batch_size % count:
+        raise ValueError(
+            f"batch_size={batch_size} must divide by process_count={count}, for each "
+            f"process gives as many rows; take {batch_size // count * count or count} "
+            f"or {(batch_size // count + 1) * count}."
+        )
+
+
+def _check_examples(
+    num_examples: int, tokens: Tokens, batch_size: int, seq_len: int
+) -> None:
+    if num_examples < batch_size:
+        raise ValueError(
+            f"tokens: the corpus has {len(tokens):,} tokens, {num_examples:,} windows "
+            f"of seq_len={seq_len}, but batch_size={batch_size} needs "
+            f"{batch_size * seq_len + 1:,} tokens; give more data, or a smaller batch "
+            "or seq_len."
+        )
+    if num_examples > _MOST_EXAMPLES:
+        raise ValueError(
+            f"tokens: the corpus has {num_examples:,} windows of seq_len={seq_len}, "
+            f"but at most {_MOST_EXAMPLES:,} can be shuffled; give a longer seq_len, "
+            "or split the corpus."
+        )

@@ -1,0 +1,47 @@
+"""Which text is on every machine? The source of Python's own standard library."""
+
+import pathlib
+import sysconfig
+import zlib
+
+from jaxpar.data.tokens import Tokens, find_files, join_text
+
+_EXCLUDED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "__pycache__"}
+    | {"test", "tests", "idle_test", "idlelib", "lib2to3"}
+)
+_HELD_OUT_ONE_IN = 20
+
+
+def stdlib_source() -> tuple[Tokens, Tokens]:
+    """Read the running interpreter's standard library as bytes, in two splits.
+
+    Files are sorted by their path in the library. A file is held out if the CRC-32 of
+    that path is a multiple of 20, so that a file keeps its split when others come or
+    go. Left out are installed packages, tests and what a build writes about its own
+    machine. Another Python version has another corpus: compare runs by ``sha256``.
+
+    Returns:
+      (train, heldout); about one file in 20 is held out.
+
+    Raises:
+      FileNotFoundError: if this interpreter comes without its source.
+    """
+    root = pathlib.Path(sysconfig.get_path("stdlib"))
+    train, heldout = [], []
+    for name, path in find_files(root, "*.py", _EXCLUDED_FOLDERS):
+        if not _is_build_record(name):
+            is_heldout = zlib.crc32(name.encode()) % _HELD_OUT_ONE_IN == 0
+            (heldout if is_heldout else train).append((name, path))
+    if not train or not heldout:
+        raise FileNotFoundError(
+            f"the standard library at '{root}' has {len(train) + len(heldout)} source "
+            "files, too few for two splits; use a Python with its .py files, or give "
+            "your own text to read_tokens()."
+        )
+    return join_text(train), join_text(heldout)
+
+
+def _is_build_record(name: str) -> bool:
+    """Say whether a file holds the paths and flags of the machine that built Python."""
+    return name.startswith(("config-", "_sysconfigdata"))

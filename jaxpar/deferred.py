@@ -1,0 +1,250 @@
+"""When is a parameter made whole: where the loss function first uses it, not before.
+
+A loss function sees whole parameters; ZeRO 2 and 3 have shards. `call_deferred` traces
+the function to a jaxpr and evaluates it with `Deferred` leaves in the parameters'
+place. The first equation that needs one makes it whole; a leaf that a scan slices layer
+by layer is sliced as a shard and made whole inside the scan's body, so that one layer
+is whole at a time and its gradient is reduced there too. Works for any model: nothing
+of the user's code is changed.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from jaxpar.compat import scan_counts
+from jaxpar.sharding.exchange import Exchange
+from jaxpar.sharding.zero import LeafPlan
+
+# What these make of a parameter is as large as the parameter and costs nothing to make
+# again: were it a residual, a gathered leaf would live until the backward pass.
+_LAYOUT_OPS = frozenset(
+    {
+        "all_gather",
+        "sharding_constraint",
+        "convert_element_type",
+        "reshape",
+        "transpose",
+        "squeeze",
+        "broadcast_in_dim",
+        "name",
+        "copy",
+    }
+)
+
+
+class Deferred:
+    """A leaf that is not whole yet.
+
+    Args:
+      plan: its layout.
+      shard: the fp32 view at rest; gradients are taken with respect to it.
+      whole: the leaf already gathered in the compute dtype, or None to gather at use.
+      exchange: how it is gathered and its gradient reduced.
+      dtype: the compute dtype.
+    """
+
+    def __init__(
+        self,
+        plan: LeafPlan,
+        shard: jax.Array,
+        whole: jax.Array | None,
+        exchange: Exchange,
+        dtype: jnp.dtype,
+    ):
+        self.plan, self.shard, self.whole = plan, shard, whole
+        self.exchange, self.dtype = exchange, dtype
+        self._made: jax.Array | None = None
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """What stands for the leaf while it travels: its shard, and itself if whole."""
+        return (self.shard,) if self.whole is None else (self.shard, self.whole)
+
+    def rebuilt(self, arrays: Sequence[jax.Array], plan: LeafPlan) -> "Deferred":
+        """The same leaf (or a slice of it) around other tracers."""
+        whole = None if self.whole is None else arrays[1]
+        return Deferred(plan, arrays[0], whole, self.exchange, self.dtype)
+
+    def make(self) -> jax.Array:
+        """The leaf, whole, in the compute dtype; made once."""
+        if self._made is None:
+            made = _use(self.plan, self.exchange, self.dtype)(*self.arrays)
+            self._made = made
+        return self._made
+
+
+def _use(
+    plan: LeafPlan, exchange: Exchange, dtype: jnp.dtype
+) -> Callable[..., jax.Array]:
+    """``use(shard[, whole]) -> whole`` whose backward pass reduces into the shard."""
+
+    @jax.custom_vjp
+    def use(shard: jax.Array, *whole: jax.Array) -> jax.Array:
+        return whole[0] if whole else exchange.gather(plan, shard.astype(dtype))
+
+    def forward(shard: jax.Array, *whole: jax.Array) -> tuple[jax.Array, bool]:
+        return use(shard, *whole), bool(whole)
+
+    def backward(was_whole: bool, cotangent: jax.Array) -> tuple:
+        return (exchange.reduce(plan, cotangent), *((None,) if was_whole else ()))
+
+    use.defvjp(forward, backward)
+    return use
+
+
+def call_deferred(
+    fn: Callable[..., Any], leaves: Sequence[Deferred], *args: Any
+) -> Any:
+    """Evaluate ``fn(leaves, *args)`` with each leaf made whole at its first use.
+
+    Args:
+      fn: takes a list of whole leaves and pytrees of arrays; returns a pytree.
+      leaves: the leaves, deferred.
+      *args: the other arguments.
+
+    Returns:
+      What `fn` returns. Where leaves are gathered at use, the backward pass gathers
+      them again: they are never residuals.
+    """
+    whole = [jax.ShapeDtypeStruct(leaf.plan.shape, leaf.dtype) for leaf in leaves]
+    flat_args, args_tree = jax.tree.flatten(args)
+
+    def flat_fn(leaves: list, flat_args: list) -> Any:
+        return fn(leaves, *jax.tree.unflatten(args_tree, flat_args))
+
+    closed, out_shape = jax.make_jaxpr(flat_fn, return_shape=True)(whole, flat_args)
+
+    def body(arrays: list, flat_args: list) -> list:
+        deferred = [
+            leaf.rebuilt(a, leaf.plan) for leaf, a in zip(leaves, arrays, strict=True)
+        ]
+        return _evaluate(closed, [*deferred, *flat_args])
+
+    if any(leaf.whole is None for leaf in leaves):
+        body = jax.checkpoint(body, policy=_refuse_layout_ops)
+    outs = body([leaf.arrays for leaf in leaves], flat_args)
+    # A constant output is a NumPy literal in the jaxpr.
+    outs = [jnp.asarray(out) for out in outs]
+    return jax.tree.unflatten(jax.tree.structure(out_shape), outs)
+
+
+def _refuse_layout_ops(prim: Any, *_: Any, **__: Any) -> bool:
+    return prim.name not in _LAYOUT_OPS
+
+
+def _evaluate(closed: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    """Evaluate a jaxpr some of whose inputs are `Deferred`; outputs are arrays."""
+    jaxpr = closed.jaxpr
+    env: dict[core.Var, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        ins = [read(atom) for atom in eqn.invars]
+        rule = _RULES.get(eqn.primitive.name)
+        if rule is None or not any(isinstance(x, Deferred) for x in ins):
+            outs = _bind(eqn, [_made(x) for x in ins])
+        else:
+            outs = rule(eqn, ins)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [_made(read(atom)) for atom in jaxpr.outvars]
+
+
+def _made(value: Any) -> Any:
+    return value.make() if isinstance(value, Deferred) else value
+
+
+def _bind(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
+    params = eqn.primitive.get_bind_params(eqn.params)
+    scope = str(eqn.source_info.name_stack)
+    named = jax.named_scope(scope) if scope else contextlib.nullcontext()
+    with named, eqn.ctx.manager:
+        outs = eqn.primitive.bind(*ins, **params)
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def _inline(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
+    return _evaluate(eqn.params["jaxpr"], ins)
+
+
+def _checkpoint(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
+    """The user's own remat, which must not save what was gathered either."""
+    policy, closed = eqn.params["policy"], core.ClosedJaxpr(eqn.params["jaxpr"], ())
+
+    def saveable(prim: Any, *avals: Any, **params: Any) -> Any:
+        return prim.name not in _LAYOUT_OPS and policy(prim, *avals, **params)
+
+    def body(packed: list) -> list:
+        return _evaluate(closed, _unpacked(ins, packed))
+
+    run = jax.checkpoint(
+        body,
+        prevent_cse=eqn.params["prevent_cse"],
+        policy=None if policy is None else saveable,
+    )
+    return run([_packed(x) for x in ins])
+
+
+def _scan(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
+    """Slice deferred leaves layer by layer; make those that cannot be sliced."""
+    num_consts, num_carry = scan_counts(eqn.params)
+    consts = [_made(x) for x in ins[:num_consts]]
+    init = [_made(x) for x in ins[num_consts : num_consts + num_carry]]
+    xs = [_sliceable(x) for x in ins[num_consts + num_carry :]]
+    slices = [_sliced_plan(x) for x in xs]
+
+    def body(carry: list, packed: list) -> tuple[list, list]:
+        layer = _unpacked(xs, packed, slices)
+        outs = _evaluate(eqn.params["jaxpr"], [*consts, *carry, *layer])
+        return outs[:num_carry], outs[num_carry:]
+
+    carry, ys = jax.lax.scan(
+        body,
+        init,
+        [_packed(x) for x in xs],
+        length=eqn.params["length"],
+        reverse=eqn.params["reverse"],
+        unroll=eqn.params["unroll"],
+    )
+    return [*carry, *ys]
+
+
+def _sliced_plan(value: Any) -> LeafPlan | None:
+    return value.plan.without_leading_dim() if isinstance(value, Deferred) else None
+
+
+def _sliceable(value: Any) -> Any:
+    if isinstance(value, Deferred) and _sliced_plan(value) is None:
+        return value.make()
+    return value
+
+
+def _packed(value: Any) -> Any:
+    return value.arrays if isinstance(value, Deferred) else value
+
+
+def _unpacked(
+    values: Sequence[Any], packed: Sequence[Any], plans: Sequence[Any] | None = None
+) -> list[Any]:
+    """Put the tracers of `packed` in the place of `values`."""
+    plans = plans or [v.plan if isinstance(v, Deferred) else None for v in values]
+    return [
+        value.rebuilt(arrays, plan) if isinstance(value, Deferred) else arrays
+        for value, arrays, plan in zip(values, packed, plans, strict=True)
+    ]
+
+
+_RULES: dict[str, Callable[[core.JaxprEqn, Sequence[Any]], list[Any]]] = {
+    "jit": _inline,
+    "pjit": _inline,
+    "checkpoint": _checkpoint,
+    "remat2": _checkpoint,
+    "scan": _scan,
+}

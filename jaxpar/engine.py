@@ -1,0 +1,371 @@
+"""How do the parts become a run: `initialize` binds them, `Engine` holds them.
+
+Everything that can be checked is checked here, before anything compiles. The engine
+keeps the state as flat leaves, for dispatch costs by the nested node.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar import tree
+from jaxpar.batches import BatchSpec, make_batch_spec
+from jaxpar.checkpoint import Checkpoints
+from jaxpar.checks import trace_loss
+from jaxpar.gradients import Partition, make_evaluation, make_gradients
+from jaxpar.mesh import DATA, PIPE, MeshShape, make_mesh
+from jaxpar.module import Network, make_network
+from jaxpar.precision import Precision, make_precision
+from jaxpar.sharding.report import Explanation, make_explanation
+from jaxpar.sharding.rules import Rules, compute_specs
+from jaxpar.sharding.zero import LeafPlan, ZeroStage, plan_leaves, zero_stage
+from jaxpar.state import TrainState, make_init, state_shardings
+from jaxpar.step import make_train_step
+from jaxpar.types import Batch, LossFn, Metrics
+
+_LAG = 2
+"""Steps dispatched before a step's exhausted loss scale must have been noticed."""
+
+
+def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
+    *,
+    model: Any,
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    sample_batch: Batch,
+    mesh: MeshShape | Mesh | None = None,
+    zero: int = 1,
+    precision: str | Precision = "fp32",
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    seed: int = 0,
+    rules: Rules | None = None,
+    eval_fn: LossFn | None = None,
+    coupled_batch: bool = False,
+    allow_whole: Sequence[str] = (),
+) -> "Engine":
+    """Make an engine that trains a Flax model on a mesh.
+
+    Args:
+      model: an NNX factory ``lambda rngs: MyModel(rngs=rngs)``, or a Linen module.
+      loss_fn: ``(model, batch) -> loss`` or ``(loss, metrics)``: a mean over the
+        examples it is given, or a `jaxpar.Weighted`.
+      optimizer: any optax transformation.
+      sample_batch: arrays or `jax.ShapeDtypeStruct`s of a global batch, rows first.
+      mesh: devices by axis (all of them on data by default), or a mesh made by
+        `jaxpar.make_mesh` of some devices.
+      zero: ZeRO stage: 0 replicates, 1 shards the state, 2 gradients too, 3 gathers
+        parameters at use.
+      precision: "fp32", "bf16" or "fp16" compute, or a `jaxpar.Precision`. Masters are
+        fp32.
+      accumulate: micro-batches a step.
+      clip_norm: the largest global norm of the gradients; None for no clipping.
+      seed: of parameters, dropout and whatever else is random.
+      rules: logical name -> mesh axis, path pattern -> PartitionSpec.
+      eval_fn: like loss_fn, for `Engine.evaluate`; None for loss_fn.
+      coupled_batch: the loss couples examples (in-batch negatives): it is given whole
+        micro-batches. Implied by a model that changes its state (batch statistics).
+      allow_whole: path patterns of large parameters that may stay whole over data.
+
+    Returns:
+      An engine whose state is initialised, sharded, on the mesh.
+
+    Raises:
+      ValueError: if arguments do not fit each other; the message says which and why.
+      TypeError: if `model` is not a Flax model.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> engine = initialize(
+      ...     model=lambda rngs: nnx.Linear(4, 1, rngs=rngs),
+      ...     loss_fn=lambda model, batch: jnp.mean((model(batch["x"]) - 1.0) ** 2),
+      ...     optimizer=optax.sgd(0.1),
+      ...     sample_batch={"x": jnp.ones((8, 4))},
+      ...     zero=3,
+      ... )
+      >>> first = engine.step({"x": jnp.ones((8, 4))})
+      >>> bool(engine.step({"x": jnp.ones((8, 4))})["loss"] < first["loss"])
+      True
+    """
+    mesh = mesh if isinstance(mesh, Mesh) else make_mesh(mesh or MeshShape())
+    stage, rules = zero_stage(zero), rules or {}
+    precision = make_precision(precision) if isinstance(precision, str) else precision
+    _check_scalars(mesh, clip_norm)
+    batch_spec = make_batch_spec(sample_batch, mesh, accumulate)
+    whole = batch_spec.num_rows // accumulate
+    rows = batch_spec.rows(whole // mesh.shape[DATA])
+    network = make_network(model, loss_fn, rows)
+
+    init = make_init(network, optimizer, scales_loss=precision.scales_loss)
+    abstract = jax.eval_shape(init, jax.random.key(seed))
+    leaves = tree.named_leaves(abstract.params)
+    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    compute = compute_specs(shapes, network.dim_names(), rules, mesh.shape)
+    plans = plan_leaves(leaves, compute, stage, mesh.shape, allow_whole)
+    cast = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, precision.compute_dtype),
+        abstract.params,
+    )
+    facts = trace_loss(network, loss_fn, cast, abstract.model_state, rows)
+    coupled = coupled_batch or facts.changes_state
+    # XLA rejects reductions over a manual axis of one device (jax 0.11.2).
+    automatic = coupled or mesh.shape[DATA] == 1
+    partition = Partition(
+        network, tuple(plans.values()), stage, precision, mesh, automatic
+    )
+    step = make_train_step(
+        make_gradients(partition, loss_fn, abstract.params, accumulate),
+        optimizer,
+        clip_norm=clip_norm,
+        scales_loss=precision.scales_loss,
+    )
+    evaluation = make_evaluation(partition, eval_fn or loss_fn, abstract.params)
+    shardings = state_shardings(abstract, plans, stage, mesh)
+    layout = _Layout(
+        abstract, shardings, plans, stage, coupled, precision.scales_loss
+    )
+    state = jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
+    return Engine(network, layout, batch_spec, step, evaluation, state)
+
+
+def _check_scalars(mesh: Mesh, clip_norm: float | None) -> None:
+    if mesh.shape[PIPE] > 1:
+        raise ValueError(
+            f"mesh: pipe={mesh.shape[PIPE]} needs pipeline parallelism, which jaxpar "
+            "does not have yet. Use pipe=1 and give the devices to data or tensor."
+        )
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(
+            f"clip_norm={clip_norm!r} must be positive, or None for no clipping."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    abstract: TrainState
+    shardings: TrainState
+    plans: dict[str, LeafPlan]
+    stage: ZeroStage
+    coupled: bool
+    scales_loss: bool
+
+
+class Engine:
+    """A model, its optimizer and their state on a mesh; made by `initialize`.
+
+    Args:
+      network: the model.
+      layout: where every leaf of the state rests.
+      batch_spec: the shapes of a global batch.
+      step: the pure training step.
+      evaluation: the pure evaluation.
+      state: the state to start from.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        layout: _Layout,
+        batch_spec: BatchSpec,
+        step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]],
+        evaluation: Callable[..., Metrics],
+        state: TrainState,
+    ):
+        self.mesh = batch_spec.mesh
+        self._network, self._layout, self._batch_spec = network, layout, batch_spec
+        self._leaves, self._structure = jax.tree.flatten(state)
+        self._checkpoints: dict[str, Checkpoints] = {}
+        self._exhausted: list[jax.Array] = []
+        rest = jax.tree.leaves(layout.shardings)
+        replicated = NamedSharding(self.mesh, P())
+
+        def flat_step(leaves: list, batch: Batch) -> tuple[list, Metrics, list]:
+            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+                new, metrics = step(jax.tree.unflatten(self._structure, leaves), batch)
+            watched = [new.loss_scale.exhausted] if layout.scales_loss else []
+            return jax.tree.leaves(new), metrics, watched
+
+        def evaluate(params: Any, model_state: Any, batch: Batch, key: Any) -> Metrics:
+            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+                return evaluation(params, model_state, batch, key)
+
+        self._step = jax.jit(
+            flat_step,
+            in_shardings=(rest, batch_spec.sharding),
+            out_shardings=(rest, replicated, replicated),
+            donate_argnums=0,
+        )
+        self._evaluate = jax.jit(evaluate, out_shardings=replicated)
+
+    @property
+    def state(self) -> TrainState:
+        """A view of the sharded state; the next step donates its arrays."""
+        return jax.tree.unflatten(self._structure, self._leaves)
+
+    def step(self, batch: Batch) -> Metrics:
+        """Take one training step; returns when it is dispatched.
+
+        Args:
+          batch: this process's rows of a global batch, or global `jax.Array`s.
+
+        Returns:
+          Scalars on the device: loss, grad_norm (before clipping), skipped (steps
+          skipped so far), loss_scale, learning_rate where the optimizer's state has it,
+          and the user's metrics.
+
+        Raises:
+          ValueError: if the batch differs from the sample batch.
+          FloatingPointError: if a recent step overflowed at the least loss scale.
+        """
+        placed = self._batch_spec.put(batch)
+        self._leaves, metrics, exhausted = self._step(self._leaves, placed)
+        self._exhausted.extend(exhausted)
+        self._check_loss_scale(lag=_LAG)
+        return metrics
+
+    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """The compiled pure step; donates `state`.
+
+        Args:
+          state: a train state of this engine's shapes and shardings.
+          batch: as for `step`.
+
+        Returns:
+          The new state and the metrics.
+        """
+        leaves = jax.tree.leaves(state)
+        new, metrics, _ = self._step(leaves, self._batch_spec.put(batch))
+        return jax.tree.unflatten(self._structure, new), metrics
+
+    def evaluate(self, batch: Batch) -> Metrics:
+        """Evaluate on a batch of any size that the data axis divides.
+
+        Args:
+          batch: as for `step`, with any number of rows.
+
+        Returns:
+          loss, weight (what the loss's total was divided by) and the user's metrics,
+          by eval_fn with the model in evaluation mode.
+        """
+        placed = self._batch_spec.put(batch, any_size=True)
+        state = self.state
+        return self._evaluate(state.params, state.model_state, placed, state.key)
+
+    def model(self) -> Any:
+        """The trained model itself, in evaluation mode: to sample from, to export.
+
+        Returns:
+          The nnx.Module (or a `jaxpar.module.LinenModel`) around views of the fp32
+          masters, sharded as they rest; the next step donates them.
+        """
+        state = self.state
+        variables = (state.params, state.model_state)
+        return self._network.run(
+            lambda model, _: model, variables, state.key, None, training=False
+        )[0]
+
+    def explain(self) -> Explanation:
+        """Say where every leaf of the state rests, why, and what crosses which axis."""
+        layout = self._layout
+        return make_explanation(
+            layout.abstract,
+            layout.shardings,
+            layout.plans,
+            layout.stage,
+            coupled=layout.coupled,
+        )
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        data: Any = None,
+        keep: int | None = 3,
+        meta: dict[str, Any] | None = None,
+    ) -> None:
+        """Save the state; returns when it is copied to the host.
+
+        Args:
+          folder: the run's checkpoints, one sub-folder per step.
+          data: an iterator with ``get_state()`` (Grain's, or `jaxpar.data.Loader`),
+            whose position is saved too.
+          keep: how many steps stay on disk; None for all.
+          meta: JSON values to keep beside the state.
+
+        Raises:
+          ValueError: if the folder holds another model's checkpoints.
+        """
+        self._check_loss_scale(lag=0)
+        self._opened(folder, keep).save(
+            int(self.state.step),
+            self.state,
+            data_state=None if data is None else data.get_state(),
+            meta={"mesh": dict(self.mesh.shape), **(meta or {})},
+        )
+
+    def restore(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        data: Any = None,
+        step: int | None = None,
+    ) -> int:
+        """Take up a saved state, onto this engine's mesh, stage and precision.
+
+        Args:
+          folder: where it was saved.
+          data: an iterator with ``set_state(state)``, to go on where the saved one
+            stood.
+          step: the step to restore; None for the newest complete one.
+
+        Returns:
+          The step restored.
+
+        Raises:
+          FileNotFoundError: if there is no checkpoint.
+          ValueError: if it is another model's.
+        """
+        target = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=sharding
+            ),
+            self._layout.abstract,
+            self._layout.shardings,
+        )
+        restored = self._opened(folder).restore(target, step=step)
+        if data is not None:
+            data.set_state(restored.data_state)
+        self._leaves = jax.tree.leaves(restored.tree)
+        return restored.step
+
+    def wait(self) -> None:
+        """Return when every step is done and every save is on disk."""
+        jax.block_until_ready(self._leaves)
+        self._check_loss_scale(lag=0)
+        for checkpoints in self._checkpoints.values():
+            checkpoints.wait()
+
+    def _opened(
+        self, folder: str | os.PathLike[str], keep: int | None = 3
+    ) -> Checkpoints:
+        path = os.path.abspath(folder)
+        if path not in self._checkpoints:
+            self._checkpoints[path] = Checkpoints(path, keep=keep)
+        return self._checkpoints[path]
+
+    def _check_loss_scale(self, lag: int) -> None:
+        """Raise for a step that overflowed at the least scale, `lag` steps ago."""
+        while len(self._exhausted) > lag:
+            if bool(self._exhausted.pop(0)):
+                raise FloatingPointError(
+                    "loss scale: gradients overflowed with the scale at its minimum of "
+                    "1, so fp16 cannot hold them. Lower the learning rate, look for "
+                    "non-finite inputs, or use precision='bf16'."
+                )

@@ -1,0 +1,282 @@
+"""What are the gradients of one step: summed over micro-batches, reduced over data.
+
+The loss of a step is sum(total) / sum(weight) over the global batch. Each micro-batch's
+backward pass is seeded by scale / weight, so that fp16 totals don't overflow, and its
+gradients are weighed back in fp32; one division at the end makes the sum exact, however
+the rows are split. Where a ZeRO stage reduces once a step, nothing but scalars crosses
+the data axis before that.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.deferred import Deferred, call_deferred
+from jaxpar.mesh import DATA
+from jaxpar.module import Network
+from jaxpar.precision import Precision
+from jaxpar.sharding.constrain import constrain
+from jaxpar.sharding.exchange import (
+    AutomaticExchange,
+    Exchange,
+    ManualExchange,
+    from_view,
+    manual_spec,
+    to_view,
+)
+from jaxpar.sharding.zero import LeafPlan, ZeroStage
+from jaxpar.types import Batch, LossFn, Metrics, Params, PyTree
+from jaxpar.weighted import Weighted, as_weighted, mean
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """What one step adds up besides gradients.
+
+    Attributes:
+      loss: the loss's total and weight.
+      metrics: the user's metrics, likewise.
+    """
+
+    loss: PyTree
+    metrics: dict[str, PyTree]
+
+    def means(self) -> Metrics:
+        """Divide each by its weight."""
+        return {"loss": mean(self.loss)} | {
+            name: mean(value) for name, value in self.metrics.items()
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """How a loss function on whole parameters is run from their shards.
+
+    Attributes:
+      network: the model.
+      plans: the leaves' layouts, in flattening order.
+      stage: the row of the ZeRO table.
+      precision: the dtypes.
+      mesh: the mesh.
+      automatic: whether data stays automatic and every micro-batch is seen whole.
+    """
+
+    network: Network
+    plans: tuple[LeafPlan, ...]
+    stage: ZeroStage
+    precision: Precision
+    mesh: Mesh
+    automatic: bool
+
+    @property
+    def exchange(self) -> Exchange:
+        """How arrays cross the data axis."""
+        if self.automatic:
+            return AutomaticExchange()
+        platform = self.mesh.devices.flat[0].platform
+        return ManualExchange(self.precision.reduce_dtype, platform)
+
+    def prepare(self, shards: Sequence[jax.Array]) -> list[jax.Array | None]:
+        """Do what is done to the parameters once a step: cast, gather, or nothing."""
+        if self.stage.gather == "use":
+            return [None] * len(shards)
+        cast = [x.astype(self.precision.compute_dtype) for x in shards]
+        return [
+            self.exchange.gather(p, x) for p, x in zip(self.plans, cast, strict=True)
+        ]
+
+    def call(
+        self,
+        fn: Callable[..., Any],
+        leaves: Sequence[jax.Array],
+        prepared: Sequence[jax.Array | None],
+        *args: Any,
+    ) -> Any:
+        """Evaluate ``fn(whole leaves, *args)`` from what `differentiated` gives."""
+        if self.stage.reduce == "step":
+            return fn(list(leaves), *args)
+        dtype = self.precision.compute_dtype
+        deferred = [
+            Deferred(plan, shard, whole, self.exchange, dtype)
+            for plan, shard, whole in zip(self.plans, leaves, prepared, strict=True)
+        ]
+        return call_deferred(fn, deferred, *args)
+
+    def differentiated(
+        self, shards: Sequence[jax.Array], prepared: Sequence[jax.Array | None]
+    ) -> list[Any]:
+        """What gradients are taken of: the whole leaves, or their shards."""
+        return list(prepared if self.stage.reduce == "step" else shards)
+
+    def seed_weight(self, weight: jax.Array) -> jax.Array:
+        """The weight that a micro-batch's backward pass is divided by."""
+        return weight if self.stage.reduce == "step" else self.exchange.total(weight)
+
+    def reduced(self, grads: Sequence[jax.Array]) -> list[jax.Array]:
+        """Reduce over data what the backward pass has not reduced yet."""
+        if self.stage.reduce == "microbatch":
+            return list(grads)
+        return [
+            self.exchange.reduce(p, g) for p, g in zip(self.plans, grads, strict=True)
+        ]
+
+    def mapped(self, body: Callable, out_specs: Any) -> Callable:
+        """Run ``body(shards, batch, *replicated)`` on views, each on its shard."""
+        if self.automatic:
+            return body
+        specs = [manual_spec(plan) for plan in self.plans]
+
+        def run(shards: list, batch: Batch, *replicated: Any) -> Any:
+            return jax.shard_map(
+                body,
+                mesh=self.mesh,
+                in_specs=(specs, P(DATA), *(P() for _ in replicated)),
+                out_specs=out_specs,
+                axis_names={DATA},
+                check_vma=False,
+            )(shards, batch, *replicated)
+
+        return run
+
+
+def make_gradients(
+    partition: Partition, loss_fn: LossFn, params_like: Params, accumulate: int
+) -> Callable[..., tuple[Params, Sums, PyTree]]:
+    """Make ``(params, model_state, batch, key, scale) -> (grads, sums, model_state)``.
+
+    Args:
+      partition: how the loss function is run from shards.
+      loss_fn: ``(model, batch) -> loss`` or ``(loss, metrics)``.
+      params_like: a tree of the parameters' structure.
+      accumulate: micro-batches a step.
+
+    Returns:
+      A pure function, to be traced under the mesh. Gradients are fp32, at rest specs,
+      of scale * sum(total) / sum(weight).
+    """
+    structure = jax.tree.structure(params_like)
+    loss_of = make_loss(partition.network, loss_fn, structure, training=True)
+
+    def microbatch(shards, prepared, model_state, key, scale, batch):
+        def total(leaves: list) -> tuple[jax.Array, tuple]:
+            sums, state = partition.call(
+                loss_of, leaves, prepared, model_state, key, batch
+            )
+            return sums.loss.total, (sums, state)
+
+        leaves = partition.differentiated(shards, prepared)
+        _, pull, (sums, state) = jax.vjp(total, leaves, has_aux=True)
+        weight = partition.seed_weight(sums.loss.weight)
+        (grads,) = pull(jnp.where(weight > 0, scale / weight, 0.0))
+        grads = [grad.astype(jnp.float32) * weight for grad in grads]
+        return grads, sums, state
+
+    def body(shards, batch, model_state, key, scale):
+        prepared = partition.prepare(shards)
+        key = partition.exchange.fold_shard(key)
+
+        def one(model_state, index, rows):
+            own = jax.random.fold_in(key, index)
+            return microbatch(shards, prepared, model_state, own, scale, rows)
+
+        grads, sums, state = _accumulated(one, model_state, batch, accumulate)
+        sums = jax.tree.map(partition.exchange.total, sums)
+        weight = sums.loss.weight
+        inverse = jnp.where(weight > 0, 1.0 / weight, 0.0)
+        grads = partition.reduced([grad * inverse for grad in grads])
+        return grads, sums, state
+
+    views = [manual_spec(plan) for plan in partition.plans]
+    run = partition.mapped(body, out_specs=(views, P(), P()))
+
+    def gradients(params, model_state, batch, key, scale):
+        shards = [
+            to_view(*x)
+            for x in zip(partition.plans, jax.tree.leaves(params), strict=True)
+        ]
+        grads, sums, state = run(shards, batch, model_state, key, scale)
+        grads = [from_view(*x) for x in zip(partition.plans, grads, strict=True)]
+        return jax.tree.unflatten(structure, grads), sums, state
+
+    return gradients
+
+
+def make_loss(
+    network: Network, fn: LossFn, structure: Any, *, training: bool
+) -> Callable[..., tuple[Sums, PyTree]]:
+    """Make ``(leaves, model_state, key, batch) -> (Sums, model_state)``."""
+
+    def loss(leaves, model_state, key, batch):
+        variables = (jax.tree.unflatten(structure, leaves), model_state)
+        out, after = network.run(fn, variables, key, batch, training=training)
+        value, metrics = out if isinstance(out, tuple) else (out, {})
+        num_rows = jax.tree.leaves(batch)[0].shape[0]
+        sums = Sums(
+            as_weighted(value, "loss", num_rows),
+            {name: as_weighted(x, name, num_rows) for name, x in metrics.items()},
+        )
+        kept = jax.tree.map(lambda new, old: new.astype(old.dtype), after, model_state)
+        return sums, kept
+
+    return loss
+
+
+def make_evaluation(
+    partition: Partition, eval_fn: LossFn, params_like: Params
+) -> Callable[..., Metrics]:
+    """Make ``(params, model_state, batch, key) -> metrics``, without gradients."""
+    structure = jax.tree.structure(params_like)
+    loss_of = make_loss(partition.network, eval_fn, structure, training=False)
+
+    def body(shards, batch, model_state, key):
+        prepared = partition.prepare(shards)
+        leaves = partition.differentiated(shards, prepared)
+        sums, _ = partition.call(loss_of, leaves, prepared, model_state, key, batch)
+        return jax.tree.map(partition.exchange.total, sums)
+
+    run = partition.mapped(body, out_specs=P())
+
+    def evaluation(params, model_state, batch, key):
+        shards = [
+            to_view(*x)
+            for x in zip(partition.plans, jax.tree.leaves(params), strict=True)
+        ]
+        sums = run(shards, batch, model_state, key)
+        return sums.means() | {"weight": sums.loss.weight}
+
+    return evaluation
+
+
+def _accumulated(
+    one: Callable[..., tuple], model_state: PyTree, batch: Batch, accumulate: int
+) -> tuple[list[jax.Array], Sums, PyTree]:
+    """Add up ``one(model_state, index, rows)`` over the micro-batches.
+
+    Micro-batch m is rows m, m + accumulate, ...: of the global batch as of every shard.
+    """
+    if accumulate == 1:
+        return one(model_state, 0, batch)
+
+    def rows(index: jax.Array | int) -> Batch:
+        def pick(x: jax.Array) -> jax.Array:
+            split = x.reshape(x.shape[0] // accumulate, accumulate, *x.shape[1:])
+            return constrain(jax.lax.dynamic_index_in_dim(split, index, 1, False), DATA)
+
+        return jax.tree.map(pick, batch)
+
+    def add(carry: tuple, index: jax.Array) -> tuple[tuple, None]:
+        grads, sums, state = carry
+        new_grads, new_sums, state = one(state, index, rows(index))
+        added = jax.tree.map(jnp.add, (grads, sums), (new_grads, new_sums))
+        return (*added, state), None
+
+    shapes = jax.eval_shape(lambda: one(model_state, 0, rows(0)))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[:2])
+    carry, _ = jax.lax.scan(add, (*zeros, model_state), jnp.arange(accumulate))
+    return carry

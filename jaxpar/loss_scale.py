@@ -1,0 +1,99 @@
+"""How large is the factor that keeps fp16 gradients from underflowing?
+
+The scale halves when gradients overflow and doubles after a window of steps without
+overflow; a small hysteresis forgives single overflows. The same state exists at every
+precision, inert where the loss is not scaled, so that checkpoints do not differ.
+
+Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2; the trace is
+that of DeepSpeed's dynamic loss scaler.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.types import Leaf
+
+START, WINDOW, HYSTERESIS, MINIMUM = 2.0**16, 1000, 2, 1.0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LossScale:
+    """The scaler's state; every field a scalar array.
+
+    Attributes:
+      scale: the factor on the loss; 1 where losses are not scaled.
+      hysteresis: overflows left before the scale is halved, counting that one.
+      iteration: steps seen.
+      last_overflow: the iteration of the last overflow; -1 before any.
+      skipped: steps skipped so far, for non-finite gradients or a zero weight.
+      exhausted: an overflow came with the scale at its minimum.
+    """
+
+    scale: Leaf
+    hysteresis: Leaf
+    iteration: Leaf
+    last_overflow: Leaf
+    skipped: Leaf
+    exhausted: Leaf
+
+
+def init_loss_scale(scales_loss: bool) -> LossScale:
+    """The state before the first step.
+
+    Args:
+      scales_loss: whether the precision scales its loss (fp16).
+
+    Returns:
+      A state with scale 2^16, or 1.
+    """
+    return LossScale(
+        scale=jnp.float32(START if scales_loss else 1.0),
+        hysteresis=jnp.int32(HYSTERESIS),
+        iteration=jnp.int32(0),
+        last_overflow=jnp.int32(-1),
+        skipped=jnp.int32(0),
+        exhausted=jnp.bool_(False),
+    )
+
+
+def update_loss_scale(
+    state: LossScale, *, finite: jax.Array, applied: jax.Array, scales_loss: bool
+) -> LossScale:
+    """The state after a step.
+
+    Without overflow, and with k = iteration - last_overflow - 1 a positive multiple of
+    the window, the scale doubles and the hysteresis is refilled. An overflow takes one
+    from the hysteresis, or halves the scale when one is left.
+
+    Args:
+      state: the state before.
+      finite: whether all gradients were finite; a boolean scalar.
+      applied: whether the step was applied; a boolean scalar.
+      scales_loss: whether the precision scales its loss.
+
+    Returns:
+      The new state; without loss scaling only `iteration` and `skipped` change.
+    """
+    counted = dataclasses.replace(
+        state,
+        iteration=state.iteration + 1,
+        skipped=state.skipped + jnp.where(applied, 0, 1),
+    )
+    if not scales_loss:
+        return counted
+    since = state.iteration - state.last_overflow - 1
+    grows = finite & (since > 0) & (since % WINDOW == 0)
+    halves = ~finite & (state.hysteresis == 1)
+    halved = jnp.maximum(state.scale / 2, MINIMUM)
+    grown = jnp.where(grows, state.scale * 2, state.scale)
+    left = jnp.where(~finite & ~halves, state.hysteresis - 1, state.hysteresis)
+    return dataclasses.replace(
+        counted,
+        scale=jnp.where(halves, halved, grown),
+        hysteresis=jnp.where(grows, HYSTERESIS, left),
+        last_overflow=jnp.where(finite, state.last_overflow, state.iteration),
+        exhausted=state.exhausted | (halves & (state.scale <= MINIMUM)),
+    )

@@ -1,0 +1,394 @@
+"""How does a run go? Its numbers, to the console, to JSONL and to TensorBoard.
+
+The numbers of step n are read only when those of step n + 1 are logged, by which time
+the device already has that step to work on: logging never leaves it idle.
+"""
+
+import collections
+import importlib
+import json
+import math
+import os
+import pathlib
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.typing import ArrayLike
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+_FILE = "metrics.jsonl"
+_RESERVED = ("step", "time")
+_NON_FINITE = ("nan", "inf", "-inf")
+_RATE_WINDOW_S = 10.0
+_REDRAW_S = 0.1
+_PLAIN_LINE_S = 5.0
+_EVENTS_FLUSH_S = 10
+
+
+class MetricsLogger:
+    """Writes a run's metrics, from process 0; on other processes it does nothing.
+
+    ``metrics.jsonl`` gets one line per call of `log`: a JSON object of ``step``,
+    ``time`` (seconds since 1970) and the metrics as floats. JSON has no word for a
+    number that isn't finite: those are the strings ``"nan"``, ``"inf"`` and
+    ``"-inf"``, which `read_metrics` turns back. The console shows one live line, or on
+    anything but a terminal a plain line every 5 seconds and every tenth of the run.
+
+    Example:
+      >>> import tempfile
+      >>> folder = tempfile.mkdtemp()
+      >>> with MetricsLogger(folder, total_steps=2, console=False) as logger:
+      ...     for step in (1, 2):
+      ...         logger.log(step, {"loss": 4.0 / step})
+      >>> [record["loss"] for record in read_metrics(f"{folder}/metrics.jsonl")]
+      [4.0, 2.0]
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        total_steps: int | None = None,
+        tokens_per_step: int | None = None,
+        tensorboard: bool = False,
+        console: bool | Console = True,
+        append: bool = False,
+        resume_at: int | None = None,
+    ):
+        """Open the files; those of another run are never touched.
+
+        Args:
+          folder: where ``metrics.jsonl`` (and ``tensorboard/``) go; made if missing.
+          total_steps: the last step of the run, for the time left; None if unknown.
+          tokens_per_step: tokens of a global batch, for tokens/s; None to leave out.
+          tensorboard: also write TensorBoard event files, complete after `close`.
+          console: True for standard output, False for none, or a rich console.
+          append: go on with the file in `folder`, if there is one.
+          resume_at: with `append`, the step that the run goes on from: what the file
+            says of later steps is dropped, for it happens again. None keeps all.
+
+        Raises:
+          FileExistsError: if `folder` holds metrics and `append` is False.
+          ModuleNotFoundError: if `tensorboard` is asked for and tensorboardX missing.
+          ValueError: if `resume_at` is given without `append`, or a line to append to
+            is not a record.
+        """
+        if resume_at is not None and not append:
+            raise ValueError(
+                f"resume_at={resume_at} is for append=True; give both to go on with a "
+                "run, or neither to start one."
+            )
+        self._pending: tuple[int, Mapping[str, ArrayLike]] | None = None
+        self._progress = _Progress(total_steps, tokens_per_step)
+        self._file = self._events = self._display = None
+        self._writes = jax.process_index() == 0
+        if not self._writes:
+            return
+        events = _import_tensorboard() if tensorboard else None
+        path = pathlib.Path(folder, _FILE)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _prepare_file(path, append, resume_at)
+        self._file = path.open("a", encoding="utf-8")
+        if events is not None:
+            self._events = events.SummaryWriter(
+                str(path.parent / "tensorboard"),
+                purge_step=None if resume_at is None else resume_at + 1,
+                flush_secs=_EVENTS_FLUSH_S,
+                # Names go by the second: a run resumed at once would overwrite.
+                filename_suffix=f".{time.time_ns()}",
+            )
+        if console:
+            self._display = _Display(Console() if console is True else console)
+
+    def __enter__(self) -> "MetricsLogger":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens per second over the last 10 seconds; None before the second step."""
+        return self._progress.tokens_per_second
+
+    def log(self, step: int, metrics: Mapping[str, ArrayLike]) -> None:
+        """Take a step's metrics, and write those taken before.
+
+        Args:
+          step: the step that they are of.
+          metrics: one number each; arrays still being computed are not waited for.
+
+        Raises:
+          ValueError: if a metric is not a single number or is called ``step`` or
+            ``time``, or the logger is closed.
+        """
+        if not self._writes:
+            return
+        if self._file is None:
+            raise ValueError(
+                f"step {step} was logged after close(); log inside the with block."
+            )
+        for name, value in metrics.items():
+            if name in _RESERVED:
+                raise ValueError(
+                    f"metrics: {name!r} is a field of every record; rename the metric."
+                )
+            if np.shape(value) != ():
+                raise ValueError(
+                    f"metrics: {name!r} has shape {np.shape(value)}, but a metric is "
+                    "one number; reduce it, or log its parts under names of their own."
+                )
+        earlier, self._pending = self._pending, (step, dict(metrics))
+        if earlier is not None:
+            self._write(*earlier)
+
+    def flush(self) -> None:
+        """Write what was logged last, waiting for it to be computed."""
+        earlier, self._pending = self._pending, None
+        if earlier is not None:
+            self._write(*earlier)
+
+    def close(self) -> None:
+        """Write what was logged last and close the files; safe to call twice."""
+        try:
+            self.flush()
+        finally:
+            if self._display is not None:
+                self._display.close()
+            if self._events is not None:
+                self._events.close()
+            if self._file is not None:
+                self._file.close()
+            self._file = self._events = self._display = None
+
+    def _write(self, step: int, metrics: Mapping[str, ArrayLike]) -> None:
+        assert self._file is not None
+        read = jax.device_get(metrics)
+        values = {name: float(read[name]) for name in metrics}
+        now = time.time()
+        self._file.write(_to_line({"step": step, "time": now, **values}))
+        self._file.flush()
+        if self._events is not None:
+            for name, value in values.items():
+                self._events.add_scalar(name, value, step, walltime=now)
+        self._progress.update(step, values)
+        if self._display is not None:
+            self._display.show(self._progress)
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Read the records of a ``metrics.jsonl``.
+
+    Args:
+      path: the file.
+
+    Returns:
+      One dict per line: ``step`` as an integer, everything else as floats. A last
+      line that a crash cut short is left out, with a warning.
+
+    Raises:
+      ValueError: if any other line is not a record.
+    """
+    return [_to_numbers(record) for _, record in _read_lines(pathlib.Path(path))]
+
+
+class _Progress:
+    """What the console line says: the latest values, the rate and the time left."""
+
+    def __init__(self, total_steps: int | None, tokens_per_step: int | None):
+        self.step = 0
+        self.total_steps = total_steps
+        self._tokens_per_step = tokens_per_step
+        self._values: dict[str, float] = {}
+        self._marks: collections.deque[tuple[float, int]] = collections.deque()
+
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        now = time.monotonic()
+        self._values.update(values)
+        if step < self.step:
+            self._marks.clear()
+        if not self._marks or step > self.step:
+            self._marks.append((now, step))
+        # Steps longer than the window are measured too: the last two marks stay.
+        while len(self._marks) > 2 and now - self._marks[0][0] > _RATE_WINDOW_S:
+            self._marks.popleft()
+        self.step = step
+
+    @property
+    def steps_per_second(self) -> float | None:
+        if len(self._marks) < 2:
+            return None
+        (start, first), (stop, last) = self._marks[0], self._marks[-1]
+        return (last - first) / max(stop - start, 1e-9)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        if self.steps_per_second is None or self._tokens_per_step is None:
+            return None
+        return self.steps_per_second * self._tokens_per_step
+
+    @property
+    def tenths(self) -> int:
+        return 10 * self.step // self.total_steps if self.total_steps else 0
+
+    def __str__(self) -> str:
+        total = "" if self.total_steps is None else f"/{self.total_steps}"
+        parts = [f"step {self.step}{total}"]
+        for name, form in (
+            ("loss", "loss {:.4g}"),
+            ("grad_norm", "grad norm {:.3g}"),
+            ("learning_rate", "lr {:.2e}"),
+        ):
+            if name in self._values:
+                parts.append(form.format(self._values[name]))
+        if self.tokens_per_second is not None:
+            parts.append(f"{_shorten(self.tokens_per_second)} tokens/s")
+        if self.steps_per_second is not None and self.total_steps is not None:
+            left = (self.total_steps - self.step) / self.steps_per_second
+            parts.append(f"{_clock(max(left, 0.0))} left")
+        return "  ".join(parts)
+
+
+class _Display:
+    """Shows the progress: one line redrawn in place, or plain lines now and then."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        redraws = console.is_interactive
+        self._live = Live(console=console, auto_refresh=False) if redraws else None
+        self._text: str | None = None
+        self._is_shown = True
+        self._shown_at = -math.inf
+        self._shown_tenths = 0
+
+    def show(self, progress: _Progress) -> None:
+        self._text, self._is_shown = str(progress), False
+        since = time.monotonic() - self._shown_at
+        tenths = progress.tenths
+        if self._live is not None:
+            is_due = since >= _REDRAW_S
+        else:
+            is_due = since >= _PLAIN_LINE_S or tenths > self._shown_tenths
+        if is_due:
+            self._shown_tenths = tenths
+            self._draw()
+
+    def _draw(self) -> None:
+        if self._live is None:
+            self._console.print(
+                self._text, soft_wrap=True, markup=False, highlight=False
+            )
+        else:
+            self._live.start()
+            self._live.update(Text(self._text or ""), refresh=True)
+        self._is_shown, self._shown_at = True, time.monotonic()
+
+    def close(self) -> None:
+        if not self._is_shown:
+            self._draw()
+        if self._live is not None:
+            self._live.stop()
+
+
+def _shorten(number: float) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def _import_tensorboard() -> Any:
+    try:
+        return importlib.import_module("tensorboardX")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "tensorboard=True needs tensorboardX, which is not installed; run pip "
+            "install 'jaxpar[tensorboard]', or leave tensorboard out.",
+            name=error.name,
+        ) from error
+
+
+def _to_line(record: Mapping[str, Any]) -> str:
+    written = {
+        name: value if math.isfinite(value) else str(value)
+        for name, value in record.items()
+    }
+    return json.dumps(written, allow_nan=False) + "\n"
+
+
+def _to_numbers(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: float(value) if value in _NON_FINITE else value
+        for name, value in record.items()
+    }
+
+
+def _to_record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    is_record = isinstance(record, dict) and isinstance(record.get("step"), int)
+    return record if is_record else None
+
+
+def _read_lines(path: pathlib.Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """List a file's lines with what they say, without a last line cut short."""
+    lines = path.read_bytes().split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+        is_torn = False
+    else:
+        is_torn = _to_record(lines[-1]) is None
+    if is_torn:
+        warnings.warn(
+            f"{path}: the last line was cut short and is left out: {lines.pop()!r}",
+            stacklevel=3,
+        )
+    read = []
+    for number, line in enumerate(lines, start=1):
+        record = _to_record(line)
+        if record is None:
+            raise ValueError(
+                f"{path}: line {number} is not a record of metrics: {line[:80]!r}; "
+                "mend or remove that line."
+            )
+        read.append((line, record))
+    return read
+
+
+def _prepare_file(path: pathlib.Path, append: bool, resume_at: int | None) -> None:
+    """Leave in the file what the run goes on from, or refuse to mix two runs."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    if not append:
+        raise FileExistsError(
+            f"folder: '{path.parent}' holds the metrics of another run; give another "
+            "folder, or append=True to go on with that run."
+        )
+    kept = b"".join(
+        line + b"\n"
+        for line, record in _read_lines(path)
+        if resume_at is None or record["step"] <= resume_at
+    )
+    if kept == path.read_bytes():
+        return
+    # A crash while writing must leave either the old file or the new one.
+    new = path.with_suffix(".tmp")
+    with new.open("wb") as file:
+        file.write(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)

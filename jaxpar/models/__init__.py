@@ -1,0 +1,16 @@
+"""The repo's own models: a GPT, its presets, its loss, and sampling from it."""
+
+from jaxpar.models.gpt import GPT, gpt_loss
+from jaxpar.models.gpt_config import GPTConfig, num_params
+from jaxpar.models.presets import PRESETS, gpt_config
+from jaxpar.models.sampling import generate
+
+__all__ = [
+    "GPT",
+    "PRESETS",
+    "GPTConfig",
+    "generate",
+    "gpt_config",
+    "gpt_loss",
+    "num_params",
+]

@@ -1,0 +1,246 @@
+"""Causal self-attention: grouped queries, rotary positions, cuDNN where there is one.
+
+The repo's models call `Attention`; `attention_implementation` is the one place that
+decides which program computes it.
+"""
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxpar.mesh import DATA, TENSOR
+from jaxpar.models.layers import Dense
+from jaxpar.sharding.constrain import constrain
+
+Implementation = Literal["xla", "cudnn"]
+Rotation = tuple[Float[Array, "#B T half"], Float[Array, "#B T half"]]
+
+
+def attention_implementation(
+    choice: str, *, dtype: jnp.dtype, head_size: int, masked: bool
+) -> Implementation:
+    """Decide which program computes attention.
+
+    "auto" means cuDNN's fused kernel where this process drives an NVIDIA GPU of at
+    least compute capability 8.0 and the kernel takes the dtype and the head size.
+    With a mask other than the causal one it means XLA: cuDNN wants such a mask as a
+    bias, [T, S] per row of the batch.
+
+    Args:
+      choice: "auto", or the answer itself.
+      dtype: of queries, keys and values.
+      head_size: features per head.
+      masked: whether there is a mask besides the causal one.
+
+    Returns:
+      "xla" or "cudnn", as `jax.nn.dot_product_attention` takes it.
+
+    Example:
+      >>> attention_implementation(
+      ...     "auto", dtype=jnp.dtype("float32"), head_size=64, masked=False
+      ... )
+      'xla'
+    """
+    if choice == "cudnn":
+        return "cudnn"
+    if choice == "xla" or masked or dtype not in (jnp.bfloat16, jnp.float16):
+        return "xla"
+    capability = _compute_capability()
+    largest = 256 if capability >= 9.0 else 128
+    fits = head_size % 8 == 0 and head_size <= largest
+    return "cudnn" if capability >= 8.0 and fits else "xla"
+
+
+def _compute_capability() -> float:
+    """Of the GPU that the traced program will run on; 0 where it is another device."""
+    mesh_device = jax.sharding.get_abstract_mesh().abstract_device
+    if mesh_device is not None and mesh_device.device_kind == "cpu":
+        return 0.0
+    # A program compiled for GPUs that are not here can't hold cuDNN's kernel, so
+    # what decides is the device at hand, not the mesh's.
+    device = jax.devices()[0]
+    if "NVIDIA" not in device.device_kind:
+        return 0.0
+    return float(device.compute_capability)
+
+
+def rotation_at(
+    positions_BT: Int[Array, "B T"], head_size: int, base: float = 10_000.0
+) -> Rotation:
+    """Compute the angles by which rotary embedding turns each pair of features.
+
+    Pair i of a head at position t turns by ``t * base ** (-2 i / head_size)``.
+
+    Args:
+      positions_BT: position of each token; one row serves a whole batch.
+      head_size: features per head; even.
+      base: of the geometric series of wavelengths.
+
+    Returns:
+      Cosines and sines, fp32, [B, T, head_size / 2] each.
+
+    Source: Su et al., "RoFormer" (2021), equation 15.
+    """
+    frequency = base ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
+    angle = positions_BT[..., None].astype(jnp.float32) * frequency
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x_BTNH: Float[Array, "B T N H"], rotation: Rotation) -> jax.Array:
+    """Turn each pair of features by its angle, in fp32.
+
+    Args:
+      x_BTNH: queries or keys.
+      rotation: what `rotation_at` gave.
+
+    Returns:
+      The same shape and dtype.
+
+    Differs: feature i pairs with i + H/2, not with its neighbour, as in most
+    published checkpoints; the two differ by a permutation of features.
+    """
+    cosine, sine = (part[:, :, None, :] for part in rotation)
+    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate(
+        [first * cosine - second * sine, second * cosine + first * sine], axis=-1
+    )
+    return turned.astype(x_BTNH.dtype)
+
+
+def attend(
+    query_BTNH: Float[Array, "B T N H"],
+    key_BSKH: Float[Array, "B T K H"],
+    value_BSKH: Float[Array, "B T K H"],
+    mask_BNTS: Bool[Array, "B 1 T T"] | None,
+    *,
+    implementation: Implementation,
+) -> Float[Array, "B T N H"]:
+    """Attend causally, with softmax in fp32, and save only the arguments.
+
+    XLA's program would keep the scores for the backward pass, [N, T, S] three times
+    over per row of the batch and layer; it computes them again instead, as cuDNN's
+    kernel does.
+
+    Args:
+      query_BTNH: queries.
+      key_BSKH: keys; each head of them serves N / K query heads.
+      value_BSKH: values.
+      mask_BNTS: which keys a query may see, besides the causal mask.
+      implementation: "xla" or "cudnn".
+
+    Returns:
+      The weighted sums of values.
+    """
+    attention = functools.partial(
+        jax.nn.dot_product_attention, is_causal=True, implementation=implementation
+    )
+    if implementation == "cudnn":
+        return attention(query_BTNH, key_BSKH, value_BSKH, mask=mask_BNTS)
+
+    @jax.checkpoint
+    def attend_xla(
+        query_BTNH: jax.Array, key_BSKH: jax.Array, value_BSKH: jax.Array
+    ) -> jax.Array:
+        return attention(query_BTNH, key_BSKH, value_BSKH, mask=mask_BNTS)
+
+    return attend_xla(query_BTNH, key_BSKH, value_BSKH)
+
+
+class Attention(nnx.Module):
+    """Causal attention with `num_heads` query heads over `num_kv_heads` key heads.
+
+    Args:
+      width: model width; num_heads divides it.
+      num_heads: query heads.
+      num_kv_heads: key and value heads; divides num_heads.
+      bias: whether the projections of queries, values and output have one.
+      output_stddev: of the output projection, whose result joins the residual.
+      flatten: as in `Dense`.
+      implementation: "auto", "xla" or "cudnn".
+      rngs: for the ``params`` stream.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        num_heads: int,
+        num_kv_heads: int,
+        *,
+        bias: bool,
+        output_stddev: float,
+        flatten: bool = True,
+        implementation: str = "auto",
+        rngs: nnx.Rngs,
+    ):
+        self.head_size = width // num_heads
+        self.implementation = implementation
+        kv_width = num_kv_heads * self.head_size
+
+        def projection(out: int, name: str, bias: bool) -> Dense:
+            names = ("embed", name)
+            return Dense((width, out), names, bias=bias, flatten=flatten, rngs=rngs)
+
+        self.query = projection(width, "heads", bias)
+        # Without rotary positions a key bias adds the same number to all of a query's
+        # scores, which softmax ignores: its gradient is rounding noise, and Adam makes
+        # full steps of noise.
+        self.key = projection(kv_width, "kv_heads", bias=False)
+        self.value = projection(kv_width, "kv_heads", bias)
+        self.output = Dense(
+            (width, width),
+            ("heads", "embed"),
+            bias=bias,
+            stddev=output_stddev,
+            flatten=flatten,
+            rngs=rngs,
+        )
+
+    def __call__(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        *,
+        rotation: Rotation | None = None,
+        mask_BNTS: Bool[Array, "B 1 T T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Attend.
+
+        Args:
+          x_BTD: normalised residual stream.
+          rotation: rotary angles; None for none.
+          mask_BNTS: which keys a query may see, besides the causal mask.
+
+        Returns:
+          The update of the residual stream.
+        """
+        query_BTNH = self._heads(self.query(x_BTD))
+        key_BSKH = self._heads(self.key(x_BTD))
+        value_BSKH = self._heads(self.value(x_BTD))
+        if rotation is not None:
+            query_BTNH = rotate(query_BTNH, rotation)
+            key_BSKH = rotate(key_BSKH, rotation)
+        attended_BTNH = attend(
+            checkpoint_name(query_BTNH, "qkv"),
+            checkpoint_name(key_BSKH, "qkv"),
+            checkpoint_name(value_BSKH, "qkv"),
+            mask_BNTS,
+            implementation=attention_implementation(
+                self.implementation,
+                dtype=query_BTNH.dtype,
+                head_size=self.head_size,
+                masked=mask_BNTS is not None,
+            ),
+        )
+        attended_BTD = attended_BTNH.reshape(*x_BTD.shape[:2], -1)
+        attended_BTD = checkpoint_name(attended_BTD, "attention")
+        # The constraint is for the cotangent: under sequence parallelism the compiler
+        # would leave it sharded over tokens, and attend to all heads everywhere.
+        return self.output(constrain(attended_BTD, DATA, None, TENSOR))
+
+    def _heads(self, x: jax.Array) -> jax.Array:
+        x_BTNH = x.reshape(*x.shape[:2], -1, self.head_size)
+        return constrain(x_BTNH, DATA, None, TENSOR, None)

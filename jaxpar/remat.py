@@ -1,0 +1,92 @@
+"""Which activations does the backward pass keep, and which does it compute again?
+
+A policy is named by a word, so that a config, a command line and a report say the
+same thing. What "kept" means is `jax.checkpoint`'s business.
+"""
+
+import difflib
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
+
+import jax
+
+REMAT_POLICIES = ("none", "full", "dots", "save-names")
+
+_Inputs = ParamSpec("_Inputs")
+_Output = TypeVar("_Output")
+
+
+def check_policy(policy: str, names: Sequence[str]) -> None:
+    """Check a policy's name and the names that go with it.
+
+    Args:
+      policy: one of `REMAT_POLICIES`.
+      names: names given to `jax.ad_checkpoint.checkpoint_name`.
+
+    Raises:
+      ValueError: if the policy is unknown, if "save-names" comes without names, or
+        if another policy comes with names.
+    """
+    if policy not in REMAT_POLICIES:
+        near = difflib.get_close_matches(policy, REMAT_POLICIES, n=1, cutoff=0.4)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"remat: policy={policy!r} must be one of "
+            f"{', '.join(map(repr, REMAT_POLICIES))}.{hint}"
+        )
+    if policy == "save-names" and not names:
+        raise ValueError(
+            "remat: policy='save-names' with names=() would save nothing; give the "
+            "checkpoint_name labels to save, or use policy='full'."
+        )
+    if policy != "save-names" and names:
+        raise ValueError(
+            f"remat: names={tuple(names)!r} must be empty under policy={policy!r}; "
+            "drop them, or use policy='save-names'."
+        )
+
+
+def remat(
+    fn: Callable[_Inputs, _Output],
+    policy: str,
+    *,
+    names: Sequence[str] = (),
+    prevent_cse: bool = True,
+) -> Callable[_Inputs, _Output]:
+    """Make a function's backward pass recompute what the policy does not save.
+
+    The result is the same function with the same gradients; only memory and time
+    differ. "none" saves what differentiation needs; "full" saves the inputs alone;
+    "dots" saves the results of matrix products without batch dims (projections, not
+    attention scores); "save-names" saves the values that the function labels with
+    `jax.ad_checkpoint.checkpoint_name`, if their labels are in `names`.
+
+    Args:
+      fn: a function of arrays; arrays it closes over count as inputs.
+      policy: one of `REMAT_POLICIES`.
+      names: labels to save; for "save-names" only.
+      prevent_cse: keep the compiler from merging the recomputation with the forward
+        pass. False is right, and faster, in the body of a `jax.lax.scan` that stays a
+        loop.
+
+    Returns:
+      A function of the same signature; `fn` itself under "none".
+
+    Raises:
+      ValueError: if the policy is unknown, if "save-names" comes without names, or
+        if another policy comes with names.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> jax.grad(remat(lambda x: jnp.sin(x) ** 2, "full"))(0.0)
+      Array(0., dtype=float32, weak_type=True)
+    """
+    check_policy(policy, names)
+    if policy == "none":
+        return fn
+    saveable = {
+        "full": jax.checkpoint_policies.nothing_saveable,
+        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "save-names": jax.checkpoint_policies.save_only_these_names(*names),
+    }[policy]
+    return jax.checkpoint(fn, policy=saveable, prevent_cse=prevent_cse)

@@ -1,0 +1,80 @@
+"""What belongs to one run: its folder, and what it must have in common with a resume.
+
+``run.json`` records config, data identity and versions at the first start. A folder
+that holds another run is refused, and nothing in it is touched.
+"""
+
+import dataclasses
+import json
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import optax
+
+_FILE = "run.json"
+
+
+def open_run(
+    folder: str | os.PathLike[str], config: Any, identity: Mapping[str, Any]
+) -> Path:
+    """Start a run in a folder, or find that it is the one to resume.
+
+    Args:
+      folder: where everything that the run writes goes; made if missing.
+      config: the run's config, a dataclass of JSON values.
+      identity: what else must be the same to resume (the corpus's sha256).
+
+    Returns:
+      The folder.
+
+    Raises:
+      ValueError: if the folder holds another run, or files but no run.
+    """
+    folder = Path(folder)
+    wanted = json.loads(
+        json.dumps({"config": dataclasses.asdict(config), "identity": dict(identity)})
+    )
+    record = folder / _FILE
+    if record.exists():
+        found = json.loads(record.read_text(encoding="utf-8"))
+        differing = _differences(found, wanted)
+        if differing:
+            raise ValueError(
+                f"out={str(folder)!r} holds another run: {'; '.join(differing)}. "
+                "Choose another folder (--out), or the same settings to resume it."
+            )
+        return folder
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(
+            f"out={str(folder)!r} has files but no {_FILE}, so it is no run of ours. "
+            "Choose an empty or a new folder (--out)."
+        )
+    if jax.process_index() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        versions = {
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "flax": flax.__version__,
+            "optax": optax.__version__,
+        }
+        text = json.dumps(wanted | {"versions": versions}, indent=2) + "\n"
+        record.write_text(text, encoding="utf-8")
+    return folder
+
+
+def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """What differs in config and identity, as ``name: there, here``."""
+    lines = []
+    for part in ("config", "identity"):
+        there, here = found.get(part, {}), wanted[part]
+        for name in sorted(there.keys() | here.keys()):
+            if there.get(name) != here.get(name):
+                lines.append(
+                    f"{name} is {there.get(name)!r} there, {here.get(name)!r} here"
+                )
+    return lines

@@ -1,0 +1,134 @@
+"""How does an array cross the data axis: gathers and reductions of leaves and scalars.
+
+Two forms with one interface. `ManualExchange` runs inside ``shard_map`` with data
+manual: its collectives are explicit, so gradients can be summed over micro-batches
+before they cross. `AutomaticExchange` sees global arrays and states only where they
+lie; the compiler inserts the collectives. Arrays at rest are given as their plan's
+*view* (see `jaxpar.sharding.zero.LeafPlan`).
+"""
+
+import dataclasses
+from typing import Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.mesh import DATA
+from jaxpar.sharding.constrain import constrain
+from jaxpar.sharding.zero import LeafPlan
+
+
+@runtime_checkable
+class Exchange(Protocol):
+    """What crosses the data axis, and how."""
+
+    def gather(self, plan: LeafPlan, shard: jax.Array) -> jax.Array:
+        """Make the whole leaf, at its compute spec, from its view at rest."""
+        ...
+
+    def reduce(self, plan: LeafPlan, whole: jax.Array) -> jax.Array:
+        """Sum a whole gradient over data; fp32, as the leaf's view at rest."""
+        ...
+
+    def total(self, value: jax.Array) -> jax.Array:
+        """Sum a scalar over data."""
+        ...
+
+    def fold_shard(self, key: jax.Array) -> jax.Array:
+        """Derive this data shard's own key."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ManualExchange:
+    """Explicit collectives, for a body whose data axis is manual.
+
+    Attributes:
+      reduce_dtype: the dtype in which gradients cross.
+      platform: the mesh's platform; the CPU reduces in fp32 whatever `reduce_dtype`.
+    """
+
+    reduce_dtype: jnp.dtype
+    platform: str
+
+    def gather(self, plan: LeafPlan, shard: jax.Array) -> jax.Array:
+        """All-gather along the view's data dim."""
+        dim = plan.view_data_dim
+        if dim is not None:
+            shard = constrain(shard, *plan.view_spec(data=False))
+            shard = jax.lax.all_gather(shard, DATA, axis=dim, tiled=True)
+        return _as_computed(plan, shard)
+
+    def reduce(self, plan: LeafPlan, whole: jax.Array) -> jax.Array:
+        """Reduce-scatter along the view's data dim, or all-reduce a leaf kept whole."""
+        view = constrain(
+            whole.reshape(plan.view_shape), *plan.view_spec(data=False)
+        ).astype(self._wire_dtype)
+        dim = plan.view_data_dim
+        if dim is None:
+            summed = jax.lax.psum(view, DATA)
+        else:
+            summed = jax.lax.psum_scatter(view, DATA, scatter_dimension=dim, tiled=True)
+        return summed.astype(jnp.float32)
+
+    def total(self, value: jax.Array) -> jax.Array:
+        """All-reduce."""
+        return jax.lax.psum(value, DATA)
+
+    def fold_shard(self, key: jax.Array) -> jax.Array:
+        """Fold the shard's number in."""
+        return jax.random.fold_in(key, jax.lax.axis_index(DATA))
+
+    @property
+    def _wire_dtype(self) -> jnp.dtype:
+        # XLA:CPU aborts the process on a bf16 reduction over a manual axis while
+        # another axis is automatic (seen on jax 0.10.2, 0.11.2 and 0.12.0.1).
+        return jnp.dtype(jnp.float32) if self.platform == "cpu" else self.reduce_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class AutomaticExchange:
+    """Layouts only, for a body that sees the whole micro-batch."""
+
+    def gather(self, plan: LeafPlan, shard: jax.Array) -> jax.Array:
+        """State the layout at rest, then the one computed on."""
+        return _as_computed(plan, constrain(shard, *plan.view_spec()))
+
+    def reduce(self, plan: LeafPlan, whole: jax.Array) -> jax.Array:
+        """State the layout at rest; the sum is the compiler's."""
+        view = whole.reshape(plan.view_shape)
+        return constrain(view, *plan.view_spec()).astype(jnp.float32)
+
+    def total(self, value: jax.Array) -> jax.Array:
+        """Nothing to add: the value is global."""
+        return value
+
+    def fold_shard(self, key: jax.Array) -> jax.Array:
+        """Nothing to fold: masks are drawn for the whole micro-batch."""
+        return key
+
+
+def _as_computed(plan: LeafPlan, view: jax.Array) -> jax.Array:
+    """Lay a view that is whole over data out as its leaf is computed on."""
+    tensor = plan.tensor_dim if any(plan.compute) else None
+    entries: list[str | None] = [None] * view.ndim
+    if tensor is not None:
+        entries[tensor] = plan.compute[tensor]
+    view = constrain(view, *entries)
+    return constrain(view.reshape(plan.shape), *plan.compute)
+
+
+def to_view(plan: LeafPlan, leaf: jax.Array) -> jax.Array:
+    """See a leaf at rest as its plan's view, in automatic mode; nothing moves."""
+    return constrain(leaf.reshape(plan.view_shape), *plan.view_spec())
+
+
+def from_view(plan: LeafPlan, view: jax.Array) -> jax.Array:
+    """Undo `to_view`."""
+    return constrain(view.reshape(plan.shape), *plan.rest_spec)
+
+
+def manual_spec(plan: LeafPlan) -> P:
+    """The part of a view's spec that ``shard_map`` with data manual is told."""
+    return plan.view_spec(tensor=False)

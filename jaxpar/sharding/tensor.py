@@ -1,0 +1,24 @@
+"""Which dims does tensor parallelism split: the column, row and vocabulary rules.
+
+A *column*-parallel product splits its output dim (heads, MLP hidden), the *row*-
+parallel one behind it splits its input dim, so that the pair needs one reduction;
+the vocabulary is split for the embedding, the logits and their loss. Written as names
+of dims, one table is all three: a kernel ``("embed", "mlp")`` is column-parallel,
+``("mlp", "embed")`` row-parallel, a table ``("vocab", "embed")`` vocabulary-parallel.
+
+Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
+"""
+
+from jaxpar.mesh import TENSOR
+
+LOGICAL_RULES: dict[str, str | None] = {
+    "vocab": TENSOR,
+    "heads": TENSOR,
+    "kv_heads": TENSOR,
+    "mlp": TENSOR,
+    "embed": None,
+    "head_dim": None,
+    "layers": None,
+    "positions": None,
+}
+"""The logical names that jaxpar's models use, and the mesh axis each goes to."""

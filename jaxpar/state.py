@@ -1,0 +1,105 @@
+"""What is carried from step to step: one logical tree, whatever the mesh.
+
+`TrainState` has the same leaves and the same logical shapes for every mesh, ZeRO stage
+and precision; only shardings differ. So any checkpoint restores anywhere.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar import tree
+from jaxpar.loss_scale import LossScale, init_loss_scale
+from jaxpar.module import Network
+from jaxpar.sharding.zero import LeafPlan, ZeroStage, plan_leaves
+from jaxpar.types import Leaf, Params, PyTree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """The whole state of a training run on its devices.
+
+    Attributes:
+      step: steps taken, skipped ones too; int32 scalar.
+      params: fp32 masters; a nested dict.
+      model_state: what the model changes besides (batch statistics); a nested dict.
+      opt_state: the optimizer's.
+      key: the run's key; every step folds its own number in.
+      loss_scale: the loss scaler's state, inert outside fp16.
+    """
+
+    step: Leaf
+    params: Params
+    model_state: PyTree
+    opt_state: PyTree
+    key: Leaf
+    loss_scale: PyTree
+
+
+def make_init(
+    network: Network, optimizer: optax.GradientTransformation, *, scales_loss: bool
+) -> Callable[[jax.Array], TrainState]:
+    """Make the pure function ``key -> TrainState``, to be jitted with shardings."""
+
+    def init(key: jax.Array) -> TrainState:
+        init_key, run_key = jax.random.split(key)
+        params, model_state = network.init(init_key)
+        return TrainState(
+            step=jnp.int32(0),
+            params=params,
+            model_state=model_state,
+            opt_state=jax.tree.map(jnp.asarray, optimizer.init(params)),
+            key=run_key,
+            loss_scale=init_loss_scale(scales_loss),
+        )
+
+    return init
+
+
+def state_shardings(
+    abstract: TrainState,
+    plans: Mapping[str, LeafPlan],
+    stage: ZeroStage,
+    mesh: Mesh,
+) -> TrainState:
+    """Say where every leaf of the state rests.
+
+    An optimizer leaf whose path ends with a parameter's and whose shape is the same
+    mirrors that parameter and follows it (masked and nested transformations too); any
+    other (Adafactor's rows and columns, say) goes by the same shape rule.
+
+    Args:
+      abstract: the state's shapes.
+      plans: parameter name -> plan.
+      stage: the row of the ZeRO table.
+      mesh: the mesh.
+
+    Returns:
+      A TrainState of NamedShardings.
+    """
+
+    def beside(name: str, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        parts = name.split("/")
+        ends = ("/".join(parts[i:]) for i in range(len(parts)))
+        plan = next((plans[end] for end in ends if end in plans), None)
+        if plan is None or plan.shape != leaf.shape:
+            whole = {name: (None,) * len(leaf.shape)}
+            plan = plan_leaves({name: leaf}, whole, stage, mesh.shape, (name,))[name]
+        return NamedSharding(mesh, plan.rest_spec)
+
+    def placed(part: PyTree) -> PyTree:
+        specs = [beside(name, x) for name, x in tree.named_leaves(part).items()]
+        return jax.tree.unflatten(jax.tree.structure(part), specs)
+
+    replicated = jax.tree.map(lambda _: NamedSharding(mesh, P()), abstract)
+    return dataclasses.replace(
+        replicated,
+        params=placed(abstract.params),
+        opt_state=placed(abstract.opt_state),
+    )

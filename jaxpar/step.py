@@ -1,0 +1,97 @@
+"""What does one training step do: the one function that is compiled.
+
+Gradients (`jaxpar.gradients`), then in automatic mode: unscale, norm, clip, the
+optimizer, and one global decision whether all of it counts. A technique changes what
+the parts do, not this file.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpar.gradients import Sums
+from jaxpar.loss_scale import update_loss_scale
+from jaxpar.state import TrainState
+from jaxpar.types import Batch, Metrics, PyTree
+
+
+def make_train_step(
+    gradients: Callable[..., tuple[PyTree, Sums, PyTree]],
+    optimizer: optax.GradientTransformation,
+    *,
+    clip_norm: float | None,
+    scales_loss: bool,
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """Make the pure function ``(state, batch) -> (state, metrics)``.
+
+    A step whose gradients are not finite, or whose loss has weight zero, changes
+    nothing but the counters. A norm that overflows fp32 counts as not finite.
+
+    Args:
+      gradients: as `jaxpar.gradients.make_gradients` gives it.
+      optimizer: any optax transformation; it is passed ``value=`` (the loss).
+      clip_norm: the largest global norm of the gradients; None for no clipping.
+      scales_loss: whether the loss is scaled dynamically.
+
+    Returns:
+      The step; its metrics are loss, grad_norm (before clipping), skipped (steps so
+      far), loss_scale, learning_rate where the optimizer's state has it, and the
+      user's own.
+    """
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(state.key, state.step)
+        scale = state.loss_scale.scale
+        grads, sums, model_state = gradients(
+            state.params, state.model_state, batch, key, scale
+        )
+        norm = optax.tree.norm(grads) / scale
+        finite = jnp.isfinite(norm)
+        applied = finite & (sums.loss.weight > 0)
+        factor = _clip_factor(norm, clip_norm) / scale
+        grads = jax.tree.map(lambda grad: grad * factor, grads)
+        means = sums.means()
+        updates, opt_state = optimizer.update(
+            grads, state.opt_state, state.params, value=means["loss"]
+        )
+        after = (optax.apply_updates(state.params, updates), model_state, opt_state)
+        before = (state.params, state.model_state, state.opt_state)
+        params, model_state, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(applied, new, old), after, before
+        )
+        loss_scale = update_loss_scale(
+            state.loss_scale, finite=finite, applied=applied, scales_loss=scales_loss
+        )
+        new = dataclasses.replace(
+            state,
+            step=state.step + 1,
+            params=params,
+            model_state=model_state,
+            opt_state=opt_state,
+            loss_scale=loss_scale,
+        )
+        counters = {
+            "grad_norm": norm,
+            "skipped": loss_scale.skipped,
+            "loss_scale": scale,
+        }
+        return new, means | counters | _learning_rate(opt_state)
+
+    return step
+
+
+def _clip_factor(norm: jax.Array, clip_norm: float | None) -> jax.Array | float:
+    if clip_norm is None:
+        return 1.0
+    return jnp.where(norm < clip_norm, 1.0, clip_norm / norm)
+
+
+def _learning_rate(opt_state: Any) -> Metrics:
+    """The rate that `optax.inject_hyperparams` keeps in its state, if it is there."""
+    rates = optax.tree.get_all_with_path(opt_state, "learning_rate")
+    return {"learning_rate": jnp.asarray(rates[0][1])} if rates else {}

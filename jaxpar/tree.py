@@ -1,0 +1,91 @@
+"""How is a leaf named, counted and picked?
+
+A leaf's name is its path joined by slashes (``blocks/attn/q/kernel``): the same in
+error messages, rules, reports and checkpoints.
+"""
+
+import difflib
+import fnmatch
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpar.types import PyTree
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """Name a leaf by its key path.
+
+    Args:
+      path: a key path, as ``jax.tree_util.tree_flatten_with_path`` gives it.
+
+    Returns:
+      The keys joined by slashes; an empty string for a bare leaf.
+
+    Example:
+      >>> [(path, _)], _ = jax.tree_util.tree_flatten_with_path({"a": {"b": 1}})
+      >>> path_name(path)
+      'a/b'
+    """
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+
+
+def named_leaves(
+    tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
+) -> dict[str, Any]:
+    """List a tree's leaves by name, in flattening order.
+
+    Args:
+      tree: any pytree.
+      is_leaf: says which inner nodes to take as leaves; None for none.
+
+    Returns:
+      name -> leaf.
+
+    Example:
+      >>> named_leaves({"a": {"b": 1, "c": 2}})
+      {'a/b': 1, 'a/c': 2}
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    return {path_name(path): leaf for path, leaf in flat}
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Say whether a leaf's name fits a shell-style pattern (``*/attn/*/kernel``).
+
+    A star also crosses slashes, and a pattern that starts with ``*/`` fits names
+    without that first part too.
+    """
+    return fnmatch.fnmatchcase(name, pattern) or (
+        pattern.startswith("*/") and fnmatch.fnmatchcase(name, pattern[2:])
+    )
+
+
+def num_elements(tree: PyTree) -> int:
+    """Count the elements of all leaves (arrays or shape structs)."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+def num_bytes(tree: PyTree) -> int:
+    """Count the bytes of all leaves, as if each stood whole on one device."""
+    return sum(
+        math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def near_match(word: str, known: Iterable[str]) -> str:
+    """Suggest the nearest known word, as the end of an error message.
+
+    Args:
+      word: what was typed.
+      known: what would have been right.
+
+    Returns:
+      ``" Did you mean 'x'?"``, or an empty string where nothing is near.
+    """
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""

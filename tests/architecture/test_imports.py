@@ -1,0 +1,136 @@
+"""Do the outside libraries and the environment stay where they belong?"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# library: the files that may import it, as patterns from the root
+HOMES = {
+    "orbax": ("jaxpar/checkpoint/*",),
+    "flax": ("jaxpar/module.py", "jaxpar/module/*", "jaxpar/models/*", "recipes/*"),
+    "tensorboardX": ("jaxpar/metrics.py", "jaxpar/metrics/*"),
+    "tyro": ("jaxpar/config.py", "jaxpar/config/*", "jaxpar/cli.py", "recipes/*"),
+}
+ENVIRONMENT_HOMES = ("jaxpar/launch/*", "jaxpar/plan/*")
+# file: the condition under which its use of JAX's internals goes away
+JAX_INTERNALS: dict[str, str] = {}
+
+SOURCES = [
+    file
+    for folder in ("jaxpar", "kernels_pallas", "recipes")
+    for file in sorted((ROOT / folder).rglob("*.py"))
+]
+
+
+def name_of(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
+
+
+def is_at_home(name: str, homes: tuple[str, ...]) -> bool:
+    return any(Path(name).match(home) for home in homes)
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def environment_uses(tree: ast.AST) -> list[int]:
+    """Return the lines that read or change environment variables."""
+    names = {"environ", "environb", "getenv", "putenv", "unsetenv"}
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr in names)
+        or (isinstance(node, ast.alias) and node.name in names)
+    ]
+
+
+def broad_handlers(tree: ast.AST) -> list[int]:
+    """Return the lines of handlers that catch any error at all."""
+    broad = {"Exception", "BaseException"}
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ExceptHandler)
+        and (
+            node.type is None
+            or any(
+                isinstance(part, ast.Name) and part.id in broad
+                for part in ast.walk(node.type)
+            )
+        )
+    ]
+
+
+def internals_uses(tree: ast.AST) -> list[int]:
+    """Return the lines that name a private module of JAX."""
+    found = [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        and any("jax._src" in name for name in imports(node))
+    ]
+    return found + [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "jax._src"
+    ]
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=name_of)
+def test_libraries_are_imported_at_home(file):
+    name = name_of(file)
+    roots = {module.split(".")[0] for module in imports(ast.parse(file.read_text()))}
+    for library in roots & set(HOMES):
+        assert is_at_home(name, HOMES[library]), (
+            f"{name} imports {library}, which only {HOMES[library]} may"
+        )
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=name_of)
+def test_environment_is_read_at_home(file):
+    name, lines = name_of(file), environment_uses(ast.parse(file.read_text()))
+    assert not lines or is_at_home(name, ENVIRONMENT_HOMES), (
+        f"{name} uses os.environ at lines {lines}; only {ENVIRONMENT_HOMES} may"
+    )
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=name_of)
+def test_handlers_name_the_errors_they_expect(file):
+    lines = broad_handlers(ast.parse(file.read_text()))
+    assert not lines, f"{name_of(file)}: lines {lines} catch every error"
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=name_of)
+def test_jax_internals_are_listed(file):
+    name, lines = name_of(file), internals_uses(ast.parse(file.read_text()))
+    assert bool(lines) == (name in JAX_INTERNALS), (
+        f"{name}: lines {lines} against JAX_INTERNALS {sorted(JAX_INTERNALS)}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("finder", "source", "lines"),
+    [
+        (environment_uses, "import os\nos.environ['A']\nos.getenv('B')", [2, 3]),
+        (environment_uses, "from os import environ", [1]),
+        (environment_uses, "import os\nos.path", []),
+        (broad_handlers, "try:\n    f()\nexcept Exception:\n    pass", [3]),
+        (broad_handlers, "try:\n    f()\nexcept (OSError, Exception):\n    pass", [3]),
+        (broad_handlers, "try:\n    f()\nexcept:\n    pass", [3]),
+        (broad_handlers, "try:\n    f()\nexcept OSError:\n    pass", []),
+        (internals_uses, "from jax._src import core", [1]),
+        (internals_uses, "import jax\njax._src.core.x", [2]),
+        (internals_uses, "import jax\njax.lax.psum", []),
+    ],
+)
+def test_finders_find_what_they_name(finder, source, lines):
+    assert finder(ast.parse(source)) == lines

@@ -1,0 +1,52 @@
+"""What do all tests run on? Eight CPU devices, or the GPU where --gpu is given."""
+
+import sys
+from pathlib import Path
+
+import hypothesis
+import jax
+import pytest
+
+CACHE = Path(__file__).resolve().parent.parent / ".cache"
+CACHE_BYTES = 4 * 1024**3
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--gpu",
+        action="store_true",
+        help="run the tests marked gpu, on the GPU, and no others",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--gpu"):
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", 8)
+    _cache_compiled_programs()
+    # Compiling makes the first example slow, and a failure must come back on every run.
+    hypothesis.settings.register_profile("jaxpar", deadline=None, derandomize=True)
+    hypothesis.settings.load_profile("jaxpar")
+
+
+def _cache_compiled_programs() -> None:
+    python = f"py{sys.version_info.major}.{sys.version_info.minor}"
+    folder = CACHE / f"jax-{jax.__version__}-{python}"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    # With a size limit JAX locks the folder, so that no worker reads an entry that
+    # another is writing.
+    jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    on_gpu = config.getoption("--gpu")
+    reason = (
+        "runs on CPU: leave out --gpu" if on_gpu else "needs a GPU: run pytest --gpu"
+    )
+    for item in items:
+        if on_gpu != (item.get_closest_marker("gpu") is not None):
+            item.add_marker(pytest.mark.skip(reason=reason))
