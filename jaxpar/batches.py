@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -58,7 +59,8 @@ class BatchSpec:
           Global arrays, rows over data.
 
         Raises:
-          ValueError: if structure, shapes or dtypes differ from the sample batch.
+          ValueError: if structure, shapes or dtypes differ from the sample batch, or
+            the rows are none or do not divide by data.
         """
         leaves, structure = jax.tree.flatten(batch)
         if structure != self.structure:
@@ -76,11 +78,11 @@ class BatchSpec:
     def _num_rows(self, leaves: list) -> int:
         first = leaves[0]
         ways = 1 if isinstance(first, jax.Array) else jax.process_count()
-        num_rows = np.shape(first)[0] * ways
-        if num_rows % self.mesh.shape[DATA]:
+        num_rows = (*np.shape(first), 0)[0] * ways
+        if not num_rows or num_rows % self.mesh.shape[DATA]:
             raise ValueError(
                 f"batch: {num_rows} rows do not divide by data="
-                f"{self.mesh.shape[DATA]}; pass a multiple of it."
+                f"{self.mesh.shape[DATA]}; pass a positive multiple of it."
             )
         return num_rows
 
@@ -94,7 +96,7 @@ class BatchSpec:
     ) -> jax.Array:
         is_global = isinstance(leaf, jax.Array)
         own_rows = num_rows if is_global else num_rows // jax.process_count()
-        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        dtype = _dtype("batch", name, leaf)
         if shape != (own_rows, *struct.shape[1:]) or dtype != struct.dtype:
             raise ValueError(
                 f"batch: leaf {name or 'batch'} is {dtype}{list(shape)}, but must be "
@@ -141,17 +143,16 @@ def make_batch_spec(sample_batch: Batch, mesh: Mesh, accumulate: int) -> BatchSp
       The spec.
 
     Raises:
-      ValueError: if leaves have no rows or different numbers of them, or the rows do
-        not divide by data x accumulate, or accumulate is not positive.
+      ValueError: if leaves are not arrays of numbers, have no rows or different numbers
+        of them, or the rows do not divide by data x accumulate, or accumulate is not
+        positive.
     """
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(
             f"accumulate={accumulate!r} must be a positive number of micro-batches."
         )
     leaves = {
-        name: jax.ShapeDtypeStruct(
-            np.shape(leaf), jax.dtypes.canonicalize_dtype(leaf.dtype)
-        )
+        name: jax.ShapeDtypeStruct(np.shape(leaf), _dtype("sample_batch", name, leaf))
         for name, leaf in tree.named_leaves(sample_batch).items()
     }
     rows = {
@@ -171,3 +172,15 @@ def make_batch_spec(sample_batch: Batch, mesh: Mesh, accumulate: int) -> BatchSp
             "or accumulate."
         )
     return BatchSpec(leaves, jax.tree.structure(sample_batch), num_rows, mesh)
+
+
+def _dtype(argument: str, name: str, leaf: Any) -> np.dtype:
+    """The dtype that a leaf has on the devices."""
+    dtype, kinds = getattr(leaf, "dtype", None), (np.number, np.bool_)
+    if dtype is None or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+        found = dtype or type(leaf).__name__
+        raise ValueError(
+            f"{argument}: leaf {name or 'batch'} is {found}, not an array of numbers; "
+            "make it one by np.asarray, or leave it out."
+        )
+    return jax.dtypes.canonicalize_dtype(dtype)

@@ -44,8 +44,8 @@ def trace_loss(
       What the trace tells.
 
     Raises:
-      ValueError: if the loss or a metric is not a scalar, or a weight depends on the
-        parameters.
+      ValueError: if the loss or a metric is not a scalar, metrics are not a dict of
+        free names, or a weight depends on the parameters.
     """
     leaves, structure = jax.tree.flatten(params)
     loss = make_loss(network, loss_fn, structure, training=True)
@@ -59,7 +59,7 @@ def trace_loss(
     names = list(tree.named_leaves(sums))
     for name, tainted in zip(names, outs[: len(names)], strict=True):
         if name.endswith("weight") and tainted:
-            where = "loss" if name.startswith("loss") else name.split("/")[1]
+            where = name.removesuffix("/weight").removeprefix("metrics/")
             raise ValueError(
                 f"loss_fn: the weight of {where} depends on the parameters; "
                 "jaxpar.Weighted(total, weight) needs a weight made of the batch "

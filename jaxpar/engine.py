@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import tree
@@ -19,7 +19,7 @@ from jaxpar.batches import BatchSpec, make_batch_spec
 from jaxpar.checkpoint import Checkpoints
 from jaxpar.checks import trace_loss
 from jaxpar.gradients import Partition, make_evaluation, make_gradients
-from jaxpar.mesh import DATA, PIPE, MeshShape, make_mesh
+from jaxpar.mesh import AXES, DATA, PIPE, MeshShape, make_mesh
 from jaxpar.module import Network, make_network
 from jaxpar.precision import Precision, make_precision
 from jaxpar.sharding.report import Explanation, make_explanation
@@ -78,7 +78,8 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
 
     Raises:
       ValueError: if arguments do not fit each other; the message says which and why.
-      TypeError: if `model` is not a Flax model.
+      TypeError: if `model` is not a Flax model with float parameters, or `optimizer` is
+        not an optax transformation.
 
     Example:
       >>> import jax.numpy as jnp
@@ -96,8 +97,9 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     """
     mesh = mesh if isinstance(mesh, Mesh) else make_mesh(mesh or MeshShape())
     stage, rules = zero_stage(zero), rules or {}
-    precision = make_precision(precision) if isinstance(precision, str) else precision
-    _check_scalars(mesh, clip_norm)
+    if not isinstance(precision, Precision):
+        precision = make_precision(precision)
+    _check_arguments(mesh, optimizer, clip_norm)
     batch_spec = make_batch_spec(sample_batch, mesh, accumulate)
     whole = batch_spec.num_rows // accumulate
     rows = batch_spec.rows(whole // mesh.shape[DATA])
@@ -128,14 +130,23 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     )
     evaluation = make_evaluation(partition, eval_fn or loss_fn, abstract.params)
     shardings = state_shardings(abstract, plans, stage, mesh)
-    layout = _Layout(
-        abstract, shardings, plans, stage, coupled, precision.scales_loss
-    )
+    layout = _Layout(abstract, shardings, plans, stage, coupled, precision.scales_loss)
     state = jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
     return Engine(network, layout, batch_spec, step, evaluation, state)
 
 
-def _check_scalars(mesh: Mesh, clip_norm: float | None) -> None:
+def _check_arguments(mesh: Mesh, optimizer: Any, clip_norm: float | None) -> None:
+    if mesh.axis_names != AXES or set(mesh.axis_types) != {AxisType.Auto}:
+        raise ValueError(
+            f"mesh: its axes are {mesh.axis_names} of types {mesh.axis_types}, but "
+            f"must be {AXES}, all automatic. Pass a jaxpar.MeshShape, or make the mesh "
+            "by jaxpar.make_mesh."
+        )
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise TypeError(
+            f"optimizer={optimizer!r} must be an optax transformation, with init and "
+            "update; call its factory, as in optax.adamw(1e-3)."
+        )
     if mesh.shape[PIPE] > 1:
         raise ValueError(
             f"mesh: pipe={mesh.shape[PIPE]} needs pipeline parallelism, which jaxpar "

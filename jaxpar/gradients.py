@@ -8,7 +8,7 @@ the data axis before that.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +31,12 @@ from jaxpar.sharding.exchange import (
 )
 from jaxpar.sharding.zero import LeafPlan, ZeroStage
 from jaxpar.types import Batch, LossFn, Metrics, Params, PyTree
-from jaxpar.weighted import Weighted, as_weighted, mean
+from jaxpar.weighted import as_weighted, mean
+
+OWN_METRICS = frozenset(
+    {"loss", "weight", "grad_norm", "skipped", "loss_scale", "learning_rate"}
+)
+"""Names that a loss function's own metrics must leave free."""
 
 
 @jax.tree_util.register_dataclass
@@ -215,7 +220,7 @@ def make_loss(
     def loss(leaves, model_state, key, batch):
         variables = (jax.tree.unflatten(structure, leaves), model_state)
         out, after = network.run(fn, variables, key, batch, training=training)
-        value, metrics = out if isinstance(out, tuple) else (out, {})
+        value, metrics = _loss_and_metrics(out)
         num_rows = jax.tree.leaves(batch)[0].shape[0]
         sums = Sums(
             as_weighted(value, "loss", num_rows),
@@ -225,6 +230,25 @@ def make_loss(
         return sums, kept
 
     return loss
+
+
+def _loss_and_metrics(out: Any) -> tuple[Any, Mapping[str, Any]]:
+    """Tell ``loss`` and ``(loss, metrics)`` apart."""
+    if not isinstance(out, tuple):
+        return out, {}
+    if len(out) != 2 or not isinstance(out[1], Mapping):
+        kinds = ", ".join(type(part).__name__ for part in out)
+        raise ValueError(
+            f"loss_fn: it returned a tuple of ({kinds}), but must return a loss, or "
+            "(loss, metrics) with metrics a dict of scalars by name."
+        )
+    taken = sorted(OWN_METRICS & out[1].keys())
+    if taken:
+        raise ValueError(
+            f"loss_fn: metrics {taken} are names of the engine's own metrics "
+            f"({', '.join(sorted(OWN_METRICS))}); rename yours."
+        )
+    return out
 
 
 def make_evaluation(

@@ -44,7 +44,7 @@ class MeshShape:
     def __post_init__(self):
         sizes = dataclasses.asdict(self)
         for axis, size in sizes.items():
-            if size < 1 and size != -1:
+            if not isinstance(size, int) or (size < 1 and size != -1):
                 raise ValueError(
                     f"mesh: MeshShape({axis}={size}) must be a positive number of "
                     "devices, or -1 for the devices left over."
@@ -99,8 +99,14 @@ def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
 
     Raises:
       ValueError: if the shape does not match the devices.
+      TypeError: if `shape` is not a MeshShape.
     """
     devices = list(jax.devices() if devices is None else devices)
+    if not isinstance(shape, MeshShape):
+        raise TypeError(
+            f"mesh={shape!r} must be a jaxpar.MeshShape, such as "
+            "MeshShape(data=4, tensor=2)."
+        )
     shape = shape.resolve(len(devices))
     sizes = (shape.data, shape.pipe, shape.tensor)
     num_slices = len({getattr(device, "slice_index", 0) for device in devices})

@@ -33,7 +33,7 @@ def open_run(
       The folder.
 
     Raises:
-      ValueError: if the folder holds another run, or files but no run.
+      ValueError: if the folder holds another run, or files but no run, or is a file.
     """
     folder = Path(folder)
     wanted = json.loads(
@@ -49,6 +49,10 @@ def open_run(
                 "Choose another folder (--out), or the same settings to resume it."
             )
         return folder
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(
+            f"out={str(folder)!r} is a file. Choose an empty or a new folder (--out)."
+        )
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(
             f"out={str(folder)!r} has files but no {_FILE}, so it is no run of ours. "

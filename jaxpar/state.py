@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import tree
-from jaxpar.loss_scale import LossScale, init_loss_scale
+from jaxpar.loss_scale import init_loss_scale
 from jaxpar.module import Network
 from jaxpar.sharding.zero import LeafPlan, ZeroStage, plan_leaves
 from jaxpar.types import Leaf, Params, PyTree
@@ -50,6 +50,7 @@ def make_init(
     def init(key: jax.Array) -> TrainState:
         init_key, run_key = jax.random.split(key)
         params, model_state = network.init(init_key)
+        params = jax.tree_util.tree_map_with_path(_as_master, params)
         return TrainState(
             step=jnp.int32(0),
             params=params,
@@ -60,6 +61,16 @@ def make_init(
         )
 
     return init
+
+
+def _as_master(path: tuple, param: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(param.dtype, jnp.floating):
+        raise TypeError(
+            f"model: parameter {tree.path_name(path)} is {param.dtype}, but only "
+            "floats can be trained; keep it in an nnx.Variable, or a Linen variable "
+            "that is not in the params collection."
+        )
+    return param.astype(jnp.float32)
 
 
 def state_shardings(

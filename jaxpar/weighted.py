@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 
 @jax.tree_util.register_dataclass
@@ -48,15 +49,18 @@ def as_weighted(value: Any, name: str, num_rows: int) -> Weighted:
     Raises:
       ValueError: if `value` is not made of scalars.
     """
-    if not isinstance(value, Weighted):
-        value = Weighted(value * num_rows, num_rows)
-    for part in (value.total, value.weight):
-        if jnp.shape(part) != ():
+    is_weighted = isinstance(value, Weighted)
+    for part in (value.total, value.weight) if is_weighted else (value,):
+        is_array = isinstance(part, ArrayLike)
+        if not is_array or jnp.shape(part) != ():
+            found = f"has shape {jnp.shape(part)}" if is_array else f"is {part!r}"
             raise ValueError(
-                f"loss_fn: {name} has shape {jnp.shape(part)}, but must be a scalar. "
+                f"loss_fn: {name} {found}, but must be a scalar. "
                 "Return a mean over the examples (.mean()), or jaxpar.Weighted(total, "
                 "weight) of two sums."
             )
+    if not is_weighted:
+        value = Weighted(value * num_rows, num_rows)
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), value)
 
 

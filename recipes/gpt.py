@@ -6,7 +6,6 @@ it again to resume; `--out` names another run.
 """
 
 import dataclasses
-import itertools
 import math
 from pathlib import Path
 
@@ -117,8 +116,8 @@ def main(config: Config) -> None:
         total_steps=config.steps,
         tokens_per_step=config.batch_size * seq_len,
         tensorboard=config.tensorboard,
-        append=start > 0,
-        resume_at=start or None,
+        append=True,
+        resume_at=start,
     ) as logger:
         for step in range(start + 1, config.steps + 1):
             logger.log(step, engine.step(next(loader)))
@@ -131,7 +130,9 @@ def main(config: Config) -> None:
     again = evaluate(reopened, heldout, config)
     console.print(f"held-out {again:.6f} reopened on one device")
     check_same(loss, again, config.precision)
-    console.print(f"sample   {sample(reopened, heldout, seq_len)!r}")
+    console.rule("200 bytes by the model")
+    console.print(sample(reopened, heldout, seq_len), markup=False)
+    console.rule()
     console.print(f"files    {folder.resolve()}")
 
 
@@ -153,11 +154,10 @@ def evaluate(engine: jaxpar.Engine, heldout: Tokens, config: Config) -> float:
         heldout,
         batch_size=config.batch_size,
         seq_len=gpt_config(config.model).seq_len,
-        shuffle=False,
         repeat=False,
+        num_batches=config.eval_batches,
     )
-    taken = itertools.islice(batches, config.eval_batches)
-    metrics = jax.device_get([engine.evaluate(batch) for batch in taken])
+    metrics = jax.device_get([engine.evaluate(batch) for batch in batches])
     weights = [float(m["weight"]) for m in metrics]
     return sum(
         float(m["loss"]) * w for m, w in zip(metrics, weights, strict=True)

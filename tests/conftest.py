@@ -5,6 +5,7 @@ from pathlib import Path
 
 import hypothesis
 import jax
+import jaxtyping
 import pytest
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
@@ -50,3 +51,9 @@ def pytest_collection_modifyitems(
     for item in items:
         if on_gpu != (item.get_closest_marker("gpu") is not None):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def unchecked_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call jaxpar as users do, without beartype, which would raise before our checks."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)

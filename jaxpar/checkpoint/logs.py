@@ -1,4 +1,4 @@
-"""What Orbax's log repeats of an error that the caller gets anyway."""
+"""What Orbax logs that its caller knows already."""
 
 import logging
 import os
@@ -8,16 +8,26 @@ import jax
 _ORBAX = f"{os.sep}orbax{os.sep}checkpoint{os.sep}"
 
 
-def drop_repeated_errors() -> None:
-    """Keep the tracebacks of a failed save out of Orbax's log.
+def quiet_orbax() -> None:
+    """Keep what says nothing new out of Orbax's log, which goes to a live console.
 
-    Five threads log the error that wait() raises, 150 lines each, through a live
-    console. With several processes they stay: a process that hangs on another's
-    failure has nothing else to show.
+    With several processes the errors stay: a process that hangs on another's failure
+    has nothing else to show.
     """
+    logger = logging.getLogger("absl")
+    logger.addFilter(_is_no_false_alarm)
     if jax.process_count() == 1:
-        logging.getLogger("absl").addFilter(_is_new)
+        logger.addFilter(_is_no_repeated_error)
 
 
-def _is_new(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and _ORBAX in record.pathname)
+def _is_no_false_alarm(record: logging.LogRecord) -> bool:
+    """Drop "waiting took long": Orbax counts the time that the caller chose to wait."""
+    return not (
+        _ORBAX in record.pathname
+        and str(record.msg).startswith("Waiting for previous save to complete took")
+    )
+
+
+def _is_no_repeated_error(record: logging.LogRecord) -> bool:
+    """Drop the error that wait() raises: five threads log it, 150 lines each."""
+    return not (_ORBAX in record.pathname and record.exc_info)

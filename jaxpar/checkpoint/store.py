@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from jaxpar.checkpoint import folder as files
 from jaxpar.checkpoint import leaves as named
 from jaxpar.checkpoint.json_values import as_json
-from jaxpar.checkpoint.logs import drop_repeated_errors
+from jaxpar.checkpoint.logs import quiet_orbax
 from jaxpar.checkpoint.processes import from_first, gather
 
 _WRITERS_SECONDS = 60.0
@@ -298,7 +298,7 @@ class Checkpoints:
     def _open(self) -> ocp.CheckpointManager:
         """Return the Orbax manager, made at the first save."""
         if self._manager is None:
-            drop_repeated_errors()
+            quiet_orbax()
             self._manager = ocp.CheckpointManager(
                 self._folder,
                 options=ocp.CheckpointManagerOptions(

@@ -146,7 +146,11 @@ def attend(
     def attend_xla(
         query_BTNH: jax.Array, key_BSKH: jax.Array, value_BSKH: jax.Array
     ) -> jax.Array:
-        return attention(query_BTNH, key_BSKH, value_BSKH, mask=mask_BNTS)
+        parts = query_BTNH, key_BSKH, value_BSKH
+        if query_BTNH.dtype == jnp.float16 and not _compute_capability():
+            # jax asks for fp16 products with fp32 sums, which only GPUs have.
+            parts = tuple(part.astype(jnp.float32) for part in parts)
+        return attention(*parts, mask=mask_BNTS).astype(query_BTNH.dtype)
 
     return attend_xla(query_BTNH, key_BSKH, value_BSKH)
 

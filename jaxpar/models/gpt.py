@@ -126,7 +126,7 @@ class GPT(nnx.Module):
                 segment_ids_BT[:, None, :, None] == segment_ids_BT[:, None, None]
             )
         x_BTD = self._run_blocks(x_BTD, rotation, mask_BNTS)
-        return constrain(self.final_norm(x_BTD), DATA, None, None)
+        return _gather_tokens(self.final_norm(x_BTD), config)
 
     def logits(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Apply the head, or the transposed embedding table where they are tied.
@@ -243,12 +243,10 @@ class Block(nnx.Module):
         Returns:
           Residual stream.
         """
-        # Under sequence parallelism the norm works on a shard's tokens, and tokens
-        # are gathered here: the projections share one gather.
-        y_BTD = constrain(self.attention_norm(x_BTD), DATA, None, None)
+        y_BTD = _gather_tokens(self.attention_norm(x_BTD), self.config)
         y_BTD = self.attention(y_BTD, rotation=rotation, mask_BNTS=mask_BNTS)
         x_BTD = self._add(x_BTD, y_BTD)
-        y_BTD = constrain(self.mlp_norm(x_BTD), DATA, None, None)
+        y_BTD = _gather_tokens(self.mlp_norm(x_BTD), self.config)
         return self._add(x_BTD, self.mlp(y_BTD))
 
     def _add(self, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
@@ -390,3 +388,9 @@ def _output_stddev(config: GPTConfig) -> float:
 def _constrain_residual(x_BTD: jax.Array, config: GPTConfig) -> jax.Array:
     tokens_axis = TENSOR if config.sequence_parallel else None
     return constrain(x_BTD, DATA, tokens_axis, None)
+
+
+def _gather_tokens(y_BTD: jax.Array, config: GPTConfig) -> jax.Array:
+    """Undo sequence parallelism behind a norm: its users share the one gather."""
+    # Constrained twice, or the compiler gathers before the norm's last step, in fp32.
+    return constrain(_constrain_residual(y_BTD, config), DATA, None, None)

@@ -55,12 +55,11 @@ def compute_specs(
     specs, used = {}, set()
     for name, shape in shapes.items():
         fits = [pattern for pattern in paths if tree.matches(pattern, name)]
-        used.update(fits)
+        used.update(fits, names.get(name) or ())
         if fits:
             spec = _padded(fits[0], paths[fits[0]], name, shape)
         else:
             spec = _from_names(name, shape, names.get(name), logical)
-            used.update(names.get(name) or ())
         _check_divides(name, shape, spec, sizes)
         specs[name] = spec
     for key in rules:
@@ -95,6 +94,11 @@ def _padded(pattern: str, spec: P, name: str, shape: tuple[int, ...]) -> Spec:
             f"rules: {pattern!r} gives {spec} to {name}, which has {len(shape)} dims "
             f"(shape {shape}). Give at most one entry per dim."
         )
+    if tuple(spec).count(TENSOR) > 1:
+        raise ValueError(
+            f"rules: {pattern!r} gives {spec} to {name}, but an axis can split only "
+            "one dim. Keep one 'tensor' and make the others None."
+        )
     return tuple(spec) + (None,) * (len(shape) - len(spec))
 
 
@@ -106,6 +110,11 @@ def _from_names(
 ) -> Spec:
     if not names:
         return (None,) * len(shape)
+    if len(names) > len(shape):
+        raise ValueError(
+            f"rules: the model names {len(names)} dims of {leaf}, {tuple(names)}, but "
+            f"it has {len(shape)} (shape {shape}). Name each dim once, in its order."
+        )
     spec = []
     for name in names:
         axis = name if name in AXES else logical.get(name)
@@ -139,6 +148,8 @@ def _unused(key, is_path, shapes, names) -> str:
         shapes if is_path else {n for dims in names.values() for n in dims or () if n}
     )
     what = "matches no parameter" if is_path else "names no dim of any parameter"
+    if not is_path and any(tree.matches(key, name) for name in shapes):
+        what += ", but matches paths, which take a PartitionSpec"
     shown = ", ".join(sorted(map(str, known))[:8]) or "none: the model is unannotated"
     return (
         f"rules: {key!r} {what}. Known {'paths' if is_path else 'names'}: {shown}."

@@ -66,7 +66,7 @@ def zero_stage(number: int) -> ZeroStage:
       >>> zero_stage(3).gather
       'use'
     """
-    if number not in range(len(STAGES)) or isinstance(number, bool):
+    if type(number) is not int or number not in range(len(STAGES)):
         raise ValueError(
             f"zero={number!r} must be 0 (replicate), 1 (shard the state), 2 (and the "
             "gradients) or 3 (and gather parameters at use)."
@@ -183,8 +183,13 @@ def plan_leaves(
 
     Raises:
       ValueError: if a large leaf cannot be sharded over data and is not allowed to
-        stay whole, or a pattern of `allow_whole` matches nothing.
+        stay whole, or `allow_whole` is one string, or a pattern of it matches nothing.
     """
+    if isinstance(allow_whole, str):
+        raise ValueError(
+            f"allow_whole={allow_whole!r} must be a tuple of path patterns; pass "
+            f"allow_whole=({allow_whole!r},)."
+        )
     for pattern in allow_whole:
         if not any(tree.matches(pattern, name) for name in leaves):
             raise ValueError(

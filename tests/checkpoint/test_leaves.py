@@ -44,3 +44,7 @@ def test_equal_tables_have_no_mismatch() -> None:
     tree = {"a": jnp.ones(2), "key": jax.random.key(0)}
     table = leaves.leaf_specs(tree)
     assert leaves.describe_mismatch(table, dict(reversed(table.items()))) is None
+
+
+def test_a_tree_that_is_one_array_has_a_name() -> None:
+    assert list(leaves.named_leaves(jnp.ones(2), "tree")) == ["value"]

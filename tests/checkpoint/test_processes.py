@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 
-from jaxpar.checkpoint import processes
+from jaxpar.checkpoint import Restored, processes
+
+
+def test_each_process_goes_on_from_its_own_data_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    restored = Restored(3, None, {}, data_states=[{"at": 1}, {"at": 2}])
+    assert restored.data_state == {"at": 2}
 
 
 @pytest.fixture

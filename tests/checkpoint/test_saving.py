@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import checkpoint_manager
 
 from jaxpar.checkpoint import Checkpoints, store
 
@@ -178,6 +179,16 @@ def test_a_failed_save_raises_once_and_leaves_the_rest(
     assert sorted(os.listdir(folder)) == ["step_00000001", "step_00000002"]
     assert not caplog.records
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_long_wait_is_no_alarm(
+    folder: Path, tree: Tree, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(
+        checkpoint_manager, "_WAIT_FOR_PREV_SAVE_WARNING_THRESHOLD_SECS", 0.0
+    )
+    save(folder, 1, 2, tree=tree)
+    assert not caplog.records
 
 
 def test_a_failed_save_raises_at_the_next_save(

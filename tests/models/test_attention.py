@@ -1,0 +1,133 @@
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxpar.models import attention
+from jaxpar.models.attention import (
+    Attention,
+    attend,
+    attention_implementation,
+    rotate,
+    rotation_at,
+)
+
+# compute capability (0: no NVIDIA GPU), dtype, head size, masked, answer to "auto"
+DECISIONS = [
+    (9.0, "bfloat16", 128, False, "cudnn"),
+    (9.0, "float16", 256, False, "cudnn"),
+    (8.0, "bfloat16", 128, False, "cudnn"),
+    (8.0, "bfloat16", 256, False, "xla"),
+    (7.5, "float16", 64, False, "xla"),
+    (9.0, "float32", 64, False, "xla"),
+    (9.0, "bfloat16", 60, False, "xla"),
+    (9.0, "bfloat16", 64, True, "xla"),
+    (0.0, "bfloat16", 64, False, "xla"),
+]
+
+
+def decide(choice: str, dtype: str, head_size: int, masked: bool) -> str:
+    return attention_implementation(
+        choice, dtype=jnp.dtype(dtype), head_size=head_size, masked=masked
+    )
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_size", "masked", "answer"), DECISIONS
+)
+def test_auto_means_cudnn_where_its_kernel_takes_the_inputs(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: float,
+    dtype: str,
+    head_size: int,
+    masked: bool,
+    answer: str,
+):
+    kind = f"NVIDIA GPU {capability}" if capability else "cpu"
+    device = SimpleNamespace(device_kind=kind, compute_capability=str(capability))
+    monkeypatch.setattr(attention.jax, "devices", lambda: [device])
+    assert decide("auto", dtype, head_size, masked) == answer
+
+
+def test_auto_under_a_cpu_mesh_means_xla_beside_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    device = SimpleNamespace(device_kind="NVIDIA GPU", compute_capability="9.0")
+    monkeypatch.setattr(attention.jax, "devices", lambda: [device])
+    assert decide("auto", "bfloat16", 64, False) == "cudnn"
+    with jax.set_mesh(mesh):
+        assert decide("auto", "bfloat16", 64, False) == "xla"
+
+
+@pytest.mark.parametrize("choice", ["xla", "cudnn"])
+def test_a_named_implementation_is_taken_at_its_word(choice: str):
+    assert decide(choice, "float32", 60, True) == choice
+
+
+def test_rotate_turns_pairs_as_complex_numbers():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, 5, 3, 8)).astype(np.float32)
+    positions = rng.integers(0, 1000, size=(2, 5))
+    frequency = 10_000.0 ** (-2 * np.arange(4) / 8)
+    turn = np.exp(1j * positions[..., None] * frequency)[:, :, None]
+    pairs = (x[..., :4] + 1j * x[..., 4:]) * turn
+    want = np.concatenate([pairs.real, pairs.imag], -1)
+    got = rotate(jnp.asarray(x), rotation_at(jnp.asarray(positions), 8))
+    np.testing.assert_allclose(got, want, atol=2e-4)
+
+
+def test_rotate_makes_scores_depend_on_distance_only():
+    rng = np.random.default_rng(0)
+    query, key = (jnp.asarray(rng.normal(size=(1, 1, 1, 16))) for _ in range(2))
+
+    def score(query_position: int, key_position: int) -> float:
+        turned = (
+            rotate(x, rotation_at(jnp.array([[position]]), 16))
+            for x, position in ((query, query_position), (key, key_position))
+        )
+        return float(jnp.vdot(*turned))
+
+    assert score(7, 3) == pytest.approx(score(107, 103), abs=1e-4)
+    assert score(7, 3) != pytest.approx(score(7, 4), abs=1e-2)
+
+
+def test_attend_equals_numpy_with_grouped_heads():
+    rng = np.random.default_rng(0)
+    B, T, N, K, H = 2, 5, 4, 2, 3
+    query = rng.normal(size=(B, T, N, H)).astype(np.float32)
+    key, value = rng.normal(size=(2, B, T, K, H)).astype(np.float32)
+    mask = rng.random((B, 1, T, T)) < 0.7
+    mask |= np.eye(T, dtype=bool)
+    want = np.empty_like(query)
+    for b, t, n in np.ndindex(B, T, N):
+        seen = [s for s in range(t + 1) if mask[b, 0, t, s]]
+        scores = key[b, seen, n // (N // K)] @ query[b, t, n] / np.sqrt(H)
+        probability = np.exp(scores - scores.max())
+        probability /= probability.sum()
+        want[b, t, n] = probability @ value[b, seen, n // (N // K)]
+    got = attend(*map(jnp.asarray, (query, key, value, mask)), implementation="xla")
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_attend_saves_no_scores_for_the_backward_pass():
+    query = jnp.ones((1, 16, 2, 4))
+    _, vjp = jax.vjp(
+        lambda q, k, v: attend(q, k, v, None, implementation="xla"),
+        query,
+        query + 1,
+        query + 2,
+    )
+    assert max(leaf.size for leaf in jax.tree.leaves(vjp)) == query.size
+
+
+def test_key_projection_never_has_a_bias():
+    layer = Attention(
+        8, 2, 1, bias=True, output_stddev=0.02, implementation="xla", rngs=nnx.Rngs(0)
+    )
+    biases = {
+        name: getattr(layer, name).bias is not None
+        for name in ("query", "key", "value", "output")
+    }
+    assert biases == {"query": True, "key": False, "value": True, "output": True}

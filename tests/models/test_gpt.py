@@ -1,0 +1,352 @@
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxpar.models.gpt import GPT, gpt_loss
+from jaxpar.models.gpt_config import GPTConfig
+
+SMALL = GPTConfig(vocab_size=17, seq_len=6, num_layers=3, num_heads=4, width=16)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": {
+        "norm": "rmsnorm",
+        "positions": "rotary",
+        "activation": "swiglu",
+        "bias": False,
+        "tied_embedding": False,
+        "num_kv_heads": 2,
+    },
+    "multi-query": {"num_kv_heads": 1, "activation": "swiglu", "mlp_width": 24},
+    "rotary-layernorm": {"positions": "rotary", "bias": False, "num_kv_heads": 2},
+    "untied": {"tied_embedding": False, "norm": "rmsnorm"},
+}
+TOKENS = np.random.default_rng(0).integers(0, 17, size=(2, 6))
+MakeGPT = Callable[[GPTConfig], GPT]
+
+
+def tree_of(model: nnx.Module) -> dict[str, Any]:
+    """Return the parameters as nested dicts of fp64 arrays."""
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+
+
+def product(x: np.ndarray, layer: dict[str, np.ndarray]) -> np.ndarray:
+    return x @ layer["kernel"] + layer.get("bias", 0)
+
+
+def normalise(x: np.ndarray, layer: dict[str, np.ndarray], kind: str) -> np.ndarray:
+    if kind == "layernorm":
+        x = x - x.mean(-1, keepdims=True)
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+    return x * layer["scale"] + layer.get("bias", 0)
+
+
+def turn(x_TNH: np.ndarray, positions_T: np.ndarray) -> np.ndarray:
+    half = x_TNH.shape[-1] // 2
+    angle = positions_T[:, None] * 10_000.0 ** (-np.arange(half) / half)
+    pairs = x_TNH[..., :half] + 1j * x_TNH[..., half:]
+    pairs = pairs * np.exp(1j * angle)[:, None]
+    return np.concatenate([pairs.real, pairs.imag], -1)
+
+
+def attention(
+    x_TD: np.ndarray, layer: dict[str, Any], config: GPTConfig, segments_T: np.ndarray
+) -> np.ndarray:
+    length, heads = len(x_TD), config.num_heads
+    split = {
+        name: product(x_TD, layer[name]).reshape(length, -1, config.head_size)
+        for name in ("query", "key", "value")
+    }
+    if config.positions == "rotary":
+        positions = np.arange(length)
+        split["query"] = turn(split["query"], positions)
+        split["key"] = turn(split["key"], positions)
+    out = np.zeros((length, heads, config.head_size))
+    for t, n in np.ndindex(length, heads):
+        seen = [s for s in range(t + 1) if segments_T[s] == segments_T[t]]
+        kv_head = n * config.kv_heads // heads
+        scores = split["key"][seen, kv_head] @ split["query"][t, n]
+        weights = np.exp(scores / np.sqrt(config.head_size))
+        out[t, n] = weights / weights.sum() @ split["value"][seen, kv_head]
+    return product(out.reshape(length, -1), layer["output"])
+
+
+def mlp(x: np.ndarray, layer: dict[str, Any], config: GPTConfig) -> np.ndarray:
+    up = product(x, layer["up"])
+    if config.activation == "gelu":
+        inner = np.sqrt(2 / np.pi) * (up + 0.044715 * up**3)
+        return product(0.5 * up * (1 + np.tanh(inner)), layer["down"])
+    gate = product(x, layer["gate"])
+    return product(gate / (1 + np.exp(-gate)) * up, layer["down"])
+
+
+def reference_logits(
+    params: dict[str, Any],
+    config: GPTConfig,
+    tokens_BT: np.ndarray,
+    segments_BT: np.ndarray | None = None,
+) -> np.ndarray:
+    """Compute a GPT in fp64 NumPy, row by row, layer by layer, query by query."""
+    if segments_BT is None:
+        segments_BT = np.zeros_like(tokens_BT)
+    rows = []
+    for tokens, segments in zip(tokens_BT, segments_BT, strict=True):
+        x = params["embedding"]["table"][tokens]
+        if config.positions == "learned":
+            x = x + params["positions"]["table"][: len(tokens)]
+        for i in range(config.num_layers):
+            block = jax.tree.map(lambda leaf, i=i: leaf[i], params["blocks"])
+            y = normalise(x, block["attention_norm"], config.norm)
+            x = x + attention(y, block["attention"], config, segments)
+            y = normalise(x, block["mlp_norm"], config.norm)
+            x = x + mlp(y, block["mlp"], config)
+        x = normalise(x, params["final_norm"], config.norm)
+        head = params["embedding"]["table"].T
+        rows.append(x @ (head if config.tied_embedding else params["head"]["kernel"]))
+    return np.stack(rows)
+
+
+def run(model: GPT, tokens: np.ndarray, **inputs: np.ndarray) -> np.ndarray:
+    """Call a model under jit, with NumPy arrays."""
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def call(state: nnx.State, tokens: jax.Array, inputs: dict) -> jax.Array:
+        return nnx.merge(graphdef, state)(tokens, **inputs)
+
+    return np.asarray(call(state, tokens, inputs))
+
+
+def loss_and_grads(model: GPT, tokens: np.ndarray) -> tuple[jax.Array, dict]:
+    """Return the mean loss and the gradients by path, as pure nested dicts."""
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    @jax.jit
+    def call(params: nnx.State, tokens: jax.Array) -> tuple[jax.Array, nnx.State]:
+        def mean_loss(params: nnx.State) -> jax.Array:
+            loss = gpt_loss(nnx.merge(graphdef, params, rest), {"tokens": tokens})
+            return loss.total / loss.weight
+
+        return jax.value_and_grad(mean_loss)(params)
+
+    loss, grads = call(params, tokens)
+    return loss, nnx.to_pure_dict(grads)
+
+
+def assert_trees_close(got: Any, want: Any, tolerance: float) -> None:
+    """Compare leaf by leaf, relative to the size of the whole leaf."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(got):
+        expected = want
+        for entry in path:
+            expected = expected[entry.key]
+        error = np.linalg.norm(leaf - expected) / np.linalg.norm(expected)
+        assert error < tolerance, f"{jax.tree_util.keystr(path)}: {error}"
+
+
+def unstacked(model: GPT) -> GPT:
+    """The same weights with one module per layer."""
+    config = dataclasses.replace(model.config, scan_layers=False)
+    other = GPT(config, rngs=nnx.Rngs(1))
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    blocks = params["blocks"]
+    params["blocks"] = {
+        i: jax.tree.map(lambda leaf, i=i: leaf[i], blocks)
+        for i in range(config.num_layers)
+    }
+    state = nnx.state(other, nnx.Param)
+    nnx.replace_by_pure_dict(state, params)
+    nnx.update(other, state)
+    return other
+
+
+def with_config(model: GPT, **fields: Any) -> GPT:
+    """The same weights under another config of the same shape."""
+    other = GPT(dataclasses.replace(model.config, **fields), rngs=nnx.Rngs(1))
+    nnx.update(other, nnx.state(model, nnx.Param))
+    return other
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_gpt_equals_the_numpy_reference(name: str, make_random_gpt: MakeGPT):
+    config = dataclasses.replace(SMALL, **VARIANTS[name])
+    model = make_random_gpt(config)
+    want = reference_logits(tree_of(model), config, TOKENS)
+    got = run(model, TOKENS)
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_gpt_segments_do_not_see_each_other(make_random_gpt: MakeGPT):
+    model = make_random_gpt(SMALL)
+    segments = np.array([[0, 0, 1, 1, 1, 2], [5, 5, 5, 5, 0, 0]])
+    want = reference_logits(tree_of(model), SMALL, TOKENS, segments)
+    got = run(model, TOKENS, segment_ids_BT=segments)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_gpt_packed_rows_equal_their_documents(
+    positions: str, make_random_gpt: MakeGPT
+):
+    model = make_random_gpt(dataclasses.replace(SMALL, positions=positions))
+    packed = run(
+        model,
+        TOKENS,
+        positions_BT=np.array([[0, 1, 0, 1, 2, 3]] * 2),
+        segment_ids_BT=np.array([[0, 0, 1, 1, 1, 1]] * 2),
+    )
+    alone = [run(model, TOKENS[:, :2]), run(model, TOKENS[:, 2:])]
+    np.testing.assert_allclose(packed, np.concatenate(alone, 1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_gpt_is_causal(name: str, make_random_gpt: MakeGPT):
+    model = make_random_gpt(dataclasses.replace(SMALL, **VARIANTS[name]))
+    before = run(model, TOKENS)
+    for t in range(1, TOKENS.shape[1]):
+        changed = TOKENS.copy()
+        changed[:, t] = (changed[:, t] + 1) % 17
+        after = run(model, changed)
+        np.testing.assert_array_equal(after[:, :t], before[:, :t])
+        assert not np.allclose(after[:, t], before[:, t], atol=1e-3)
+
+
+def test_gpt_longer_than_its_learned_positions_raises(make_random_gpt: MakeGPT):
+    model = make_random_gpt(SMALL)
+    with pytest.raises(
+        ValueError, match=r"a row of 7 tokens is longer than the 6 learned positions"
+    ):
+        model(jnp.zeros((1, 7), int))
+
+
+def test_gpt_with_rotary_positions_may_be_longer(make_random_gpt: MakeGPT):
+    model = make_random_gpt(dataclasses.replace(SMALL, positions="rotary"))
+    assert run(model, np.zeros((1, 9), int)).shape == (1, 9, 17)
+
+
+def test_gpt_parameters_are_stacked_and_named():
+    model = GPT(dataclasses.replace(SMALL, **VARIANTS["llama"]), rngs=nnx.Rngs(0))
+    leaves = list(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    names = {"/".join(map(str, k)): v.get_metadata("out_sharding") for k, v in leaves}
+    assert names == {
+        "embedding/table": ("vocab", "embed"),
+        "blocks/attention_norm/scale": ("layers", "embed"),
+        "blocks/attention/query/kernel": ("layers", "embed", "heads"),
+        "blocks/attention/key/kernel": ("layers", "embed", "kv_heads"),
+        "blocks/attention/value/kernel": ("layers", "embed", "kv_heads"),
+        "blocks/attention/output/kernel": ("layers", "heads", "embed"),
+        "blocks/mlp_norm/scale": ("layers", "embed"),
+        "blocks/mlp/gate/kernel": ("layers", "embed", "mlp"),
+        "blocks/mlp/up/kernel": ("layers", "embed", "mlp"),
+        "blocks/mlp/down/kernel": ("layers", "mlp", "embed"),
+        "final_norm/scale": ("embed",),
+        "head/kernel": ("embed", "vocab"),
+    }
+    for path, leaf in leaves:
+        assert len(leaf.get_metadata("out_sharding")) == leaf.ndim
+        assert path[0] != "blocks" or leaf.shape[0] == SMALL.num_layers
+
+
+def test_gpt_layers_start_different():
+    model = GPT(SMALL, rngs=nnx.Rngs(0))
+    kernel = model.blocks.mlp.up.kernel[...]
+    assert not jnp.allclose(kernel[0], kernel[1])
+
+
+def test_gpt_residual_products_start_smaller():
+    config = GPTConfig(num_layers=8, num_heads=4, width=64)
+    blocks = GPT(config, rngs=nnx.Rngs(0)).blocks
+    for layer in (blocks.attention.output, blocks.mlp.down):
+        assert float(layer.kernel[...].std()) == pytest.approx(0.02 / 4, rel=0.05)
+    for layer in (blocks.attention.query, blocks.mlp.up):
+        assert float(layer.kernel[...].std()) == pytest.approx(0.02, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_gpt_every_parameter_of_every_layer_has_a_gradient(
+    name: str, make_random_gpt: MakeGPT
+):
+    model = make_random_gpt(dataclasses.replace(SMALL, **VARIANTS[name]))
+    tokens = np.random.default_rng(1).integers(0, 17, size=(8, 7))
+    _, grads = loss_and_grads(model, tokens)
+    for path, grad in jax.tree_util.tree_leaves_with_path(grads):
+        slices = grad if path[0].key == "blocks" else grad[None]
+        for layer in slices:
+            # A gradient that is only rounding noise is about 1e-8 here.
+            assert jnp.abs(layer).min() < jnp.abs(layer).max(), path
+            assert jnp.linalg.norm(layer) > 1e-5, path
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"unroll": 2},
+        {"unroll": 3},
+        {"remat": "full"},
+        {"remat": "dots"},
+        {"remat": "save-names", "remat_names": ("qkv", "mlp_hidden")},
+        {"remat": "full", "unroll": 3},
+        {"sequence_parallel": True},
+    ],
+    ids=str,
+)
+def test_gpt_program_options_change_no_gradient(
+    fields: dict[str, Any], make_random_gpt: MakeGPT
+):
+    model = make_random_gpt(SMALL)
+    want_loss, want = loss_and_grads(model, TOKENS)
+    loss, grads = loss_and_grads(with_config(model, **fields), TOKENS)
+    assert float(loss) == pytest.approx(float(want_loss), rel=1e-6)
+    assert_trees_close(grads, want, 1e-5)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_gpt_unscanned_layers_equal_scanned_ones(remat: str, make_random_gpt: MakeGPT):
+    model = make_random_gpt(dataclasses.replace(SMALL, remat=remat))
+    loss, grads = loss_and_grads(model, TOKENS)
+    other_loss, other = loss_and_grads(unstacked(model), TOKENS)
+    assert float(loss) == pytest.approx(float(other_loss), rel=1e-6)
+    layers = [other["blocks"][i] for i in range(SMALL.num_layers)]
+    other["blocks"] = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
+    assert_trees_close(grads, other, 1e-5)
+
+
+def test_gpt_unroll_changes_the_compiled_loop(make_random_gpt: MakeGPT):
+    def num_loops(unroll: int) -> int:
+        graphdef, state = nnx.split(make_random_gpt(SMALL))
+        graphdef = nnx.graphdef(
+            GPT(dataclasses.replace(SMALL, unroll=unroll), rngs=nnx.Rngs(0))
+        )
+        text = (
+            jax.jit(lambda state, tokens: nnx.merge(graphdef, state)(tokens))
+            .lower(state, TOKENS)
+            .as_text()
+        )
+        return text.count("stablehlo.while")
+
+    assert num_loops(1) == 1
+    assert num_loops(3) == 0
+
+
+def test_gpt_computes_in_the_dtype_of_its_parameters(make_random_gpt: MakeGPT):
+    model = make_random_gpt(SMALL)
+    want = run(model, TOKENS)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(model))
+    graphdef = nnx.graphdef(model)
+    hidden = jax.eval_shape(
+        lambda s: nnx.merge(graphdef, s).hidden(jnp.asarray(TOKENS)), half
+    )
+    assert hidden.dtype == jnp.bfloat16
+    nnx.update(model, half)
+    got = run(model, TOKENS)
+    assert got.dtype == np.float32
+    # Products of bf16 numbers, three layers deep.
+    assert np.linalg.norm(got - want) < 0.05 * np.linalg.norm(want)
+    assert not np.array_equal(got, want)

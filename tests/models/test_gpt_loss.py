@@ -1,0 +1,69 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.models.gpt import gpt_loss
+
+RNG = np.random.default_rng(0)
+TOKENS = RNG.integers(0, 11, size=(3, 6))
+LOGITS = RNG.normal(size=(3, 5, 11)).astype(np.float32) * 4
+
+
+def predict(tokens_BT: jax.Array) -> jax.Array:
+    assert tokens_BT.shape == (3, 5)
+    return jnp.asarray(LOGITS)
+
+
+def reference_losses() -> np.ndarray:
+    """Cross entropies of the targets, [B, T], in fp64."""
+    logits = LOGITS.astype(np.float64)
+    log_sum = np.log(np.exp(logits).sum(-1))
+    rows, columns = np.indices((3, 5))
+    return log_sum - logits[rows, columns, TOKENS[:, 1:]]
+
+
+def test_loss_equals_numpy():
+    loss = gpt_loss(predict, {"tokens": jnp.asarray(TOKENS)})
+    assert float(loss.total) == pytest.approx(reference_losses().sum(), rel=1e-5)
+    assert float(loss.weight) == 15.0
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32, bool])
+def test_loss_weighs_targets(dtype: type):
+    weights = (RNG.random((3, 5)) * 3).astype(dtype)
+    batch = {"tokens": jnp.asarray(TOKENS), "weights": jnp.asarray(weights)}
+    loss = gpt_loss(predict, batch)
+    want = (reference_losses() * weights).sum()
+    assert float(loss.total) == pytest.approx(want, rel=1e-5)
+    assert float(loss.weight) == pytest.approx(weights.sum(), rel=1e-6)
+    assert loss.total.dtype == loss.weight.dtype == jnp.float32
+
+
+def test_loss_of_half_precision_logits_is_taken_in_fp32():
+    def predict_half(tokens_BT: jax.Array) -> jax.Array:
+        return predict(tokens_BT).astype(jnp.bfloat16)
+
+    loss = gpt_loss(predict_half, {"tokens": jnp.asarray(TOKENS)})
+    assert loss.total.dtype == jnp.float32
+    assert float(loss.total) == pytest.approx(reference_losses().sum(), rel=1e-2)
+
+
+def test_loss_of_large_logits_does_not_overflow():
+    loss = gpt_loss(
+        lambda tokens: 1000 * predict(tokens), {"tokens": jnp.asarray(TOKENS)}
+    )
+    assert np.isfinite(float(loss.total))
+
+
+def test_loss_without_tokens_raises():
+    with pytest.raises(ValueError, match=r"has \['inputs'\], but gpt_loss reads"):
+        gpt_loss(predict, {"inputs": jnp.asarray(TOKENS)})
+
+
+def test_loss_with_a_weight_per_token_raises():
+    batch = {"tokens": jnp.asarray(TOKENS), "weights": jnp.ones((3, 6))}
+    with pytest.raises(
+        ValueError, match=r"'weights' has shape \(3, 6\), .* targets of shape \(3, 5\)"
+    ):
+        gpt_loss(predict, batch)

@@ -1,0 +1,118 @@
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.mesh import MeshShape, make_mesh
+from jaxpar.models.gpt import GPT, gpt_loss
+from jaxpar.models.gpt_config import GPTConfig
+
+# Sizes that no other dim has, so that a shape in the program tells what it is.
+VOCAB, HEAD, LENGTH = 88, 6, 20
+CONFIG = GPTConfig(
+    vocab_size=VOCAB, seq_len=LENGTH, num_layers=2, num_heads=4, width=4 * HEAD
+)
+LLAMA = {
+    "positions": "rotary",
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "num_kv_heads": 2,
+    "tied_embedding": False,
+    "sequence_parallel": True,
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sequence": {"sequence_parallel": True},
+    "llama": LLAMA,
+}
+SPLIT = {"vocab", "heads", "kv_heads", "mlp"}
+TOKENS = np.random.default_rng(0).integers(0, VOCAB, size=(4, LENGTH + 1))
+
+
+def four_devices() -> Mesh:
+    return make_mesh(MeshShape(data=2, tensor=2), jax.devices()[:4])
+
+
+def make_program(name: str) -> tuple[Any, list[jax.Array], list[NamedSharding]]:
+    """Return loss and gradients as a function of flat leaves, leaves and shardings."""
+    model = GPT(dataclasses.replace(CONFIG, **OPTIONS[name]), rngs=nnx.Rngs(0))
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    variables = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    names = [variable.get_metadata("out_sharding") for variable in variables]
+    specs = [P(*("tensor" if n in SPLIT else None for n in dims)) for dims in names]
+    leaves, treedef = jax.tree.flatten(params)
+
+    def mean_loss(leaves: list[jax.Array], tokens: jax.Array) -> jax.Array:
+        whole = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves), rest)
+        loss = gpt_loss(whole, {"tokens": tokens})
+        return loss.total / loss.weight
+
+    shardings = [NamedSharding(four_devices(), spec) for spec in specs]
+    return jax.value_and_grad(mean_loss), leaves, shardings
+
+
+@functools.cache
+def compile_sharded(name: str) -> tuple[Any, list[jax.Array], jax.Array]:
+    """Return the compiled program and its arguments, placed."""
+    program, leaves, shardings = make_program(name)
+    leaves = jax.device_put(leaves, shardings)
+    tokens = jax.device_put(TOKENS, NamedSharding(four_devices(), P("data")))
+    with jax.set_mesh(four_devices()):
+        jitted = jax.jit(program, out_shardings=(None, shardings))
+        return jitted.lower(leaves, tokens).compile(), leaves, tokens
+
+
+def collectives(text: str) -> list[tuple[str, list[int]]]:
+    """Return each collective of a compiled program with the dims in its result."""
+    pattern = r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all)(?:-start)?\("
+    found = re.findall(pattern, text)
+    shapes = [",".join(re.findall(r"\[([\d,]*)\]", result)) for result, _ in found]
+    return [
+        (kind, [int(dim) for dim in shape.split(",") if dim])
+        for shape, (_, kind) in zip(shapes, found, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gpt_sharded_has_the_gradients_of_one_device(name: str):
+    program, leaves, _ = make_program(name)
+    want_loss, want = jax.jit(program)(leaves, TOKENS)
+    compiled, leaves, tokens = compile_sharded(name)
+    loss, grads = compiled(leaves, tokens)
+    assert float(loss) == pytest.approx(float(want_loss), rel=1e-6)
+    for grad, expected in zip(grads, want, strict=True):
+        error = np.linalg.norm(np.asarray(grad) - np.asarray(expected))
+        assert error < 1e-5 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gpt_sharded_moves_no_heads_and_no_logits(name: str):
+    compiled, _, _ = compile_sharded(name)
+    found = collectives(compiled.as_text())
+    kinds = {kind for kind, _ in found}
+    assert "all-reduce" in kinds
+    assert "all-to-all" not in kinds
+    assert not [dims for _, dims in found if VOCAB in dims or HEAD in dims]
+    # Tokens are gathered where they were sharded; the learned positions' gradient is
+    # summed over a row's tokens where they lie.
+    gathered = [dims for kind, dims in found if kind == "all-gather"]
+    assert bool(gathered) == OPTIONS[name].get("sequence_parallel", False)
+    assert all(LENGTH in dims for dims in gathered)
+
+
+def test_gpt_takes_a_batch_that_the_data_axis_does_not_divide():
+    config = dataclasses.replace(CONFIG, sequence_parallel=True)
+    graphdef, state = nnx.split(GPT(config, rngs=nnx.Rngs(0)))
+    tokens = jnp.asarray(TOKENS[:1, :7])
+    want = jax.jit(lambda s: nnx.merge(graphdef, s)(tokens))(state)
+    with jax.set_mesh(four_devices()):
+        got = jax.jit(lambda s: nnx.merge(graphdef, s)(tokens))(state)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

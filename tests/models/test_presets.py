@@ -1,0 +1,74 @@
+import jax
+import pytest
+from flax import nnx
+
+from jaxpar.models.gpt import GPT
+from jaxpar.models.gpt_config import num_params
+from jaxpar.models.presets import PRESETS, gpt_config
+
+# Megatron-LM's table: parameters in 1e9, hidden size, layers
+MEGATRON = [
+    ("1.7b", 1.7, 2304, 24),
+    ("3.6b", 3.6, 3072, 30),
+    ("7.5b", 7.5, 4096, 36),
+    ("18.4b", 18.4, 6144, 40),
+    ("39.1b", 39.1, 8192, 48),
+    ("76.1b", 76.1, 10_240, 60),
+    ("145.6b", 145.6, 12_288, 80),
+    ("310.1b", 310.1, 16_384, 96),
+    ("529.6b", 529.6, 20_480, 105),
+    ("1008b", 1008.0, 25_600, 128),
+]
+PUBLISHED = [("124m", 124.4e6), ("350m", 355e6), ("1.3b", 1.3e9), ("7b", 6.738e9)]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_counts_as_its_abstract_model(name: str):
+    config = gpt_config(name)
+    params = nnx.state(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))), nnx.Param)
+    assert num_params(config) == sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize(("name", "billions", "width", "num_layers"), MEGATRON)
+def test_preset_matches_megatrons_table(
+    name: str, billions: float, width: int, num_layers: int
+):
+    config = gpt_config(name)
+    assert (config.width, config.num_layers) == (width, num_layers)
+    assert (config.vocab_size, config.seq_len) == (51_200, 2048)
+    tolerance = 0.01 * billions if name == "1008b" else 0.1
+    assert num_params(config) / 1e9 == pytest.approx(billions, abs=tolerance)
+
+
+@pytest.mark.parametrize(("name", "count"), PUBLISHED)
+def test_preset_has_the_published_size(name: str, count: float):
+    assert num_params(gpt_config(name)) == pytest.approx(count, rel=0.02)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_splits_over_eight_tensor_shards(name: str):
+    config = gpt_config(name)
+    if config.num_heads % 8 == 0:
+        assert config.vocab_size % 8 == 0
+        assert config.hidden_width % 8 == 0
+        assert config.kv_heads % 8 == 0
+
+
+def test_gpt_config_replaces_fields():
+    config = gpt_config("tiny", num_layers=2, dropout=0.1)
+    assert (config.num_layers, config.dropout) == (2, 0.1)
+    assert config.width == gpt_config("tiny").width
+
+
+def test_gpt_config_unknown_preset_names_the_near_one():
+    with pytest.raises(
+        ValueError, match=r"name='125m' must be one of 'tiny', .*Did you mean '124m'\?"
+    ):
+        gpt_config("125m")
+
+
+def test_gpt_config_unknown_field_names_the_near_one():
+    with pytest.raises(
+        ValueError, match=r"num_layer=2 is not a field .*Did you mean 'num_layers'\?"
+    ):
+        gpt_config("tiny", num_layer=2)

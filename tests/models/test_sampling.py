@@ -1,0 +1,117 @@
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxpar.models.gpt import GPT
+from jaxpar.models.gpt_config import GPTConfig
+from jaxpar.models.sampling import generate
+
+CONFIG = GPTConfig(vocab_size=17, seq_len=6, num_layers=2, num_heads=4, width=16)
+PROMPT = jnp.array([[1, 2, 3], [4, 5, 6]])
+KEY = jax.random.key(0)
+MakeGPT = Callable[[GPTConfig], GPT]
+
+
+def greedy(model: GPT, prompt: np.ndarray, num_tokens: int) -> np.ndarray:
+    """Continue by one plain call per token, on the tokens of the window alone."""
+    graphdef, state = nnx.split(model)
+    call = jax.jit(lambda state, tokens: nnx.merge(graphdef, state)(tokens))
+    tokens = np.asarray(prompt)
+    for _ in range(num_tokens):
+        window = tokens[:, -CONFIG.seq_len :]
+        last = window.shape[1] - 1
+        # Filled up to one length, for one compilation; causality hides the filler.
+        window = np.pad(window, ((0, 0), (0, CONFIG.seq_len - last - 1)), mode="edge")
+        logits = np.asarray(call(state, window))
+        tokens = np.concatenate([tokens, logits[:, last : last + 1].argmax(-1)], 1)
+    return tokens
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 8])
+def test_generate_at_zero_temperature_is_greedy(
+    num_tokens: int, make_random_gpt: MakeGPT
+):
+    model = make_random_gpt(CONFIG)
+    got = generate(model, PROMPT, num_tokens, key=KEY, temperature=0.0)
+    np.testing.assert_array_equal(got, greedy(model, PROMPT, num_tokens))
+
+
+def test_generate_from_a_prompt_longer_than_the_window(make_random_gpt: MakeGPT):
+    model = make_random_gpt(CONFIG)
+    prompt = np.random.default_rng(0).integers(0, 17, size=(2, 10))
+    got = generate(model, jnp.asarray(prompt), 4, key=KEY, temperature=0.0)
+    np.testing.assert_array_equal(got, greedy(model, prompt, 4))
+
+
+def test_generate_draws_from_the_softmax_of_scaled_logits(make_random_gpt: MakeGPT):
+    model = make_random_gpt(CONFIG)
+    prompt = jnp.tile(PROMPT[:1], (4000, 1))
+    drawn = generate(model, prompt, 1, key=KEY, temperature=2.0)[:, -1]
+    frequency = np.bincount(drawn, minlength=17) / 4000
+    logits = jax.jit(model)(PROMPT[:1])[0, -1]
+    want = jax.nn.softmax(logits / 2.0)
+    # Four standard deviations of a frequency of 1/2.
+    np.testing.assert_allclose(frequency, want, atol=4 * 0.5 / np.sqrt(4000))
+
+
+def test_generate_depends_on_the_key_alone(make_random_gpt: MakeGPT):
+    model = make_random_gpt(CONFIG)
+    first = generate(model, PROMPT, 20, key=KEY)
+    np.testing.assert_array_equal(first, generate(model, PROMPT, 20, key=KEY))
+    other = generate(model, PROMPT, 20, key=jax.random.key(1))
+    assert not np.array_equal(first, other)
+    np.testing.assert_array_equal(first[:, :3], PROMPT)
+
+
+def test_generate_drops_nothing_and_leaves_the_model_alone():
+    config = GPTConfig(
+        vocab_size=17, seq_len=6, num_layers=2, num_heads=4, width=16, dropout=0.5
+    )
+    model = GPT(config, rngs=nnx.Rngs(0))
+    before = jax.tree.map(jnp.copy, nnx.state(model, nnx.RngCount))
+    got = generate(model, PROMPT, 5, key=KEY, temperature=0.0)
+    after = nnx.state(model, nnx.RngCount)
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert not model.dropout.deterministic
+    model.eval()
+    np.testing.assert_array_equal(got, greedy(model, PROMPT, 5))
+
+
+def test_generate_nothing_returns_the_prompt(make_random_gpt: MakeGPT):
+    got = generate(make_random_gpt(CONFIG), PROMPT, 0, key=KEY)
+    np.testing.assert_array_equal(got, PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_tokens", "temperature", "message"),
+    [
+        (
+            PROMPT[:, :0],
+            1,
+            1.0,
+            r"prompt_BT has shape \(2, 0\), but needs at least one",
+        ),
+        (PROMPT, -1, 1.0, r"num_tokens=-1 must be at least 0"),
+        (PROMPT, 1, -0.5, r"temperature=-0.5 must be at least 0"),
+    ],
+)
+def test_generate_bad_input_raises(
+    prompt: jax.Array,
+    num_tokens: int,
+    temperature: float,
+    message: str,
+    make_random_gpt: MakeGPT,
+):
+    with pytest.raises(ValueError, match=message):
+        generate(
+            make_random_gpt(CONFIG),
+            prompt,
+            num_tokens,
+            key=KEY,
+            temperature=temperature,
+        )

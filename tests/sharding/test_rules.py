@@ -1,0 +1,154 @@
+"""Do names and rules become the specs they say, or an error that says what to change?"""
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.sharding.rules import compute_specs
+from jaxpar.sharding.tensor import LOGICAL_RULES
+
+SIZES = {"data": 2, "pipe": 1, "tensor": 2}
+SHAPES = {"attn/q/kernel": (4, 8), "mlp/up/kernel": (4, 6), "mlp/up/bias": (6,)}
+UNNAMED = dict.fromkeys(SHAPES)
+NAMED = {
+    "attn/q/kernel": ("embed", "heads"),
+    "mlp/up/kernel": ("embed", "mlp"),
+    "mlp/up/bias": ("mlp",),
+}
+
+
+def specs_of(rules, names=NAMED, shapes=SHAPES):
+    return compute_specs(shapes, names, rules, SIZES)
+
+
+def test_unannotated_model_without_rules_is_kept_whole():
+    assert specs_of({}, UNNAMED) == {
+        "attn/q/kernel": (None, None),
+        "mlp/up/kernel": (None, None),
+        "mlp/up/bias": (None,),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(LOGICAL_RULES))
+def test_every_logical_name_goes_where_the_table_says(name):
+    axis = LOGICAL_RULES[name]
+    assert compute_specs({"w": (3, 4)}, {"w": (None, name)}, {}, SIZES) == {
+        "w": (None, axis)
+    }
+
+
+def test_column_and_row_products_split_the_dim_between_them():
+    shapes = {"up": (4, 8), "down": (8, 4), "table": (10, 4)}
+    names = {
+        "up": ("embed", "mlp"),
+        "down": ("mlp", "embed"),
+        "table": ("vocab", "embed"),
+    }
+    assert compute_specs(shapes, names, {}, SIZES) == {
+        "up": (None, "tensor"),
+        "down": ("tensor", None),
+        "table": ("tensor", None),
+    }
+
+
+def test_users_rule_wins_over_the_table():
+    found = specs_of({"mlp": None, "embed": "tensor"})
+    assert found["mlp/up/kernel"] == ("tensor", None)
+    assert found["mlp/up/bias"] == (None,)
+
+
+def test_path_rule_wins_over_names():
+    found = specs_of({"mlp/*": P(), "mlp": "tensor"})
+    assert found["mlp/up/kernel"] == (None, None)
+    assert found["mlp/up/bias"] == (None,)
+
+
+def test_first_of_two_path_rules_wins():
+    rules = {"mlp/up/kernel": P("tensor"), "*/kernel": P(None, "tensor")}
+    found = specs_of(rules, UNNAMED)
+    assert found["mlp/up/kernel"] == ("tensor", None)
+    assert found["attn/q/kernel"] == (None, "tensor")
+
+
+def test_short_spec_is_padded_with_whole_dims():
+    assert specs_of({"*/kernel": P("tensor")}, UNNAMED)["attn/q/kernel"] == (
+        "tensor",
+        None,
+    )
+
+
+def test_mesh_axis_is_its_own_logical_name():
+    assert compute_specs({"w": (3, 4)}, {"w": (None, "tensor")}, {}, SIZES) == {
+        "w": (None, "tensor")
+    }
+
+
+def test_axis_that_two_dims_name_splits_the_first():
+    assert compute_specs({"w": (4, 8)}, {"w": ("heads", "mlp")}, {}, SIZES) == {
+        "w": ("tensor", None)
+    }
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"mlp": "tenser"}, r"rules: 'mlp' maps to 'tenser', which is not a mesh axis\. "
+         r"Use 'tensor' or None\. Did you mean 'tensor'\?"),
+        ({"*/kernel": P("rows")}, r"rules: '\*/kernel' maps to 'rows', which is not a"),
+        ({"*/kernel": P(("data", "tensor"))}, r"maps to \('data', 'tensor'\), which is"),
+        ({"mlp": "data"}, r"rules: 'mlp' maps to 'data', but parameters are spread over "
+         r"data by zero=1, 2 or 3.* Use 'tensor' or None"),
+        ({"mlp": "pipe"}, r"rules: 'mlp' maps to 'pipe'; only 'tensor' can split"),
+        ({"mpl": "tensor"}, r"rules: 'mpl' names no dim of any parameter\. Known names: "
+         r"embed, heads, mlp\. Did you mean 'mlp'\? Correct it or remove it"),
+        ({"mlp/up/kernle": P()}, r"rules: 'mlp/up/kernle' matches no parameter\. Known "
+         r"paths: .* Did you mean 'mlp/up/kernel'\? Correct it or remove it"),
+        ({"*/kernel": None}, r"rules: '\*/kernel' names no dim of any parameter, but "
+         r"matches paths, which take a PartitionSpec"),
+        ({"*/bias": P(None, "tensor")}, r"rules: '\*/bias' gives P.*None, 'tensor'\) to "
+         r"mlp/up/bias, which has 1 dims \(shape \(6,\)\)\. Give at most one entry"),
+        ({"mlp/*": P("tensor"), "*/kernel": P("tensor", "tensor")},
+         r"rules: '\*/kernel' gives P.*'tensor', 'tensor'\) to attn/q/kernel, but an "
+         r"axis can split only one dim\. Keep one 'tensor'"),
+    ],
+    ids=lambda x: None if isinstance(x, str) else ",".join(x),
+)  # fmt: skip
+def test_wrong_rule_says_what_is_wrong(rules, message):
+    with pytest.raises(ValueError, match=message):
+        specs_of(rules)
+
+
+def test_rule_for_names_of_an_unannotated_model_says_so():
+    message = r"'mlp' names no dim.* Known names: none: the model is unannotated"
+    with pytest.raises(ValueError, match=message):
+        specs_of({"mlp": "tensor"}, UNNAMED)
+
+
+def test_unknown_logical_name_says_both_remedies():
+    message = (
+        r"rules: the model names a dim of w 'mlpp', which no rule knows\. Pass "
+        r"rules=\{'mlpp': None\} to keep it whole or rules=\{'mlpp': 'tensor'\} to "
+        r"split it\. Did you mean 'mlp'\?"
+    )
+    with pytest.raises(ValueError, match=message):
+        compute_specs({"w": (4,)}, {"w": ("mlpp",)}, {}, SIZES)
+    assert compute_specs({"w": (4,)}, {"w": ("mlpp",)}, {"mlpp": "tensor"}, SIZES)
+
+
+def test_model_that_names_the_data_axis_raises():
+    with pytest.raises(ValueError, match="'w' maps to 'data', but parameters are"):
+        compute_specs({"w": (4,)}, {"w": ("data",)}, {}, SIZES)
+
+
+def test_more_names_than_dims_raises():
+    message = r"names 3 dims of w, .*'heads'\), but it has 2 \(shape \(4, 8\)\)\. Name"
+    with pytest.raises(ValueError, match=message):
+        compute_specs({"w": (4, 8)}, {"w": ("embed", "mlp", "heads")}, {}, SIZES)
+
+
+def test_dim_that_its_axis_does_not_divide_raises():
+    message = (
+        r"rules: dim 1 of w \(shape \(4, 7\)\) has 7 elements, which tensor=2 does not "
+        r"divide\. Pad the dim to a multiple of 2, change the mesh, or map it to None"
+    )
+    with pytest.raises(ValueError, match=message):
+        compute_specs({"w": (4, 7)}, {"w": ("embed", "mlp")}, {}, SIZES)
