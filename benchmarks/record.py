@@ -1,4 +1,4 @@
-"""Where does a measured number come from: device, versions, commit, beside it on disk."""
+"""Where does a measured number come from: device, versions and commit beside it."""
 
 import json
 import os

@@ -45,15 +45,20 @@ class Config:
     """Parameters of the dispatch model."""
 
 
-def interleaved(rounds: int, **steps: Callable[[], Any]) -> dict[str, float]:
-    """Median seconds of each callable, called in turn, every result waited for."""
+def interleaved(
+    rounds: int, *, until_done: bool, **steps: Callable[[], Any]
+) -> dict[str, float]:
+    """Median seconds of each callable, called in turn: until done, or dispatched."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for index in range(rounds + 3):
         for name, step in steps.items():
             start = time.perf_counter()
-            jax.block_until_ready(step())
+            out = step()
+            dispatched = time.perf_counter()
+            jax.block_until_ready(out)
+            stop = time.perf_counter() if until_done else dispatched
             if index >= 3:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(stop - start)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -80,7 +85,10 @@ def measure_step(num_devices: int, zero: int, rounds: int) -> dict[str, float]:
     ]
     np.testing.assert_allclose(*zip(*losses, strict=True), rtol=1e-5)
     seconds = interleaved(
-        rounds, engine=lambda: engine.step(batch), by_hand=lambda: by_hand.step(batch)
+        rounds,
+        until_done=True,
+        engine=lambda: engine.step(batch),
+        by_hand=lambda: by_hand.step(batch),
     )
     return {
         "engine_ms": seconds["engine"] * 1e3,
@@ -149,7 +157,7 @@ class ManyLeaves(nnx.Module):
 
 
 def measure_dispatch(num_leaves: int, rounds: int) -> dict[str, float]:
-    """Time one call with a step that does next to nothing, on one device."""
+    """Time the call of one step of the same math, on one device, until it returns."""
     batch = {"x": np.ones((1, 1), np.float32)}
     mesh = jaxpar.make_mesh(jaxpar.MeshShape(), jax.devices()[:1])
     engine = jaxpar.initialize(
@@ -162,19 +170,24 @@ def measure_dispatch(num_leaves: int, rounds: int) -> dict[str, float]:
     leaves = [jnp.ones(2) for _ in range(num_leaves)]
     model = ManyLeaves(num_leaves)
 
+    def updated(params: Any, grads: Any) -> Any:
+        norm = optax.tree.norm(grads)
+        return jax.tree.map(
+            lambda p, g: jnp.where(jnp.isfinite(norm), p - 1e-6 * g, p), params, grads
+        )
+
     @functools.partial(jax.jit, donate_argnums=0)
     def flat(leaves: list, batch: Any) -> tuple[list, jax.Array]:
         def loss_of(leaves: list) -> jax.Array:
             return batch["x"].sum() * sum(leaf.sum() for leaf in leaves)
 
         loss, grads = jax.value_and_grad(loss_of)(leaves)
-        return [p - 1e-6 * g for p, g in zip(leaves, grads, strict=True)], loss
+        return updated(leaves, grads), loss
 
     @nnx.jit
     def by_nnx(model: ManyLeaves, batch: Any) -> jax.Array:
         loss, grads = nnx.value_and_grad(lambda model: model(batch["x"]))(model)
-        state = nnx.state(model, nnx.Param)
-        nnx.update(model, jax.tree.map(lambda p, g: p - 1e-6 * g, state, grads))
+        nnx.update(model, updated(nnx.state(model, nnx.Param), grads))
         return loss
 
     def flat_step() -> jax.Array:
@@ -185,6 +198,7 @@ def measure_dispatch(num_leaves: int, rounds: int) -> dict[str, float]:
 
     seconds = interleaved(
         rounds,
+        until_done=False,
         engine=lambda: engine.step(batch)["loss"],
         flat=flat_step,
         nnx=lambda: by_nnx(model, batch),

@@ -7,6 +7,7 @@ a weight depends on parameters, and which state the model changes.
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
 from jaxpar import tree
 from jaxpar.dependence import tainted_outputs
@@ -26,6 +27,29 @@ class LossFacts:
 
     changes_state: bool
     metrics: tuple[str, ...]
+
+
+def check_trainable(params: Params) -> None:
+    """Check that every parameter can have a gradient and an fp32 master.
+
+    Args:
+      params: shapes of the parameters, as the model makes them.
+
+    Raises:
+      ValueError: if there are none, or one is not of a real floating dtype.
+    """
+    named = tree.named_leaves(params)
+    if not named:
+        raise ValueError(
+            "model: it has no parameters to train (nnx.Param, or Linen's params)."
+        )
+    for name, leaf in named.items():
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                f"model: parameter {name} is {leaf.dtype}, but a parameter must be "
+                "floating to be trained. Keep it in another nnx.Variable, or in "
+                "another Linen collection than params."
+            )
 
 
 def trace_loss(

@@ -133,8 +133,12 @@ def call_deferred(
     return jax.tree.unflatten(jax.tree.structure(out_shape), outs)
 
 
-def _refuse_layout_ops(prim: Any, *_: Any, **__: Any) -> bool:
-    return prim.name not in _LAYOUT_OPS
+def _refuse_layout_ops(prim: Any, *_: Any, **params: Any) -> bool:
+    if prim.name != "custom_vjp_call":
+        return prim.name not in _LAYOUT_OPS
+    # `_use` is one: jax asks of its call as a whole, not of the gather inside.
+    eqns = params["call_jaxpr"].eqns
+    return not all(eqn.primitive.name in _LAYOUT_OPS for eqn in eqns)
 
 
 def _evaluate(closed: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
@@ -179,7 +183,8 @@ def _checkpoint(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
     policy, closed = eqn.params["policy"], core.ClosedJaxpr(eqn.params["jaxpr"], ())
 
     def saveable(prim: Any, *avals: Any, **params: Any) -> Any:
-        return prim.name not in _LAYOUT_OPS and policy(prim, *avals, **params)
+        refused = not _refuse_layout_ops(prim, *avals, **params)
+        return not refused and policy(prim, *avals, **params)
 
     def body(packed: list) -> list:
         return _evaluate(closed, _unpacked(ins, packed))
@@ -205,6 +210,9 @@ def _scan(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
         outs = _evaluate(eqn.params["jaxpr"], [*consts, *carry, *layer])
         return outs[:num_carry], outs[num_carry:]
 
+    if any(isinstance(x, Deferred) and x.whole is None for x in xs):
+        # Else the backward pass finds every layer gathered, as one stack of residuals.
+        body = jax.checkpoint(body, policy=_refuse_layout_ops, prevent_cse=False)
     carry, ys = jax.lax.scan(
         body,
         init,

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import tree
 from jaxpar.batches import BatchSpec, make_batch_spec
-from jaxpar.checkpoint import Checkpoints
-from jaxpar.checks import trace_loss
+from jaxpar.checkpoint import Checkpoints, Restored
+from jaxpar.checks import check_trainable, trace_loss
 from jaxpar.gradients import Partition, make_evaluation, make_gradients
 from jaxpar.mesh import AXES, DATA, PIPE, MeshShape, make_mesh
 from jaxpar.module import Network, make_network
@@ -63,7 +63,8 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
       zero: ZeRO stage: 0 replicates, 1 shards the state, 2 gradients too, 3 gathers
         parameters at use.
       precision: "fp32", "bf16" or "fp16" compute, or a `jaxpar.Precision`. Masters are
-        fp32.
+        fp32. Parameters are cast, batches are not: a model given fp32 inputs computes
+        in fp32, so cast them in loss_fn.
       accumulate: micro-batches a step.
       clip_norm: the largest global norm of the gradients; None for no clipping.
       seed: of parameters, dropout and whatever else is random.
@@ -78,8 +79,8 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
 
     Raises:
       ValueError: if arguments do not fit each other; the message says which and why.
-      TypeError: if `model` is not a Flax model with float parameters, or `optimizer` is
-        not an optax transformation.
+      TypeError: if `model` is not a Flax model, or `optimizer` not an optax
+        transformation.
 
     Example:
       >>> import jax.numpy as jnp
@@ -105,7 +106,8 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     rows = batch_spec.rows(whole // mesh.shape[DATA])
     network = make_network(model, loss_fn, rows)
 
-    init = make_init(network, optimizer, scales_loss=precision.scales_loss)
+    check_trainable(jax.eval_shape(network.init, jax.random.key(seed))[0])
+    init = make_init(network, optimizer)
     abstract = jax.eval_shape(init, jax.random.key(seed))
     leaves = tree.named_leaves(abstract.params)
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
@@ -314,7 +316,9 @@ class Engine:
           ValueError: if the folder holds another model's checkpoints.
         """
         self._check_loss_scale(lag=0)
-        self._opened(folder, keep).save(
+        checkpoints = self._opened(folder)
+        checkpoints.set_keep(keep)
+        checkpoints.save(
             int(self.state.step),
             self.state,
             data_state=None if data is None else data.get_state(),
@@ -352,8 +356,9 @@ class Engine:
         )
         restored = self._opened(folder).restore(target, step=step)
         if data is not None:
-            data.set_state(restored.data_state)
+            data.set_state(_position_of(restored, folder))
         self._leaves = jax.tree.leaves(restored.tree)
+        self._exhausted.clear()
         return restored.step
 
     def wait(self) -> None:
@@ -363,12 +368,10 @@ class Engine:
         for checkpoints in self._checkpoints.values():
             checkpoints.wait()
 
-    def _opened(
-        self, folder: str | os.PathLike[str], keep: int | None = 3
-    ) -> Checkpoints:
+    def _opened(self, folder: str | os.PathLike[str]) -> Checkpoints:
         path = os.path.abspath(folder)
         if path not in self._checkpoints:
-            self._checkpoints[path] = Checkpoints(path, keep=keep)
+            self._checkpoints[path] = Checkpoints(path)
         return self._checkpoints[path]
 
     def _check_loss_scale(self, lag: int) -> None:
@@ -380,3 +383,12 @@ class Engine:
                     "1, so fp16 cannot hold them. Lower the learning rate, look for "
                     "non-finite inputs, or use precision='bf16'."
                 )
+
+
+def _position_of(restored: Restored, folder: str | os.PathLike[str]) -> Any:
+    if restored.data_state is None:
+        raise ValueError(
+            f"data: step {restored.step} of {os.fspath(folder)!r} holds no position in "
+            "the data, for it was saved without data=. Leave data out to start it anew."
+        )
+    return restored.data_state

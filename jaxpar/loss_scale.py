@@ -2,7 +2,8 @@
 
 The scale halves when gradients overflow and doubles after a window of steps without
 overflow; a small hysteresis forgives single overflows. The same state exists at every
-precision, inert where the loss is not scaled, so that checkpoints do not differ.
+precision, inert where the loss is not scaled, so that checkpoints do not differ and a
+run in fp32 can go on in fp16.
 
 Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2; the trace is
 that of DeepSpeed's dynamic loss scaler.
@@ -24,7 +25,7 @@ class LossScale:
     """The scaler's state; every field a scalar array.
 
     Attributes:
-      scale: the factor on the loss; 1 where losses are not scaled.
+      scale: the factor on the loss where losses are scaled.
       hysteresis: overflows left before the scale is halved, counting that one.
       iteration: steps seen.
       last_overflow: the iteration of the last overflow; -1 before any.
@@ -40,17 +41,10 @@ class LossScale:
     exhausted: Leaf
 
 
-def init_loss_scale(scales_loss: bool) -> LossScale:
-    """The state before the first step.
-
-    Args:
-      scales_loss: whether the precision scales its loss (fp16).
-
-    Returns:
-      A state with scale 2^16, or 1.
-    """
+def init_loss_scale() -> LossScale:
+    """The state before the first step."""
     return LossScale(
-        scale=jnp.float32(START if scales_loss else 1.0),
+        scale=jnp.float32(START),
         hysteresis=jnp.int32(HYSTERESIS),
         iteration=jnp.int32(0),
         last_overflow=jnp.int32(-1),

@@ -108,9 +108,10 @@ class _NnxNetwork:
 
     def dim_names(self) -> dict[str, Sequence[Any] | None]:
         return {
-            "/".join(map(str, path)): next(
-                (meta[k] for k in _METADATA_KEYS if meta.get(k)), None
+            "/".join(map(str, path)): tuple(
+                next((meta[k] for k in _METADATA_KEYS if meta.get(k)), ())
             )
+            or None
             for path, variable in self._params
             for meta in [variable.get_metadata()]
         }

@@ -8,13 +8,15 @@ import dataclasses
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import flax
 import jax
-import optax
+
+from jaxpar.engine import Engine
+from jaxpar.types import Batch
 
 _FILE = "run.json"
 
@@ -60,15 +62,31 @@ def open_run(
         )
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        versions = {
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "flax": flax.__version__,
-            "optax": optax.__version__,
+        versions = {"python": platform.python_version()} | {
+            name: metadata.version(name) for name in ("jax", "flax", "optax")
         }
         text = json.dumps(wanted | {"versions": versions}, indent=2) + "\n"
         record.write_text(text, encoding="utf-8")
     return folder
+
+
+def mean_loss(engine: Engine, batches: Iterable[Batch]) -> float:
+    """Evaluate on several batches: sum(total) / sum(weight) over all of them.
+
+    Args:
+      engine: the engine.
+      batches: each as `Engine.evaluate` takes it; at least one.
+
+    Returns:
+      The mean loss.
+    """
+    metrics = jax.device_get([engine.evaluate(batch) for batch in batches])
+    weights = [float(each["weight"]) for each in metrics]
+    totals = [
+        float(each["loss"]) * weight
+        for each, weight in zip(metrics, weights, strict=True)
+    ]
+    return sum(totals) / sum(weights)
 
 
 def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:

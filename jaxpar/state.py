@@ -43,34 +43,24 @@ class TrainState:
 
 
 def make_init(
-    network: Network, optimizer: optax.GradientTransformation, *, scales_loss: bool
+    network: Network, optimizer: optax.GradientTransformation
 ) -> Callable[[jax.Array], TrainState]:
     """Make the pure function ``key -> TrainState``, to be jitted with shardings."""
 
     def init(key: jax.Array) -> TrainState:
         init_key, run_key = jax.random.split(key)
         params, model_state = network.init(init_key)
-        params = jax.tree_util.tree_map_with_path(_as_master, params)
+        params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
         return TrainState(
             step=jnp.int32(0),
             params=params,
             model_state=model_state,
             opt_state=jax.tree.map(jnp.asarray, optimizer.init(params)),
             key=run_key,
-            loss_scale=init_loss_scale(scales_loss),
+            loss_scale=init_loss_scale(),
         )
 
     return init
-
-
-def _as_master(path: tuple, param: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(param.dtype, jnp.floating):
-        raise TypeError(
-            f"model: parameter {tree.path_name(path)} is {param.dtype}, but only "
-            "floats can be trained; keep it in an nnx.Variable, or a Linen variable "
-            "that is not in the params collection."
-        )
-    return param.astype(jnp.float32)
 
 
 def state_shardings(

@@ -46,7 +46,7 @@ def make_train_step(
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(state.key, state.step)
-        scale = state.loss_scale.scale
+        scale = state.loss_scale.scale if scales_loss else jnp.float32(1.0)
         grads, sums, model_state = gradients(
             state.params, state.model_state, batch, key, scale
         )

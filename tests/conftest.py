@@ -1,6 +1,7 @@
 """What do all tests run on? Eight CPU devices, or the GPU where --gpu is given."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -55,5 +56,20 @@ def pytest_collection_modifyitems(
 
 @pytest.fixture
 def unchecked_types(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Call jaxpar as users do, without beartype, which would raise before our checks."""
+    """Call jaxpar as users do: without beartype, which raises before our checks."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """The programs compiled during a test, but for those that make keys."""
+    jax.random.key(0)
+    names: list[str] = []
+
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(str(kwargs.get("fun_name")))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)

@@ -76,7 +76,7 @@ def traced(overflows, window=1000) -> list[tuple]:
     """The states after each step, of one compiled scan."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss_scale, "WINDOW", window)
-        states = scan_of(window)(init_loss_scale(True), np.array(overflows))
+        states = scan_of(window)(init_loss_scale(), np.array(overflows))
     fields = (
         states.scale,
         states.hysteresis,
@@ -96,7 +96,7 @@ def golden(overflows, window=1000) -> list[tuple]:
 
 
 def test_start_is_the_golden_one():
-    assert seen(init_loss_scale(True)) == Golden().seen()
+    assert seen(init_loss_scale()) == Golden().seen()
     assert (loss_scale.WINDOW, loss_scale.MINIMUM) == (1000, 1.0)
 
 
@@ -140,7 +140,7 @@ def test_overflow_at_the_minimum_is_exhausted_and_stays_so():
 
 
 def test_skipped_counts_steps_that_were_not_applied():
-    state = init_loss_scale(True)
+    state = init_loss_scale()
     for finite, applied in [(True, True), (True, False), (False, False)]:
         state = update_loss_scale(
             state,
@@ -153,9 +153,7 @@ def test_skipped_counts_steps_that_were_not_applied():
 
 
 def test_without_scaling_only_the_counters_move():
-    state = init_loss_scale(False)
-    assert float(state.scale) == 1.0
-    overflow = jnp.bool_(False)
+    state, overflow = init_loss_scale(), jnp.bool_(False)
     after = update_loss_scale(
         state, finite=overflow, applied=overflow, scales_loss=False
     )

@@ -7,8 +7,6 @@ import pytest
 from jaxpar import tree
 
 
-
-
 def test_path_name_joins_keys_indices_and_attributes():
     nested = {"blocks": [(1, {"kernel": 2})]}
     assert list(tree.named_leaves(nested)) == ["blocks/0/0", "blocks/0/1/kernel"]

@@ -1,4 +1,4 @@
-"""Is a weighted loss the total over the weight, and a plain one a mean over its rows?"""
+"""Is a weighted loss its total over its weight, and a plain one a mean over rows?"""
 
 import jax
 import jax.numpy as jnp

@@ -89,14 +89,21 @@ class Checkpoints:
                 f"folder is {os.fspath(folder)!r}; it must be a path on a file system: "
                 "mount the bucket and give the path where it is mounted"
             )
+        self._folder = Path(folder).expanduser().absolute()
+        self._keep: int | None = None
+        self._run: str | None = None
+        self._manager: ocp.CheckpointManager | None = None
+        self.set_keep(keep)
+
+    def set_keep(self, keep: int | None) -> None:
+        """Choose how many of the newest checkpoints stay at the saves that follow."""
         if keep is not None and keep < 1:
             raise ValueError(
                 f"keep is {keep}; it must be at least 1, or None to keep all"
             )
-        self._folder = Path(folder).expanduser().absolute()
-        self._keep = keep
-        self._run: str | None = None
-        self._manager: ocp.CheckpointManager | None = None
+        if keep != self._keep:
+            self.close()
+            self._keep = keep
 
     def save(
         self,

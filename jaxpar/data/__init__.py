@@ -1,7 +1,8 @@
 """Where batches come from: files of tokens, read in place and shuffled by Grain."""
 
 from jaxpar.data.loader import Loader
+from jaxpar.data.splits import open_splits
 from jaxpar.data.stdlib import stdlib_source
 from jaxpar.data.tokens import Tokens, read_tokens
 
-__all__ = ["Loader", "Tokens", "read_tokens", "stdlib_source"]
+__all__ = ["Loader", "Tokens", "open_splits", "read_tokens", "stdlib_source"]

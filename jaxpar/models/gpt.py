@@ -137,9 +137,10 @@ class GPT(nnx.Module):
         Returns:
           Logits, fp32.
         """
-        if self.head is None:
-            return project_to_logits(hidden_BTD, self.embedding.table[...].T)
-        return project_to_logits(hidden_BTD, self.head.kernel[...])
+        head = self.head
+        kernel_DV = self.embedding.table[...].T if head is None else head.kernel[...]
+        flatten = not self.config.sequence_parallel
+        return project_to_logits(hidden_BTD, kernel_DV, flatten=flatten)
 
     def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array | None) -> jax.Array:
         # Whole first: sharded over tokens at once, the lookup would send tokens around.
@@ -293,16 +294,15 @@ class MLP(nnx.Module):
             gate_BTF = checkpoint_name(self.gate(x_BTD), "mlp_hidden")
             gate_BTF = constrain(gate_BTF, DATA, None, TENSOR)
             hidden_BTF = _gated_silu(gate_BTF, constrain(up_BTF, DATA, None, TENSOR))
-        # The constraint is for the cotangent: under sequence parallelism the compiler
-        # would leave it sharded over tokens, and gather the kernel for it.
-        return self.down(constrain(hidden_BTF, DATA, None, TENSOR))
+        return self.down(hidden_BTF)
 
 
 def gpt_loss(model: Callable[..., jax.Array], batch: Batch) -> Weighted:
     """Sum the next-token cross entropy, in nats.
 
-    The label's logit is picked by comparing and summing, not by gathering: a gather
-    along a sharded vocabulary would bring all logits to every device.
+    The label's logit is picked by comparing and summing: elementwise work that joins
+    the pass over the logits, on a sharded vocabulary too. The gradient of a gather
+    would be a scatter into an array as large as they are.
 
     Args:
       model: maps tokens [B, T] to logits [B, T, V].

@@ -210,7 +210,10 @@ def _at_least_fp32(x: jax.Array) -> jax.Array:
 
 
 def project_to_logits(
-    x_BTD: Float[Array, "B T D"], kernel_DV: Float[Array, "D V"]
+    x_BTD: Float[Array, "B T D"],
+    kernel_DV: Float[Array, "D V"],
+    *,
+    flatten: bool = True,
 ) -> Float[Array, "B T V"]:
     """Multiply in the operands' dtype, and keep the fp32 sums.
 
@@ -221,34 +224,36 @@ def project_to_logits(
     Args:
       x_BTD: activations.
       kernel_DV: the head, or the transposed embedding table.
+      flatten: as in `Dense`.
 
     Returns:
       Logits, fp32, with the vocabulary on the tensor axis.
     """
-    B, T, D = x_BTD.shape
     is_half = x_BTD.dtype in (jnp.bfloat16, jnp.float16)
     product = _half_product if is_half else jnp.matmul
-    logits_BTV = product(x_BTD.reshape(B * T, D), kernel_DV).reshape(B, T, -1)
+    rows = x_BTD.reshape(-1, x_BTD.shape[-1]) if flatten else x_BTD
+    logits_BTV = product(rows, kernel_DV).reshape(*x_BTD.shape[:-1], -1)
     return constrain(logits_BTV, DATA, None, TENSOR)
 
 
 @jax.custom_vjp
-def _half_product(x_TD: jax.Array, kernel_DV: jax.Array) -> jax.Array:
-    return jnp.matmul(x_TD, kernel_DV, preferred_element_type=jnp.float32)
+def _half_product(x: jax.Array, kernel_DV: jax.Array) -> jax.Array:
+    return jnp.matmul(x, kernel_DV, preferred_element_type=jnp.float32)
 
 
 def _half_product_forward(
-    x_TD: jax.Array, kernel_DV: jax.Array
+    x: jax.Array, kernel_DV: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _half_product(x_TD, kernel_DV), (x_TD, kernel_DV)
+    return _half_product(x, kernel_DV), (x, kernel_DV)
 
 
 def _half_product_backward(
-    saved: tuple[jax.Array, jax.Array], cotangent_TV: jax.Array
+    saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    x_TD, kernel_DV = saved
-    cotangent_TV = cotangent_TV.astype(x_TD.dtype)
-    return cotangent_TV @ kernel_DV.T, x_TD.T @ cotangent_TV
+    x, kernel_DV = saved
+    cotangent = cotangent.astype(x.dtype)
+    kernel_cotangent_DV = jnp.einsum("...d,...v->dv", x, cotangent)
+    return cotangent @ kernel_DV.T, kernel_cotangent_DV
 
 
 _half_product.defvjp(_half_product_forward, _half_product_backward)

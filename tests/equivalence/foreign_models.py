@@ -147,7 +147,7 @@ CASES = {
     "mlp": Case(lambda rngs: Mlp(rngs), (12,), (8, 1), 2, 6),
     "gru": Case(lambda rngs: Recurrent(rngs), (5, 8), (4, 2), 1, 5),
     "cnn": Case(lambda rngs: Cnn(rngs), (6, 6, 3), (4, 2), 2, 5),
-    "linen_encoder": Case(LinenEncoder(), (6, 32), (4, 2), 2, 18),
+    "linen_encoder": Case(LinenEncoder(), (6, 32), (4, 2), 1, 18),
     "linen_cnn": Case(LinenCnn(), (5, 5, 3), (8, 1), 1, 8),
     "tied": Case(lambda rngs: Tied(rngs), (5,), (4, 2), 1, 3, is_tokens=True),
     "scanned": Case(lambda rngs: Scanned(rngs), (16,), (4, 2), 2, 5),

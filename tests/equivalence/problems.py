@@ -1,7 +1,7 @@
 """Small models and losses, each with the plain loop that says what is right.
 
-The oracle shares nothing with the engine but the model's own code: one device, the whole
-batch at once, `jax.value_and_grad`, optax.
+The oracle shares nothing with the engine but the model's own code: one device, the
+whole batch at once, `jax.value_and_grad`, optax.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Does every split train like the plain loop: stage x mesh x accumulation x library x loss?
+"""Does every split train like the plain loop, whatever is combined with what?
 
 Tolerances, relative: gradients of one step 1e-6 by leaf, losses over 20 steps 1e-5,
 parameters after them 1e-5 by leaf (AdamW, eps 1e-6, lr 1e-3), which leave an order of

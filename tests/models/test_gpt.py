@@ -335,6 +335,20 @@ def test_gpt_unroll_changes_the_compiled_loop(make_random_gpt: MakeGPT):
     assert num_loops(3) == 0
 
 
+@pytest.mark.parametrize(
+    ("fields", "prevents"),
+    [({}, False), ({"unroll": 3}, True), ({"scan_layers": False}, True)],
+    ids=str,
+)
+def test_gpt_remat_is_protected_where_no_loop_does(
+    fields: dict[str, Any], prevents: bool
+):
+    config = dataclasses.replace(SMALL, remat="dots", **fields)
+    graphdef, state = nnx.split(GPT(config, rngs=nnx.Rngs(0)))
+    jaxpr = jax.make_jaxpr(lambda s: nnx.merge(graphdef, s)(jnp.asarray(TOKENS)))(state)
+    assert ("prevent_cse=False" in str(jaxpr)) != prevents
+
+
 def test_gpt_computes_in_the_dtype_of_its_parameters(make_random_gpt: MakeGPT):
     model = make_random_gpt(SMALL)
     want = run(model, TOKENS)

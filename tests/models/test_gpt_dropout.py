@@ -1,4 +1,5 @@
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ def test_dropout_differs_from_call_to_call(scan_layers: bool):
 
 
 def test_dropout_of_the_blocks_differs_from_call_to_call():
-    model = GPT(CONFIG, rngs=nnx.Rngs(0))
+    model: Any = GPT(CONFIG, rngs=nnx.Rngs(0))
     counts = model.blocks.dropout.rngs.count[...]
     model(TOKENS)
     # Two draws a layer: behind attention and behind the MLP.
@@ -39,7 +40,7 @@ def test_dropout_is_the_same_for_the_same_keys():
 
 
 def test_dropout_has_a_key_per_layer():
-    model = GPT(CONFIG, rngs=nnx.Rngs(0))
+    model: Any = GPT(CONFIG, rngs=nnx.Rngs(0))
     keys = jax.random.key_data(model.blocks.dropout.rngs.key[...])
     assert len(np.unique(keys, axis=0)) == CONFIG.num_layers
 
@@ -52,7 +53,7 @@ def test_dropout_masks_differ_between_layers():
     graphdef, state = nnx.split(model.blocks)
     masks = []
     for layer in range(CONFIG.num_layers):
-        block = nnx.merge(graphdef, jax.tree.map(lambda x, i=layer: x[i], state))
+        block: Any = nnx.merge(graphdef, jax.tree.map(lambda x, i=layer: x[i], state))
         block.mlp.down.bias[...] = jnp.ones_like(block.mlp.down.bias[...])
         masks.append(np.asarray(block(jnp.zeros((2, 6, 16)))))
     assert all(set(np.unique(mask)) == {0.0, 2.0} for mask in masks)

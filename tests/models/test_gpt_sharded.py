@@ -14,17 +14,18 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.mesh import MeshShape, make_mesh
 from jaxpar.models.gpt import GPT, gpt_loss
 from jaxpar.models.gpt_config import GPTConfig
+from jaxpar.models.layers import project_to_logits
 
 # Sizes that no other dim has, so that a shape in the program tells what it is.
 VOCAB, HEAD, LENGTH = 88, 6, 20
 CONFIG = GPTConfig(
-    vocab_size=VOCAB, seq_len=LENGTH, num_layers=2, num_heads=4, width=4 * HEAD
+    vocab_size=VOCAB, seq_len=LENGTH, num_layers=2, num_heads=8, width=8 * HEAD
 )
 LLAMA = {
     "positions": "rotary",
     "norm": "rmsnorm",
     "activation": "swiglu",
-    "num_kv_heads": 2,
+    "num_kv_heads": 4,
     "tied_embedding": False,
     "sequence_parallel": True,
 }
@@ -101,11 +102,29 @@ def test_gpt_sharded_moves_no_heads_and_no_logits(name: str):
     assert "all-reduce" in kinds
     assert "all-to-all" not in kinds
     assert not [dims for _, dims in found if VOCAB in dims or HEAD in dims]
-    # Tokens are gathered where they were sharded; the learned positions' gradient is
-    # summed over a row's tokens where they lie.
     gathered = [dims for kind, dims in found if kind == "all-gather"]
-    assert bool(gathered) == OPTIONS[name].get("sequence_parallel", False)
     assert all(LENGTH in dims for dims in gathered)
+    sequence_parallel = OPTIONS[name].get("sequence_parallel", False)
+    assert bool(gathered) == sequence_parallel
+    # With rows and tokens in one dim, a GPU's compiler would find no reduce-scatter in
+    # a reduction and a slice of tokens.
+    merged = [dims for _, dims in found if 2 * LENGTH in dims]
+    assert bool(merged) != sequence_parallel
+
+
+def test_gpt_gathers_tokens_where_it_says_so():
+    # Left to the compiler, it is done before the norm's last product, in fp32.
+    text = compile_sharded("llama")[0].as_text()
+    lines = [line for line in text.splitlines() if " all-gather(" in line]
+    places = re.findall(r'op_name="([^"]*)"', "\n".join(lines))
+    assert any(place.endswith("sharding_constraint") for place in places)
+    assert not [place for place in places if place.endswith("mul")]
+
+
+def test_logits_lie_over_the_vocabulary_whatever_the_kernel_does():
+    with jax.set_mesh(four_devices()):
+        logits = jax.jit(project_to_logits)(jnp.ones((2, 4, 8)), jnp.ones((8, 6)))
+    assert logits.sharding.spec == P("data", None, "tensor")
 
 
 def test_gpt_takes_a_batch_that_the_data_axis_does_not_divide():

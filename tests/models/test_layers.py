@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +35,7 @@ def test_named_param_wrong_number_of_names_raises():
 @pytest.mark.parametrize("flatten", [True, False])
 @pytest.mark.parametrize("dims", [(5,), (2, 5), (2, 3, 5)])
 def test_dense_is_a_product_and_a_bias(flatten: bool, dims: tuple[int, ...]):
-    dense = Dense((5, 7), ("embed", "mlp"), flatten=flatten, rngs=nnx.Rngs(0))
+    dense: Any = Dense((5, 7), ("embed", "mlp"), flatten=flatten, rngs=nnx.Rngs(0))
     dense.bias[...] = jnp.asarray(normal(7, seed=1))
     x = normal(*dims)
     want = x @ np.asarray(dense.kernel[...]) + normal(7, seed=1)
@@ -56,7 +58,7 @@ def test_dense_flatten_changes_no_gradient():
 
 
 def test_dense_bias_takes_the_output_name():
-    dense = Dense((5, 7), ("embed", "mlp"), rngs=nnx.Rngs(0))
+    dense: Any = Dense((5, 7), ("embed", "mlp"), rngs=nnx.Rngs(0))
     assert dense.bias.get_metadata("out_sharding") == ("mlp",)
     assert Dense((5, 7), ("embed", "mlp"), bias=False, rngs=nnx.Rngs(0)).bias is None
 
@@ -67,7 +69,7 @@ def test_dense_kernel_has_its_standard_deviation():
 
 
 def test_layer_norm_equals_numpy():
-    norm = LayerNorm(6)
+    norm: Any = LayerNorm(6)
     norm.scale[...] = jnp.asarray(normal(6, seed=1))
     norm.bias[...] = jnp.asarray(normal(6, seed=2))
     x = normal(2, 3, 6) * 5 + 1

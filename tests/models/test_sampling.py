@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ KEY = jax.random.key(0)
 MakeGPT = Callable[[GPTConfig], GPT]
 
 
-def greedy(model: GPT, prompt: np.ndarray, num_tokens: int) -> np.ndarray:
+def greedy(model: GPT, prompt: np.ndarray | jax.Array, num_tokens: int) -> np.ndarray:
     """Continue by one plain call per token, on the tokens of the window alone."""
     graphdef, state = nnx.split(model)
     call = jax.jit(lambda state, tokens: nnx.merge(graphdef, state)(tokens))
@@ -67,11 +68,19 @@ def test_generate_depends_on_the_key_alone(make_random_gpt: MakeGPT):
     np.testing.assert_array_equal(first[:, :3], PROMPT)
 
 
+def test_generate_draws_afresh_at_every_step():
+    model = GPT(CONFIG, rngs=nnx.Rngs(0))
+    nnx.update(model, jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Param)))
+    drawn = generate(model, PROMPT[:1], 20, key=KEY)[0, 3:]
+    # Of 17 equally likely tokens, 20 draws show 12 on average.
+    assert len(np.unique(drawn)) > 6
+
+
 def test_generate_drops_nothing_and_leaves_the_model_alone():
     config = GPTConfig(
         vocab_size=17, seq_len=6, num_layers=2, num_heads=4, width=16, dropout=0.5
     )
-    model = GPT(config, rngs=nnx.Rngs(0))
+    model: Any = GPT(config, rngs=nnx.Rngs(0))
     before = jax.tree.map(jnp.copy, nnx.state(model, nnx.RngCount))
     got = generate(model, PROMPT, 5, key=KEY, temperature=0.0)
     after = nnx.state(model, nnx.RngCount)

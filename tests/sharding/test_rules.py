@@ -1,4 +1,4 @@
-"""Do names and rules become the specs they say, or an error that says what to change?"""
+"""Do names and rules become the specs they say, or an error that says why not?"""
 
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -91,21 +91,21 @@ def test_axis_that_two_dims_name_splits_the_first():
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({"mlp": "tenser"}, r"rules: 'mlp' maps to 'tenser', which is not a mesh axis\. "
-         r"Use 'tensor' or None\. Did you mean 'tensor'\?"),
+        ({"mlp": "tenser"}, r"rules: 'mlp' maps to 'tenser', which is not a mesh axis\."
+         r" Use 'tensor' or None\. Did you mean 'tensor'\?"),
         ({"*/kernel": P("rows")}, r"rules: '\*/kernel' maps to 'rows', which is not a"),
-        ({"*/kernel": P(("data", "tensor"))}, r"maps to \('data', 'tensor'\), which is"),
-        ({"mlp": "data"}, r"rules: 'mlp' maps to 'data', but parameters are spread over "
-         r"data by zero=1, 2 or 3.* Use 'tensor' or None"),
+        ({"*/kernel": P(("data", "tensor"))}, r"maps to \('data', 'tensor'\), which"),
+        ({"mlp": "data"}, r"rules: 'mlp' maps to 'data', but parameters are spread "
+         r"over data by zero=1, 2 or 3.* Use 'tensor' or None"),
         ({"mlp": "pipe"}, r"rules: 'mlp' maps to 'pipe'; only 'tensor' can split"),
-        ({"mpl": "tensor"}, r"rules: 'mpl' names no dim of any parameter\. Known names: "
-         r"embed, heads, mlp\. Did you mean 'mlp'\? Correct it or remove it"),
+        ({"mpl": "tensor"}, r"rules: 'mpl' names no dim of any parameter\. Known "
+         r"names: embed, heads, mlp\. Did you mean 'mlp'\? Correct it or remove it"),
         ({"mlp/up/kernle": P()}, r"rules: 'mlp/up/kernle' matches no parameter\. Known "
          r"paths: .* Did you mean 'mlp/up/kernel'\? Correct it or remove it"),
         ({"*/kernel": None}, r"rules: '\*/kernel' names no dim of any parameter, but "
          r"matches paths, which take a PartitionSpec"),
-        ({"*/bias": P(None, "tensor")}, r"rules: '\*/bias' gives P.*None, 'tensor'\) to "
-         r"mlp/up/bias, which has 1 dims \(shape \(6,\)\)\. Give at most one entry"),
+        ({"*/bias": P(None, "tensor")}, r"rules: '\*/bias' gives P.*None, 'tensor'\) "
+         r"to mlp/up/bias, which has 1 dims \(shape \(6,\)\)\. Give at most one entry"),
         ({"mlp/*": P("tensor"), "*/kernel": P("tensor", "tensor")},
          r"rules: '\*/kernel' gives P.*'tensor', 'tensor'\) to attn/q/kernel, but an "
          r"axis can split only one dim\. Keep one 'tensor'"),

@@ -1,0 +1,84 @@
+"""Does a run get the CPU devices its mesh needs, before jax fixes their number?
+
+The number of devices is fixed once in a process, so each case has its own.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxpar.launch import choose_mesh
+from jaxpar.mesh import MeshShape
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PROGRAM = """
+import json, sys
+import jax
+jax.config.update("jax_platforms", "cpu")
+from jaxpar.launch import choose_mesh
+from jaxpar.mesh import MeshShape
+first, *again = json.loads(sys.argv[1])
+def choose(sizes):
+    shape = None if sizes is None else MeshShape(*sizes)
+    try:
+        mesh = choose_mesh(shape, on_cpu=MeshShape(data=2, tensor=2))
+        return dict(mesh.shape)
+    except ValueError as error:
+        return str(error)
+print(json.dumps([*map(choose, [first, *again]), len(jax.devices())]))
+"""
+
+
+def chosen(*shapes) -> list:
+    """What a fresh process answers to each shape, and its number of devices."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(shapes)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    return json.loads(done.stdout)
+
+
+def shape(data=1, pipe=1, tensor=1):
+    return {"data": data, "pipe": pipe, "tensor": tensor}
+
+
+def test_cpu_run_makes_the_devices_of_its_default_mesh_and_keeps_them():
+    """The first call fixes four devices; the others get some of them, or an error."""
+    found = chosen(None, [1, 1, 2], [-1, 1, 2], [8, 1, 1])
+    assert found[:3] == [shape(2, 1, 2), shape(1, 1, 2), shape(2, 1, 2)]
+    assert found[3].startswith(
+        "mesh: MeshShape(data=8, pipe=1, tensor=1) needs 8 devices, but there are 4."
+    )
+    assert found[4] == 4
+
+
+def test_cpu_run_makes_the_devices_of_its_shape_and_none_for_an_open_axis():
+    assert chosen([-1, 1, 2]) == [shape(1, 1, 2), 2]
+
+
+@pytest.mark.parametrize("wanted", [None, MeshShape(tensor=4)])
+def test_accelerators_are_all_used_whatever_the_cpu_mesh(wanted, monkeypatch):
+    """Four devices that say they are GPUs."""
+    given = []
+
+    class Gpu:
+        platform = "gpu"
+
+    def record(shape, devices):
+        given.append((shape, len(devices)))
+        return "mesh"
+
+    monkeypatch.setattr(jax, "devices", lambda: [Gpu() for _ in range(8)])
+    monkeypatch.setattr("jaxpar.launch.local.make_mesh", record)
+    monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
+    assert choose_mesh(wanted, on_cpu=MeshShape(data=2)) == "mesh"
+    assert given == [(wanted or MeshShape(), 8)]

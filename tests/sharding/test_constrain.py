@@ -1,0 +1,112 @@
+"""Is one constraint right with automatic axes, with manual ones, and with no mesh?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.mesh import MeshShape, make_mesh
+from jaxpar.sharding.constrain import constrain
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(MeshShape(data=4, tensor=2))
+
+
+def stated(fn, x) -> list[P]:
+    """The specs that a trace of `fn` constrains to."""
+    found = []
+
+    def visit(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "sharding_constraint":
+                found.append(eqn.params["sharding"].spec)
+            elif eqn.primitive.name == "shard_map":
+                visit(eqn.params["jaxpr"])
+
+    visit(jax.make_jaxpr(fn)(x).jaxpr)
+    return found
+
+
+def test_without_a_mesh_the_array_comes_back():
+    x = jnp.ones((4, 2))
+    assert constrain(x, "data", "no axis at all") is x
+
+
+def test_automatic_axes_are_stated(mesh):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        specs = stated(
+            lambda x: constrain(x, "data", None, "tensor"), np.ones((4, 3, 2))
+        )
+    assert specs == [P("data", None, "tensor")]
+
+
+def test_missing_entries_are_whole(mesh):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        specs = stated(lambda x: constrain(x, ("tensor", "data")), np.ones((8, 3)))
+    assert specs == [P(("tensor", "data"))]
+
+
+@pytest.mark.parametrize(
+    ("axes", "spec"),
+    [
+        (("data", "tensor"), P(None, "tensor")),
+        ((("data", "tensor"), None), P("tensor", None)),
+        (("data",), P(None)),
+    ],
+)
+def test_manual_axes_are_dropped(mesh, axes, spec):
+    run = jax.shard_map(
+        lambda x: constrain(x, *axes),
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P("data"),
+        axis_names={"data"},
+        check_vma=False,
+    )
+    assert stated(run, np.ones((8, 4))) == [spec]
+
+
+def test_nothing_is_stated_where_all_axes_are_manual(mesh):
+    run = jax.shard_map(
+        lambda x: constrain(x, "data", "tensor"),
+        mesh=mesh,
+        in_specs=P("data", "tensor"),
+        out_specs=P("data", "tensor"),
+        check_vma=False,
+    )
+    assert stated(run, np.ones((8, 4))) == []
+
+
+def test_layout_is_what_was_stated(mesh):
+    @jax.jit
+    def run(x):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return constrain(x, "data", "tensor")
+
+    x = np.arange(32.0).reshape(8, 4)
+    out = run(jax.device_put(x, NamedSharding(mesh, P())))
+    assert np.array_equal(out, x)
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, P("data", "tensor")), 2)
+
+
+def test_more_entries_than_dims_raises():
+    message = (
+        r"constrain: axes=\('data', None\) has 2 entries for an array of 1 dims "
+        r"\(shape \(4,\)\); give at most one entry per dim"
+    )
+    with pytest.raises(ValueError, match=message):
+        constrain(jnp.ones(4), "data", None)
+
+
+@pytest.mark.parametrize("entry", ["rows", ("data", "rows")])
+def test_unknown_axis_raises(mesh, entry):
+    message = r"axis 'rows' is not an axis of the mesh; use one of 'data', 'pipe', 'te"
+    with (
+        jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+        pytest.raises(ValueError, match=message),
+    ):
+        constrain(jnp.ones((4, 2)), entry)

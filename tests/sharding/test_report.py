@@ -1,0 +1,124 @@
+"""Does the report say what really lies on a device, and what crosses which axis?"""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jaxpar.mesh import MeshShape, make_mesh
+from jaxpar.module import make_network
+from jaxpar.sharding.report import make_explanation
+from jaxpar.sharding.rules import compute_specs
+from jaxpar.sharding.zero import plan_leaves, zero_stage
+from jaxpar.state import make_init, state_shardings
+from jaxpar.tree import named_leaves
+
+RULES = {"up/kernel": jax.sharding.PartitionSpec(None, "tensor")}
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(32, 64, rngs=rngs)
+        self.norm = nnx.BatchNorm(64, rngs=rngs)
+        self.down = nnx.Linear(64, 17, rngs=rngs)
+
+
+def explained(zero, *, data=4, tensor=2, coupled=False):
+    """An explanation and the layout that it is of; nothing is compiled."""
+    devices = jax.devices()[: data * tensor]
+    mesh = make_mesh(MeshShape(data=data, tensor=tensor), devices)
+    network = make_network(lambda rngs: Net(rngs), lambda *_: 0.0, None)
+    init = make_init(network, optax.adamw(1e-3))
+    abstract = jax.eval_shape(init, jax.random.key(0))
+    leaves = named_leaves(abstract.params)
+    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    compute = compute_specs(shapes, network.dim_names(), RULES, mesh.shape)
+    stage = zero_stage(zero)
+    plans = plan_leaves(leaves, compute, stage, mesh.shape)
+    shardings = state_shardings(abstract, plans, stage, mesh)
+    report = make_explanation(abstract, shardings, plans, stage, coupled=coupled)
+    return report, abstract, shardings
+
+
+def bytes_on_first_device(abstract, shardings) -> dict[str, int]:
+    """Place zeros as the state is placed, and count what the first device holds."""
+    placed, held = named_leaves(shardings), {}
+    for name, leaf in named_leaves(abstract).items():
+        if name == "key":
+            held[name] = jax.random.key_data(jax.random.key(0)).nbytes
+            continue
+        array = jax.device_put(np.zeros(leaf.shape, leaf.dtype), placed[name])
+        held[name] = sum(
+            shard.data.nbytes
+            for shard in array.addressable_shards
+            if shard.device == jax.devices()[0]
+        )
+    return held
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_bytes_are_those_that_a_device_holds(zero):
+    report, abstract, shardings = explained(zero)
+    held = bytes_on_first_device(abstract, shardings)
+    assert {leaf.name: leaf.bytes_per_device for leaf in report.leaves} == held
+    assert report.bytes_per_device == sum(held.values())
+
+
+def test_every_parameter_says_why_and_its_moments_rest_beside_it():
+    report, *_ = explained(2)
+    rows = {leaf.name: leaf for leaf in report.leaves}
+    assert rows["params/up/kernel"].spec == "('data', 'tensor')"
+    assert rows["params/up/kernel"].why == (
+        "rule: tensor splits dim 1; zero: data splits dim 0"
+    )
+    for moment in ("mu", "nu"):
+        assert rows[f"opt_state/0/{moment}/up/kernel"].spec == "('data', 'tensor')"
+    assert rows["params/norm/scale"].why == "kept whole over data: 256 B is under 1024"
+    assert rows["model_state/norm/mean"].shape == (64,)
+
+
+@pytest.mark.parametrize(
+    ("zero", "crosses"),
+    [
+        (0, ["all-reduced once a step"]),
+        (1, ["all-gathered once a step", "reduce-scattered once a step"]),
+        (2, ["all-gathered once a step", "reduce-scattered every micro-batch"]),
+        (3, ["where they are used: twice a micro-batch", "every micro-batch"]),
+    ],
+)
+def test_what_crosses_is_said_by_stage(zero, crosses):
+    *over_data, over_tensor = explained(zero)[0].crosses
+    assert all(x in line for x, line in zip(crosses, over_data, strict=True))
+    assert over_tensor == "tensor: 1 parameters are split by rule."
+
+
+def test_coupled_batch_says_that_the_compiler_reduces():
+    report, *_ = explained(2, coupled=True)
+    assert "examples are coupled" in report.crosses[0]
+
+
+def test_one_device_on_data_crosses_nothing():
+    report, *_ = explained(2, data=1)
+    assert report.crosses[0] == "data: one device, nothing crosses."
+
+
+def test_json_holds_every_row():
+    report, *_ = explained(3)
+    read = json.loads(report.as_json())
+    assert read["mesh"] == {"data": 4, "pipe": 1, "tensor": 2}
+    assert read["zero"] == 3
+    assert [row["name"] for row in read["leaves"]] == [x.name for x in report.leaves]
+
+
+def test_text_shows_mesh_leaves_total_and_crossings():
+    report, *_ = explained(3)
+    text = str(report)
+    assert "mesh data 4 x pipe 1 x tensor 2, ZeRO 3" in text
+    assert "params/up/kernel" in text
+    assert f"{report.bytes_per_device:,} bytes per device" in text
+    assert all(line.split(",")[0] in text for line in report.crosses)
+    assert jnp.float32.dtype.name in text

@@ -1,0 +1,209 @@
+"""Does a batch reach the devices as the sample says, or an error say how it differs?"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.batches import make_batch_spec
+from jaxpar.mesh import MeshShape, make_mesh
+
+ROWS = 16
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(MeshShape(data=4, tensor=2))
+
+
+def make_batch(rows=ROWS):
+    return {
+        "tokens": np.arange(rows * 3, dtype=np.int32).reshape(rows, 3),
+        "mask": (np.ones(rows, np.bool_), np.linspace(0, 1, rows, dtype=np.float32)),
+    }
+
+
+@pytest.fixture(scope="module")
+def spec(mesh):
+    return make_batch_spec(make_batch(), mesh, accumulate=2)
+
+
+def test_spec_reads_shapes_dtypes_and_rows(spec):
+    assert {n: (x.shape, x.dtype.name) for n, x in spec.leaves.items()} == {
+        "mask/0": ((ROWS,), "bool"),
+        "mask/1": ((ROWS,), "float32"),
+        "tokens": ((ROWS, 3), "int32"),
+    }
+    assert spec.num_rows == ROWS
+
+
+def test_sample_may_be_shapes_alone(spec, mesh):
+    structs = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_batch()
+    )
+    assert make_batch_spec(structs, mesh, 2) == spec
+
+
+def test_rows_keep_everything_else(spec):
+    rows = spec.rows(2)
+    assert rows["tokens"].shape == (2, 3)
+    assert rows["mask"][0].shape == (2,)
+    assert jax.tree.structure(rows) == jax.tree.structure(make_batch())
+
+
+def test_put_splits_rows_over_data_and_keeps_them_whole_over_tensor(spec, mesh):
+    placed, batch = spec.put(make_batch()), make_batch()
+    assert jax.tree.all(jax.tree.map(np.array_equal, placed, batch))
+    for leaf in jax.tree.leaves(placed):
+        rests = NamedSharding(mesh, P("data"))
+        assert leaf.sharding.is_equivalent_to(rests, leaf.ndim)
+        assert leaf.addressable_shards[0].data.shape[0] == ROWS // 4
+
+
+def test_global_array_is_taken_as_it_lies(spec, mesh):
+    whole = jax.device_put(make_batch(), NamedSharding(mesh, P()))
+    placed = spec.put(whole)
+    assert np.array_equal(placed["tokens"], make_batch()["tokens"])
+    assert placed["tokens"].sharding.spec == P("data")
+
+
+def test_wide_dtypes_are_those_that_jax_makes_of_them(mesh):
+    wide = {"x": np.ones((8, 2), np.float64), "y": np.ones(8, np.int64)}
+    spec = make_batch_spec(wide, mesh, 1)
+    assert {n: x.dtype.name for n, x in spec.leaves.items()} == {
+        "x": "float32",
+        "y": "int32",
+    }
+    placed = spec.put({"x": np.full((8, 2), 0.5), "y": np.arange(8)})
+    assert (placed["x"].dtype, placed["y"].dtype) == (jnp.float32, jnp.int32)
+    assert np.array_equal(placed["y"], np.arange(8))
+
+
+def test_half_precision_and_unsigned_leaves_are_numbers(mesh):
+    leaves = {"h": jnp.ones(8, jnp.bfloat16), "b": np.ones(8, np.uint8)}
+    spec = make_batch_spec(leaves, mesh, 1)
+    assert spec.leaves["h"].dtype == jnp.bfloat16
+
+
+def test_any_size_takes_what_data_divides(spec):
+    assert spec.put(make_batch(4), any_size=True)["tokens"].shape == (4, 3)
+
+
+@pytest.mark.parametrize("rows", [3, 0])
+def test_any_size_that_data_does_not_divide_raises(spec, rows):
+    message = rf"batch: {rows} rows do not divide by data=4; pass a positive multiple"
+    with pytest.raises(ValueError, match=message):
+        spec.put(make_batch(rows), any_size=True)
+
+
+def test_scalar_has_no_rows(spec):
+    batch = make_batch() | {"mask": (np.bool_(True), np.float32(1))}
+    with pytest.raises(ValueError, match="batch: 0 rows do not divide by data=4"):
+        spec.put(batch, any_size=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda b: None, r"batch: its structure PyTreeDef\(None\) differs from the "
+         r"sample batch's .*\. Pass the same leaves as in sample_batch"),
+        (lambda b: {"tokens": b["tokens"]}, "batch: its structure .* differs from"),
+        (lambda b: b | {"extra": b["tokens"]}, "batch: its structure .* differs from"),
+        (lambda b: b | {"mask": list(b["mask"])}, "batch: its structure .* differs"),
+        (lambda b: b | {"tokens": b["tokens"].tolist()}, "batch: its structure .*"),
+        (lambda b: make_batch(8), r"batch: leaf mask/0 is bool\[8\], but must be "
+         r"bool\[16\], as in sample_batch \(16 of 16 rows on each of 1 processes\)"),
+        (lambda b: b | {"tokens": b["tokens"][:, :2]}, r"batch: leaf tokens is "
+         r"int32\[16, 2\], but must be int32\[16, 3\], as in sample_batch"),
+        (lambda b: b | {"tokens": b["tokens"] * 1.0}, r"batch: leaf tokens is "
+         r"float32\[16, 3\], but must be int32\[16, 3\]"),
+        (lambda b: b | {"tokens": 3}, r"batch: leaf tokens is int, not an array of "
+         r"numbers; make it one by np\.asarray, or leave it out"),
+        (lambda b: b | {"tokens": np.array(["a"])}, r"batch: leaf tokens is <U1, not"),
+    ],
+)  # fmt: skip
+def test_batch_that_differs_from_the_sample_raises(spec, change, message):
+    with pytest.raises(ValueError, match=message):
+        spec.put(change(make_batch()))
+
+
+def test_other_rows_in_one_leaf_raise_at_any_size_too(spec):
+    batch = make_batch(8) | {"tokens": make_batch(4)["tokens"]}
+    with pytest.raises(ValueError, match=r"leaf tokens is int32\[4, 3\], but must be"):
+        spec.put(batch, any_size=True)
+
+
+def test_process_passes_its_own_rows_only(spec, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    message = r"must be bool\[8\].*\(8 of 16 rows on each of 2 processes\)"
+    with pytest.raises(ValueError, match=message):
+        spec.put(make_batch())
+
+
+@pytest.mark.parametrize("accumulate", [0, -1, 2.0, None])
+def test_accumulate_that_is_no_number_of_microbatches_raises(
+    mesh, accumulate, unchecked_types
+):
+    message = rf"accumulate={accumulate} must be a positive number of micro-batches"
+    with pytest.raises(ValueError, match=message):
+        make_batch_spec(make_batch(), mesh, accumulate)
+
+
+@pytest.mark.parametrize(
+    ("sample", "rows"),
+    [
+        (None, r"\{\}"),
+        ({}, r"\{\}"),
+        ({"x": np.ones((4, 2)), "y": np.ones(8)}, r"\{'x': 4, 'y': 8\}"),
+        ({"x": np.ones((4, 2)), "n": np.int32(3)}, r"\{'n': None, 'x': 4\}"),
+    ],
+)
+def test_sample_without_common_rows_raises(mesh, sample, rows):
+    message = (
+        rf"sample_batch: rows by leaf are {rows}; every leaf must have the same number "
+        r"of rows as its leading dim \(at least one leaf\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        make_batch_spec(sample, mesh, 1)
+
+
+@pytest.mark.parametrize(("rows", "accumulate"), [(12, 2), (4, 2), (0, 1), (16, 3)])
+def test_rows_that_do_not_divide_raise(mesh, rows, accumulate):
+    need = 4 * accumulate
+    message = (
+        rf"sample_batch: {rows} rows must be a multiple of data x accumulate = "
+        rf"4 x {accumulate} = {need}\. Change the batch, the mesh or accumulate"
+    )
+    with pytest.raises(ValueError, match=message):
+        make_batch_spec(make_batch(rows), mesh, accumulate)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "found"),
+    [
+        ([1.0] * 8, "x/0 is float"),
+        (np.array(["a"] * 8), "x is <U1"),
+        (object(), "x is"),
+    ],
+)
+def test_leaf_that_is_no_array_of_numbers_raises(mesh, leaf, found):
+    message = rf"sample_batch: leaf {found}.*, not an array of numbers; make it one by"
+    with pytest.raises(ValueError, match=message):
+        make_batch_spec({"x": leaf}, mesh, 1)
+
+
+def test_keys_are_no_numbers(mesh):
+    keys = jax.random.split(jax.random.key(0), 8)
+    with pytest.raises(
+        ValueError, match=r"leaf k is key<fry>, not an array of numbers"
+    ):
+        make_batch_spec({"k": keys}, mesh, 1)
+
+
+def test_spec_is_frozen(spec):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        spec.num_rows = 3

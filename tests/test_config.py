@@ -1,0 +1,74 @@
+"""Does the command line say what it takes, and what a misspelt flag should be?"""
+
+import dataclasses
+
+import pytest
+
+from jaxpar.config import parse
+from jaxpar.mesh import MeshShape
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One run."""
+
+    steps: int = 10
+    """Training steps."""
+    mesh: MeshShape = MeshShape()  # noqa: RUF009 - frozen
+    """Devices by axis."""
+    clip_norm: float | None = None
+    """Largest norm of the gradients."""
+
+
+def test_flags_are_field_names():
+    found = parse(
+        Config, None, ["--mesh.data", "4", "--mesh.tensor", "2", "--clip-norm", "0.5"]
+    )
+    assert found == Config(mesh=MeshShape(data=4, tensor=2), clip_norm=0.5)
+
+
+def test_defaults_are_those_of_the_class():
+    assert parse(Config, None, []) == Config()
+
+
+def test_arguments_are_the_processes_own_by_default(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "--steps", "3"])
+    assert parse(Config, None).steps == 3
+
+
+def test_help_shows_description_docstrings_and_defaults(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse(Config, "Train a thing.", ["--help"])
+    assert stopped.value.code == 0
+    shown = capsys.readouterr().out
+    for text in ("Train a thing.", "Training steps.", "Largest norm", "--mesh.tensor"):
+        assert text in shown
+    assert "(default: 10)" in shown
+
+
+@pytest.mark.parametrize(
+    ("args", "near"),
+    [
+        (["--stesp", "3"], "--steps"),
+        (["--mesh.tenser", "2"], "--mesh.tensor"),
+        (["--clip_nrm", "1"], "--clip-norm"),
+    ],
+)
+def test_misspelt_flag_is_answered_with_the_near_one(args, near, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse(Config, None, args)
+    assert stopped.value.code == 2
+    captured = capsys.readouterr()
+    shown = captured.out + captured.err
+    assert args[0] in shown
+    assert near in shown
+
+
+def test_wrong_type_says_flag_and_type(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse(Config, None, ["--steps", "many"])
+    assert stopped.value.code == 2
+    captured = capsys.readouterr()
+    shown = captured.out + captured.err
+    assert "--steps" in shown
+    assert "many" in shown

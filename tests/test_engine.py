@@ -1,0 +1,119 @@
+"""Does the engine refuse a batch that differs, and a run that fp16 cannot hold?
+
+Whatever is refused leaves the state as it was.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxpar
+from jaxpar import loss_scale
+
+ROWS = 16
+
+
+def sample(rows=ROWS, dtype: Any = np.float32):
+    return {"x": np.ones((rows, 4), dtype)}
+
+
+RIGHT: dict[str, Any] = {
+    "model": lambda rngs: nnx.Linear(4, 6, rngs=rngs),
+    "loss_fn": lambda model, batch: jnp.mean((model(batch["x"]) - 1.0) ** 2),
+    "optimizer": optax.sgd(0.1),
+    "sample_batch": sample(),
+    "mesh": jaxpar.MeshShape(data=4, tensor=2),
+}
+
+
+def make_engine(**change: Any) -> jaxpar.Engine:
+    return jaxpar.initialize(**(RIGHT | change))
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return make_engine()
+
+
+BATCHES = {
+    "nothing": (
+        None,
+        r"batch: its structure PyTreeDef\(None\) differs from the sample",
+    ),
+    "other leaves": (
+        {"x": np.ones((ROWS, 4), np.float32), "y": np.ones(ROWS)},
+        r"batch: its structure .* differs from the sample batch's .*\. Pass the same "
+        r"leaves as in sample_batch",
+    ),
+    "fewer rows": (
+        sample(8),
+        r"batch: leaf x is float32\[8, 4\], but must be float32\[16, 4\], as in "
+        r"sample_batch \(16 of 16 rows on each of 1 processes\)",
+    ),
+    "other dtype": (
+        sample(dtype=np.int32),
+        r"leaf x is int32\[16, 4\], but must be",
+    ),
+    "a number": ({"x": 1.0}, r"batch: leaf x is float, not an array of numbers; make"),
+}
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_batch_that_differs_is_said_and_the_state_kept(case, engine, compiled):
+    batch, message = BATCHES[case]
+    before = jax.device_get(engine.state.params)
+    with pytest.raises(ValueError, match=message):
+        engine.step(batch)
+    with pytest.raises(ValueError, match="batch: "):
+        engine.train_step(engine.state, batch)
+    assert compiled == []
+    assert int(engine.state.step) == 0
+    after = jax.device_get(engine.state.params)
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, after))
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (sample(6), r"batch: 6 rows do not divide by data=4; pass a positive multiple"),
+        (sample(0), r"batch: 0 rows do not divide by data=4; pass a positive multiple"),
+        ({"x": np.ones((8, 5), np.float32)}, r"leaf x is float32\[8, 5\], but must be"),
+    ],
+)
+def test_batch_to_evaluate_that_does_not_fit_is_said(batch, message, engine, compiled):
+    with pytest.raises(ValueError, match=message):
+        engine.evaluate(batch)
+    assert compiled == []
+
+
+def test_parameters_of_a_half_precision_model_rest_as_fp32_masters():
+    engine = make_engine(
+        **{"model": lambda rngs: nnx.Linear(4, 6, param_dtype=jnp.bfloat16, rngs=rngs)}
+    )
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(engine.state.params)}
+    assert dtypes == {jnp.dtype(jnp.float32)}
+
+
+def test_overflow_at_the_least_loss_scale_stops_the_run(monkeypatch):
+    """The scale starts at its minimum, with no overflow left to forgive."""
+    monkeypatch.setattr(loss_scale, "START", 1.0)
+    monkeypatch.setattr(loss_scale, "HYSTERESIS", 1)
+    engine = make_engine(**{"precision": "fp16", "zero": 0})
+    batch = {"x": np.full((ROWS, 4), np.inf, np.float32)}
+    message = (
+        r"loss scale: gradients overflowed with the scale at its minimum of 1, so "
+        r"fp16 cannot hold them\. Lower the learning rate, look for non-finite inputs, "
+        r"or use precision='bf16'"
+    )
+    before = jax.device_get(engine.state.params)
+    engine.step(batch)
+    engine.step(batch)
+    with pytest.raises(FloatingPointError, match=message):
+        engine.step(batch)
+    after = jax.device_get(engine.state.params)
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, after))

@@ -1,0 +1,36 @@
+"""Does the README's example run as it is printed, and learn?"""
+
+import contextlib
+import io
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+FIRST_STEP = "metrics = engine.step(batch)"
+
+
+def examples() -> list[str]:
+    found = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.M)
+    return [textwrap.dedent(text) for text in found]
+
+
+def test_readme_example_runs_and_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (source,) = examples()
+    assert source.count(FIRST_STEP) == 1
+    # The loss of the first step, which the example does not print.
+    told = source.replace(FIRST_STEP, f"{FIRST_STEP}; losses.append(metrics['loss'])")
+    monkeypatch.chdir(tmp_path)
+    losses: list[float] = []
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(told, str(README), "exec"), {"losses": losses, "__name__": "x"})
+    match = re.search(r"^loss (\d+\.\d+)$", printed.getvalue(), re.M)
+    assert match, printed.getvalue()
+    assert float(match[1]) == pytest.approx(float(losses[-1]), abs=1e-3)
+    assert float(match[1]) < 0.5 * float(losses[0])
+    assert list((tmp_path / "runs/mine").glob("step_*")), "it saves a checkpoint"
+    assert "kernel" in printed.getvalue(), "it explains where leaves rest"
