@@ -100,7 +100,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     stage, rules = zero_stage(zero), rules or {}
     if not isinstance(precision, Precision):
         precision = make_precision(precision)
-    _check_arguments(mesh, optimizer, clip_norm)
+    _check_arguments(mesh, optimizer, clip_norm, seed)
     batch_spec = make_batch_spec(sample_batch, mesh, accumulate)
     whole = batch_spec.num_rows // accumulate
     rows = batch_spec.rows(whole // mesh.shape[DATA])
@@ -137,7 +137,14 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     return Engine(network, layout, batch_spec, step, evaluation, state)
 
 
-def _check_arguments(mesh: Mesh, optimizer: Any, clip_norm: float | None) -> None:
+def _check_arguments(
+    mesh: Mesh, optimizer: Any, clip_norm: float | None, seed: int
+) -> None:
+    if not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise ValueError(
+            f"seed={seed!r} must be an integer from 0 to 2**32 - 1: jax takes 32 bits "
+            "of it, so that others would give the same key as one of these."
+        )
     if mesh.axis_names != AXES or set(mesh.axis_types) != {AxisType.Auto}:
         raise ValueError(
             f"mesh: its axes are {mesh.axis_names} of types {mesh.axis_types}, but "

@@ -31,7 +31,7 @@ from jaxpar.sharding.exchange import (
 )
 from jaxpar.sharding.zero import LeafPlan, ZeroStage
 from jaxpar.types import Batch, LossFn, Metrics, Params, PyTree
-from jaxpar.weighted import as_weighted, mean
+from jaxpar.weighted import Weighted, as_weighted, mean
 
 OWN_METRICS = frozenset(
     {"loss", "weight", "grad_norm", "skipped", "loss_scale", "learning_rate"}
@@ -226,10 +226,21 @@ def make_loss(
             as_weighted(value, "loss", num_rows),
             {name: as_weighted(x, name, num_rows) for name, x in metrics.items()},
         )
+        _check_floating(value)
         kept = jax.tree.map(lambda new, old: new.astype(old.dtype), after, model_state)
         return sums, kept
 
     return loss
+
+
+def _check_floating(loss: Any) -> None:
+    """Refuse a loss whose gradient would silently be zero."""
+    dtype = jnp.result_type(loss.total if isinstance(loss, Weighted) else loss)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"loss_fn: the loss is {dtype}, which has no gradient; it must be floating. "
+            "Return a mean of differentiable terms."
+        )
 
 
 def _loss_and_metrics(out: Any) -> tuple[Any, Mapping[str, Any]]:

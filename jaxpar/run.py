@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from jaxpar.checkpoint.processes import from_first
 from jaxpar.engine import Engine
 from jaxpar.types import Batch
 
@@ -37,10 +38,14 @@ def open_run(
     Raises:
       ValueError: if the folder holds another run, or files but no run, or is a file.
     """
-    folder = Path(folder)
     wanted = json.loads(
         json.dumps({"config": dataclasses.asdict(config), "identity": dict(identity)})
     )
+    return Path(from_first(lambda: _claim(Path(folder), wanted)))
+
+
+def _claim(folder: Path, wanted: Mapping[str, Any]) -> str:
+    """Find or write the run's record; called on process 0 only."""
     record = folder / _FILE
     if record.exists():
         found = json.loads(record.read_text(encoding="utf-8"))
@@ -50,24 +55,25 @@ def open_run(
                 f"out={str(folder)!r} holds another run: {'; '.join(differing)}. "
                 "Choose another folder (--out), or the same settings to resume it."
             )
-        return folder
+        return str(folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(
             f"out={str(folder)!r} is a file. Choose an empty or a new folder (--out)."
         )
-    if folder.exists() and any(folder.iterdir()):
+    unfinished = record.with_suffix(".tmp")
+    if folder.exists() and set(folder.iterdir()) - {unfinished}:
         raise ValueError(
             f"out={str(folder)!r} has files but no {_FILE}, so it is no run of ours. "
             "Choose an empty or a new folder (--out)."
         )
-    if jax.process_index() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        versions = {"python": platform.python_version()} | {
-            name: metadata.version(name) for name in ("jax", "flax", "optax")
-        }
-        text = json.dumps(wanted | {"versions": versions}, indent=2) + "\n"
-        record.write_text(text, encoding="utf-8")
-    return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    versions = {"python": platform.python_version()} | {
+        name: metadata.version(name) for name in ("jax", "flax", "optax")
+    }
+    text = json.dumps({**wanted, "versions": versions}, indent=2) + "\n"
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(record)
+    return str(folder)
 
 
 def mean_loss(engine: Engine, batches: Iterable[Batch]) -> float:

@@ -10,7 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+import numpy as np
+
+# Not jax.typing.ArrayLike: Python 3.11 finds no tracer in a union.
+_ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float)
 
 
 @jax.tree_util.register_dataclass
@@ -51,7 +54,7 @@ def as_weighted(value: Any, name: str, num_rows: int) -> Weighted:
     """
     is_weighted = isinstance(value, Weighted)
     for part in (value.total, value.weight) if is_weighted else (value,):
-        is_array = isinstance(part, ArrayLike)
+        is_array = isinstance(part, _ARRAYS)
         if not is_array or jnp.shape(part) != ():
             found = f"has shape {jnp.shape(part)}" if is_array else f"is {part!r}"
             raise ValueError(

@@ -6,7 +6,7 @@ it again to resume; `--out` names another run.
 """
 
 import dataclasses
-import math
+import itertools
 
 import jax
 import numpy as np
@@ -41,7 +41,7 @@ class Config:
     """Rows of the global batch."""
     accumulate: int = 1
     """Micro-batches a step."""
-    steps: int = 300
+    steps: int = 160
     """Training steps."""
     learning_rate: float = 2e-3
     """Peak of the schedule: linear warm-up over a tenth of the run, then cosine."""
@@ -57,7 +57,7 @@ class Config:
     """Held-out data in the same form; needed where `data` is given."""
     eval_batches: int = 16
     """Held-out batches to evaluate on."""
-    save_every: int = 100
+    save_every: int = 80
     """Steps between checkpoints."""
     seed: int = 0
     """Of the parameters and of the data's order."""
@@ -97,9 +97,10 @@ def main(config: Config) -> None:
     train, heldout = open_splits(config.data, config.heldout)
     folder = open_run(config.out, config, {"corpus_sha256": train.sha256})
     seq_len = gpt_config(config.model).seq_len
-    sizes = {"batch_size": config.batch_size, "seq_len": seq_len}
-    loader = Loader(train, **sizes, seed=config.seed)
-    held = Loader(heldout, **sizes, repeat=False, num_batches=config.eval_batches)
+    rows = config.batch_size
+    loader = Loader(train, batch_size=rows, seq_len=seq_len, seed=config.seed)
+    held = Loader(heldout, batch_size=rows, seq_len=seq_len, repeat=False)
+    held_batches = list(itertools.islice(held, config.eval_batches))
     engine = build(config, mesh)
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     console.print(f"corpus   {len(train):,} tokens, sha256 {train.sha256}")
@@ -107,11 +108,11 @@ def main(config: Config) -> None:
     checkpoints = folder / "checkpoints"
     start = engine.restore(checkpoints, data=loader) if checkpoints.exists() else 0
     console.print("compiling the evaluation, then the step")
-    console.print(f"held-out {mean_loss(engine, held):.4f} at step {start}")
+    console.print(f"held-out {mean_loss(engine, held_batches):.4f} at step {start}")
     with MetricsLogger(
         folder,
         total_steps=config.steps,
-        tokens_per_step=math.prod(sizes.values()),
+        tokens_per_step=rows * seq_len,
         tensorboard=config.tensorboard,
         append=True,
         resume_at=start,
@@ -121,12 +122,12 @@ def main(config: Config) -> None:
             if step % config.save_every == 0 or step == config.steps:
                 engine.save(checkpoints, data=loader)
     engine.wait()
-    loss = mean_loss(engine, held)
+    loss = mean_loss(engine, held_batches)
     console.print(f"held-out {loss:.6f} nats per token at step {config.steps}")
     one = jaxpar.make_mesh(jaxpar.MeshShape(data=1), jax.devices()[:1])
     reopened = build(dataclasses.replace(config, accumulate=1), one)
     reopened.restore(checkpoints)
-    again = mean_loss(reopened, held)
+    again = mean_loss(reopened, held_batches)
     differs = abs(again - loss) / loss
     console.print(f"held-out {again:.6f} reopened on one device: {differs:.0e} apart")
     # Half-precision activations round differently where the rows are split otherwise.

@@ -89,6 +89,15 @@ def metric_by_parameters(model, batch):
 
 
 ARGUMENTS = {
+    "seed over 32 bits": (
+        {"seed": 2**40},
+        r"seed=1099511627776 must be an integer from 0 to 2\*\*32 - 1",
+    ),
+    "negative seed": ({"seed": -1}, r"seed=-1 must be an integer from 0"),
+    "integer loss": (
+        {"loss_fn": lambda model, batch: (model(batch["x"]) > 0).sum()},
+        r"loss_fn: the loss is int32, which has no gradient; it must be floating",
+    ),
     "more devices than there are": (
         {"mesh": jaxpar.MeshShape(data=16)},
         r"mesh: MeshShape\(data=16, pipe=1, tensor=1\) needs 16 devices, but there are "

@@ -106,8 +106,3 @@ def test_file_in_the_folders_place_is_refused(tmp_path):
     with pytest.raises(ValueError, match=message):
         open_run(file, Config(), IDENTITY)
     assert file.read_text() == "mine"
-
-
-def test_only_the_first_process_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    assert not open_run(tmp_path / "new", Config(), IDENTITY).exists()

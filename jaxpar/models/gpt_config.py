@@ -152,7 +152,7 @@ def num_params(config: GPTConfig) -> int:
 
     Example:
       >>> num_params(GPTConfig(num_layers=1, num_heads=1, width=8, seq_len=4))
-      2944
+      2960
     """
     width, hidden = config.width, config.hidden_width
     kv_width = config.kv_heads * config.head_size

@@ -33,7 +33,8 @@ LAYERS = (
     ("step", "checkpoint", "checks"),
     ("pipeline", "plan", "profile", "compress", "infer"),
     ("config",),
-    ("engine", "run"),
+    ("engine",),
+    ("run",),
     ("cli",),
     ("__init__",),
 )

@@ -113,7 +113,8 @@ def test_evaluation_drops_nothing(name: str) -> None:
 
 
 def test_masks_go_on_from_a_checkpoint(tmp_path: Path) -> None:
-    first_masks("manual"), first_masks("other_seed")
+    for name in ("manual", "other_seed"):
+        first_masks(name)
     engine, other = make_engine("manual"), make_engine("other_seed")
     engine.save(tmp_path)
     right = [masks_of(engine.step(BATCH)) for _ in range(2)]

@@ -122,6 +122,7 @@ def test_no_stack_of_layers_is_whole_while_the_step_runs(
     """Layers are gathered one by one, forward and backward; so are their gradients."""
     placed = engine._batch_spec.put(BATCH)
     program = engine._step.lower(engine._leaves, placed).compile().as_text()
+    assert program is not None
     assert f"f32[{WIDTH},{HIDDEN}]" in program
     for dims in ((WIDTH, HIDDEN), (HIDDEN, WIDTH)):
         assert f"f32[{LAYERS},{dims[0]},{dims[1]}]" not in program
