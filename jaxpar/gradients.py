@@ -238,8 +238,8 @@ def _check_floating(loss: Any) -> None:
     dtype = jnp.result_type(loss.total if isinstance(loss, Weighted) else loss)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
-            f"loss_fn: the loss is {dtype}, which has no gradient; it must be floating. "
-            "Return a mean of differentiable terms."
+            f"loss_fn: the loss is {dtype}, which has no gradient; it must be "
+            "floating. Return a mean of differentiable terms."
         )
 
 
