@@ -1,17 +1,21 @@
-"""What can be known to be wrong before anything compiles: the loss function, traced.
+"""What can be known to be wrong before anything compiles?
 
-One abstract trace of the loss on a micro-batch tells whether it gives a scalar, whether
-a weight depends on parameters, and which state the model changes.
+Plain arguments are looked at; the loss function is traced. One abstract trace of it on
+a micro-batch tells whether it gives a scalar, whether a weight depends on parameters,
+and which state the model changes.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh
 
 from jaxpar import tree
 from jaxpar.dependence import tainted_outputs
 from jaxpar.gradients import make_loss
+from jaxpar.mesh import AXES, PIPE
 from jaxpar.module import Network
 from jaxpar.types import Batch, LossFn, Params, PyTree
 
@@ -27,6 +31,48 @@ class LossFacts:
 
     changes_state: bool
     metrics: tuple[str, ...]
+
+
+def check_arguments(
+    mesh: Mesh, optimizer: Any, clip_norm: float | None, seed: int
+) -> None:
+    """Check what `jaxpar.initialize` is given and no other part looks at.
+
+    Args:
+      mesh: the mesh.
+      optimizer: the optax transformation.
+      clip_norm: the largest global norm of the gradients, or None.
+      seed: the run's seed.
+
+    Raises:
+      ValueError: if a value is out of range, or the mesh not one of jaxpar's.
+      TypeError: if `optimizer` is no optax transformation.
+    """
+    if not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise ValueError(
+            f"seed={seed!r} must be an integer from 0 to 2**32 - 1: jax takes 32 bits "
+            "of it, so that others would give the same key as one of these."
+        )
+    if mesh.axis_names != AXES or set(mesh.axis_types) != {AxisType.Auto}:
+        raise ValueError(
+            f"mesh: its axes are {mesh.axis_names} of types {mesh.axis_types}, but "
+            f"must be {AXES}, all automatic. Pass a jaxpar.MeshShape, or make the mesh "
+            "by jaxpar.make_mesh."
+        )
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise TypeError(
+            f"optimizer={optimizer!r} must be an optax transformation, with init and "
+            "update; call its factory, as in optax.adamw(1e-3)."
+        )
+    if mesh.shape[PIPE] > 1:
+        raise ValueError(
+            f"mesh: pipe={mesh.shape[PIPE]} needs pipeline parallelism, which jaxpar "
+            "does not have yet. Use pipe=1 and give the devices to data or tensor."
+        )
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(
+            f"clip_norm={clip_norm!r} must be positive, or None for no clipping."
+        )
 
 
 def check_trainable(params: Params) -> None:

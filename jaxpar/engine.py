@@ -11,15 +11,15 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import tree
 from jaxpar.batches import BatchSpec, make_batch_spec
 from jaxpar.checkpoint import Checkpoints, Restored
-from jaxpar.checks import check_trainable, trace_loss
+from jaxpar.checks import check_arguments, check_trainable, trace_loss
 from jaxpar.gradients import Partition, make_evaluation, make_gradients
-from jaxpar.mesh import AXES, DATA, PIPE, MeshShape, make_mesh
+from jaxpar.mesh import DATA, MeshShape, make_mesh
 from jaxpar.module import Network, make_network
 from jaxpar.precision import Precision, make_precision
 from jaxpar.sharding.report import Explanation, make_explanation
@@ -100,7 +100,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     stage, rules = zero_stage(zero), rules or {}
     if not isinstance(precision, Precision):
         precision = make_precision(precision)
-    _check_arguments(mesh, optimizer, clip_norm, seed)
+    check_arguments(mesh, optimizer, clip_norm, seed)
     batch_spec = make_batch_spec(sample_batch, mesh, accumulate)
     whole = batch_spec.num_rows // accumulate
     rows = batch_spec.rows(whole // mesh.shape[DATA])
@@ -135,36 +135,6 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     layout = _Layout(abstract, shardings, plans, stage, coupled, precision.scales_loss)
     state = jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
     return Engine(network, layout, batch_spec, step, evaluation, state)
-
-
-def _check_arguments(
-    mesh: Mesh, optimizer: Any, clip_norm: float | None, seed: int
-) -> None:
-    if not isinstance(seed, int) or not 0 <= seed < 2**32:
-        raise ValueError(
-            f"seed={seed!r} must be an integer from 0 to 2**32 - 1: jax takes 32 bits "
-            "of it, so that others would give the same key as one of these."
-        )
-    if mesh.axis_names != AXES or set(mesh.axis_types) != {AxisType.Auto}:
-        raise ValueError(
-            f"mesh: its axes are {mesh.axis_names} of types {mesh.axis_types}, but "
-            f"must be {AXES}, all automatic. Pass a jaxpar.MeshShape, or make the mesh "
-            "by jaxpar.make_mesh."
-        )
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise TypeError(
-            f"optimizer={optimizer!r} must be an optax transformation, with init and "
-            "update; call its factory, as in optax.adamw(1e-3)."
-        )
-    if mesh.shape[PIPE] > 1:
-        raise ValueError(
-            f"mesh: pipe={mesh.shape[PIPE]} needs pipeline parallelism, which jaxpar "
-            "does not have yet. Use pipe=1 and give the devices to data or tensor."
-        )
-    if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(
-            f"clip_norm={clip_norm!r} must be positive, or None for no clipping."
-        )
 
 
 @dataclasses.dataclass(frozen=True)
