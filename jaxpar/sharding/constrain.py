@@ -48,7 +48,7 @@ def constrain(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
         if kind == AxisType.Auto
     }
     entries = [_placed_axes(entry, placed, mesh.axis_names) for entry in axes]
-    if not placed:
+    if not placed or mesh.size == 1:
         return x
     return jax.lax.with_sharding_constraint(x, P(*entries))
 

@@ -110,3 +110,10 @@ def test_unknown_axis_raises(mesh, entry):
         pytest.raises(ValueError, match=message),
     ):
         constrain(jnp.ones((4, 2)), entry)
+
+
+def test_one_device_gets_no_constraint_that_would_hold_fusion_back():
+    mesh = make_mesh(MeshShape(), jax.devices()[:1])
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        jaxpr = jax.make_jaxpr(lambda x: constrain(x, "data"))(jnp.ones(4))
+    assert not jaxpr.jaxpr.eqns
