@@ -4,11 +4,12 @@ A policy is named by a word, so that a config, a command line and a report say t
 same thing. What "kept" means is `jax.checkpoint`'s business.
 """
 
-import difflib
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 import jax
+
+from jaxpar.tree import near_match
 
 REMAT_POLICIES = ("none", "full", "dots", "save-names")
 
@@ -28,11 +29,10 @@ def check_policy(policy: str, names: Sequence[str]) -> None:
         if another policy comes with names.
     """
     if policy not in REMAT_POLICIES:
-        near = difflib.get_close_matches(policy, REMAT_POLICIES, n=1, cutoff=0.4)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(
             f"remat: policy={policy!r} must be one of "
-            f"{', '.join(map(repr, REMAT_POLICIES))}.{hint}"
+            f"{', '.join(map(repr, REMAT_POLICIES))}."
+            f"{near_match(policy, REMAT_POLICIES)}"
         )
     if policy == "save-names" and not names:
         raise ValueError(

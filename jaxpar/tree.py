@@ -87,5 +87,5 @@ def near_match(word: str, known: Iterable[str]) -> str:
     Returns:
       ``" Did you mean 'x'?"``, or an empty string where nothing is near.
     """
-    near = difflib.get_close_matches(word, list(known), n=1)
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.4)
     return f" Did you mean {near[0]!r}?" if near else ""

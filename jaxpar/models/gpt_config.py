@@ -1,9 +1,9 @@
 """What does a GPT's config hold, and what must its numbers satisfy?"""
 
 import dataclasses
-import difflib
 
 from jaxpar.remat import check_policy
+from jaxpar.tree import near_match
 
 ACTIVATION_NAMES = ("qkv", "attention", "mlp_hidden")
 """Labels that a block gives its activations, for ``remat="save-names"``."""
@@ -168,9 +168,7 @@ def num_params(config: GPTConfig) -> int:
 def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
     if value in choices:
         return
-    near = difflib.get_close_matches(value, choices, n=1, cutoff=0.4)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ValueError(
         f"GPTConfig: {field}={value!r} must be one of "
-        f"{', '.join(map(repr, choices))}.{hint}"
+        f"{', '.join(map(repr, choices))}.{near_match(value, choices)}"
     )

@@ -1,10 +1,10 @@
 """Which models have names? The sizes people know, and Megatron-LM's table."""
 
 import dataclasses
-import difflib
 from typing import Any
 
 from jaxpar.models.gpt_config import GPTConfig
+from jaxpar.tree import near_match
 
 
 def _megatron(width: int, num_layers: int, num_heads: int) -> GPTConfig:
@@ -94,18 +94,13 @@ def gpt_config(name: str, **overrides: Any) -> GPTConfig:
     if name not in PRESETS:
         raise ValueError(
             f"gpt_config: name={name!r} must be one of "
-            f"{', '.join(map(repr, PRESETS))}.{_near(name, list(PRESETS))}"
+            f"{', '.join(map(repr, PRESETS))}.{near_match(name, list(PRESETS))}"
         )
     fields = [field.name for field in dataclasses.fields(GPTConfig)]
     for field in overrides:
         if field not in fields:
             raise ValueError(
                 f"gpt_config: {field}={overrides[field]!r} is not a field of "
-                f"GPTConfig.{_near(field, fields)}"
+                f"GPTConfig.{near_match(field, fields)}"
             )
     return dataclasses.replace(PRESETS[name], **overrides)
-
-
-def _near(word: str, words: list[str]) -> str:
-    near = difflib.get_close_matches(word, words, n=1, cutoff=0.4)
-    return f" Did you mean {near[0]!r}?" if near else ""
