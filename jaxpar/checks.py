@@ -5,7 +5,6 @@ a micro-batch tells whether it gives a scalar, whether a weight depends on param
 and which state the model changes.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -18,19 +17,6 @@ from jaxpar.gradients import make_loss
 from jaxpar.mesh import AXES, PIPE
 from jaxpar.module import Network
 from jaxpar.types import Batch, LossFn, Params, PyTree
-
-
-@dataclasses.dataclass(frozen=True)
-class LossFacts:
-    """What a trace of the loss function tells.
-
-    Attributes:
-      changes_state: whether the model's mutable state (not keys) is changed.
-      metrics: the names of the user's metrics.
-    """
-
-    changes_state: bool
-    metrics: tuple[str, ...]
 
 
 def check_arguments(
@@ -100,7 +86,7 @@ def check_trainable(params: Params) -> None:
 
 def trace_loss(
     network: Network, loss_fn: LossFn, params: Params, model_state: PyTree, batch: Batch
-) -> LossFacts:
+) -> bool:
     """Trace a loss function on shapes and check what it returns.
 
     Args:
@@ -111,7 +97,7 @@ def trace_loss(
       batch: shapes of one shard of a micro-batch.
 
     Returns:
-      What the trace tells.
+      Whether the model changes its mutable state (keys do not count).
 
     Raises:
       ValueError: if the loss or a metric is not a scalar, metrics are not a dict of
@@ -140,4 +126,4 @@ def trace_loss(
         out is not inp
         for out, inp in zip(jaxpr.outvars[len(names) :], state_in, strict=True)
     )
-    return LossFacts(changed, tuple(sums.metrics))
+    return changed

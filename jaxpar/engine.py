@@ -117,8 +117,8 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
         lambda x: jax.ShapeDtypeStruct(x.shape, precision.compute_dtype),
         abstract.params,
     )
-    facts = trace_loss(network, loss_fn, cast, abstract.model_state, rows)
-    coupled = coupled_batch or facts.changes_state
+    changes_state = trace_loss(network, loss_fn, cast, abstract.model_state, rows)
+    coupled = coupled_batch or changes_state
     # XLA rejects reductions over a manual axis of one device (jax 0.11.2).
     automatic = coupled or mesh.shape[DATA] == 1
     partition = Partition(
