@@ -8,13 +8,15 @@ lie; the compiler inserts the collectives. Arrays at rest are given as their pla
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.mesh import DATA
+from jaxpar.mesh import AXES, DATA
 from jaxpar.sharding.constrain import constrain
 from jaxpar.sharding.zero import LeafPlan
 
@@ -55,22 +57,25 @@ class ManualExchange:
     def gather(self, plan: LeafPlan, shard: jax.Array) -> jax.Array:
         """All-gather along the view's data dim."""
         dim = plan.view_data_dim
-        if dim is not None:
-            shard = constrain(shard, *plan.view_spec(data=False))
-            shard = jax.lax.all_gather(shard, DATA, axis=dim, tiled=True)
-        return _as_computed(plan, shard)
+        if dim is None:
+            return _as_computed(plan, shard)
+        gather = functools.partial(
+            jax.lax.all_gather, axis_name=DATA, axis=dim, tiled=True
+        )
+        return _as_computed(plan, _on_tensor_shards(gather, plan)(shard))
 
     def reduce(self, plan: LeafPlan, whole: jax.Array) -> jax.Array:
         """Reduce-scatter along the view's data dim, or all-reduce a leaf kept whole."""
-        view = constrain(
-            whole.reshape(plan.view_shape), *plan.view_spec(data=False)
-        ).astype(self._wire_dtype)
+        view = constrain(_as_made(plan, whole), *plan.view_spec(data=False))
+        view = view.astype(self._wire_dtype)
         dim = plan.view_data_dim
         if dim is None:
-            summed = jax.lax.psum(view, DATA)
+            reduce = functools.partial(jax.lax.psum, axis_name=DATA)
         else:
-            summed = jax.lax.psum_scatter(view, DATA, scatter_dimension=dim, tiled=True)
-        return summed.astype(jnp.float32)
+            reduce = functools.partial(
+                jax.lax.psum_scatter, axis_name=DATA, scatter_dimension=dim, tiled=True
+            )
+        return _on_tensor_shards(reduce, plan)(view).astype(jnp.float32)
 
     def total(self, value: jax.Array) -> jax.Array:
         """All-reduce."""
@@ -97,8 +102,8 @@ class AutomaticExchange:
 
     def reduce(self, plan: LeafPlan, whole: jax.Array) -> jax.Array:
         """State the layout at rest; the sum is the compiler's."""
-        view = whole.reshape(plan.view_shape)
-        return constrain(view, *plan.view_spec()).astype(jnp.float32)
+        view = constrain(_as_made(plan, whole), *plan.view_spec())
+        return view.astype(jnp.float32)
 
     def total(self, value: jax.Array) -> jax.Array:
         """Nothing to add: the value is global."""
@@ -109,6 +114,26 @@ class AutomaticExchange:
         return key
 
 
+def _on_tensor_shards(
+    exchange: Callable[[jax.Array], jax.Array], plan: LeafPlan
+) -> Callable[[jax.Array], jax.Array]:
+    """Run a manual collective over data on each tensor shard of a view.
+
+    The compiler does not look into a collective that is manual: where the tensor axis
+    is automatic, it makes the operand whole over tensor first (jax 0.10.2 to 0.12.0.1).
+    """
+    if plan.tensor_dim is None:
+        return exchange
+    spec = plan.view_spec(data=False)
+    return jax.shard_map(
+        exchange,
+        in_specs=(spec,),
+        out_specs=spec,
+        axis_names=set(AXES) - {DATA},
+        check_vma=False,
+    )
+
+
 def _as_computed(plan: LeafPlan, view: jax.Array) -> jax.Array:
     """Lay a view that is whole over data out as its leaf is computed on."""
     tensor = plan.tensor_dim if any(plan.compute) else None
@@ -117,6 +142,15 @@ def _as_computed(plan: LeafPlan, view: jax.Array) -> jax.Array:
         entries[tensor] = plan.compute[tensor]
     view = constrain(view, *entries)
     return constrain(view.reshape(plan.shape), *plan.compute)
+
+
+def _as_made(plan: LeafPlan, grad: jax.Array) -> jax.Array:
+    """See a gradient as its leaf's view, laid out as the leaf was computed on.
+
+    Stated, because the compiler would else carry the layout at rest back into the
+    backward pass, and split activations over tensor along the width.
+    """
+    return constrain(grad, *plan.compute).reshape(plan.view_shape)
 
 
 def to_view(plan: LeafPlan, leaf: jax.Array) -> jax.Array:

@@ -192,12 +192,18 @@ def collectives(reduce_dtype, platform, mesh) -> list[tuple[str, str]]:
                 check_vma=False,
             )
         )(grads)
-    (outer,) = jaxpr.eqns
     return [
         (eqn.primitive.name, eqn.invars[0].aval.dtype.name)
-        for eqn in outer.params["jaxpr"].eqns
+        for eqn in equations(jaxpr.jaxpr)
         if eqn.primitive.name in ("psum", "reduce_scatter", "psum_scatter")
     ]
+
+
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        if eqn.primitive.name == "shard_map":
+            yield from equations(eqn.params["jaxpr"])
 
 
 @pytest.mark.parametrize(
