@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jaxpar.compat import scan_counts
+from jaxpar.residuals import with_own_residuals
 from jaxpar.sharding.exchange import Exchange
 from jaxpar.sharding.zero import LeafPlan
 
@@ -35,6 +36,9 @@ _LAYOUT_OPS = frozenset(
         "copy",
     }
 )
+
+_CALLS = {"custom_vjp_call": "call_jaxpr", "shard_map": "jaxpr"}
+"""Call primitive -> the parameter that holds what it calls."""
 
 
 class Deferred:
@@ -134,11 +138,12 @@ def call_deferred(
 
 
 def _refuse_layout_ops(prim: Any, *_: Any, **params: Any) -> bool:
-    if prim.name != "custom_vjp_call":
+    # `_use`, and a gather on tensor shards, are calls: jax asks about each as a whole.
+    body = params.get(_CALLS.get(prim.name, ""))
+    if body is None:
         return prim.name not in _LAYOUT_OPS
-    # `_use` is one: jax asks of its call as a whole, not of the gather inside.
-    eqns = params["call_jaxpr"].eqns
-    return not all(eqn.primitive.name in _LAYOUT_OPS for eqn in eqns)
+    eqns = getattr(body, "jaxpr", body).eqns
+    return any(_refuse_layout_ops(eqn.primitive, **eqn.params) for eqn in eqns)
 
 
 def _evaluate(closed: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
@@ -153,10 +158,7 @@ def _evaluate(closed: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     for eqn in jaxpr.eqns:
         ins = [read(atom) for atom in eqn.invars]
         rule = _RULES.get(eqn.primitive.name)
-        if rule is None or not any(isinstance(x, Deferred) for x in ins):
-            outs = _bind(eqn, [_made(x) for x in ins])
-        else:
-            outs = rule(eqn, ins)
+        outs = _bind(eqn, [_made(x) for x in ins]) if rule is None else rule(eqn, ins)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [_made(read(atom)) for atom in jaxpr.outvars]
 
@@ -179,22 +181,40 @@ def _inline(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
 
 
 def _checkpoint(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
-    """The user's own remat, which must not save what was gathered either."""
-    policy, closed = eqn.params["policy"], core.ClosedJaxpr(eqn.params["jaxpr"], ())
-
-    def saveable(prim: Any, *avals: Any, **params: Any) -> Any:
-        refused = not _refuse_layout_ops(prim, *avals, **params)
-        return not refused and policy(prim, *avals, **params)
+    """The user's own remat. Its leaves are made outside, so that a backward pass that
+    runs the body again, and differentiates it, gathers them once for both."""
+    closed = core.ClosedJaxpr(eqn.params["jaxpr"], ())
+    ins = [
+        _made(value) if _is_used_whole(closed.jaxpr, var) else value
+        for var, value in zip(closed.jaxpr.invars, ins, strict=True)
+    ]
 
     def body(packed: list) -> list:
         return _evaluate(closed, _unpacked(ins, packed))
 
     run = jax.checkpoint(
-        body,
-        prevent_cse=eqn.params["prevent_cse"],
-        policy=None if policy is None else saveable,
+        body, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"]
     )
-    return run([_packed(x) for x in ins])
+    return with_own_residuals(run)([_packed(x) for x in ins])
+
+
+def _is_used_whole(jaxpr: core.Jaxpr, var: core.Var) -> bool:
+    """Whether anything but slicing scans reads a variable."""
+
+    def reads_whole(eqn: core.JaxprEqn, position: int) -> bool:
+        if eqn.primitive.name == "scan":
+            return position < sum(scan_counts(eqn.params))
+        if eqn.primitive.name not in _RULES:
+            return True
+        inner = eqn.params["jaxpr"]
+        inner = getattr(inner, "jaxpr", inner)
+        return _is_used_whole(inner, inner.invars[position])
+
+    return any(atom is var for atom in jaxpr.outvars) or any(
+        atom is var and reads_whole(eqn, position)
+        for eqn in jaxpr.eqns
+        for position, atom in enumerate(eqn.invars)
+    )
 
 
 def _scan(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:

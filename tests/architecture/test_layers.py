@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # A file imports from lower layers or from its own folder. An entry is a file or a
 # folder of jaxpar/; a layer is as low as what its entries are built on allows.
 LAYERS = (
-    ("types", "compat"),
+    ("types", "compat", "residuals"),
     ("tree", "dependence"),
     ("mesh",),
     ("sharding", "metrics", "launch"),
