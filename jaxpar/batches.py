@@ -48,6 +48,14 @@ class BatchSpec:
         ]
         return jax.tree.unflatten(self.structure, structs)
 
+    def structs(self) -> Batch:
+        """Shapes, dtypes and shardings of a global batch."""
+        structs = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding)
+            for leaf in self.leaves.values()
+        ]
+        return jax.tree.unflatten(self.structure, structs)
+
     def put(self, batch: Batch, *, any_size: bool = False) -> Batch:
         """Check a batch and make it a global array on the mesh.
 

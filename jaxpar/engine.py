@@ -19,7 +19,7 @@ from jaxpar.batches import BatchSpec, make_batch_spec
 from jaxpar.checkpoint import Checkpoints, Restored
 from jaxpar.checks import check_arguments, check_trainable, trace_loss
 from jaxpar.gradients import Partition, make_evaluation, make_gradients
-from jaxpar.mesh import DATA, MeshShape, make_mesh
+from jaxpar.mesh import DATA, MeshShape, are_present, lowering_platform, make_mesh
 from jaxpar.module import Network, make_network
 from jaxpar.precision import Precision, make_precision
 from jaxpar.sharding.report import Explanation, make_explanation
@@ -133,8 +133,25 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     evaluation = make_evaluation(partition, eval_fn or loss_fn, abstract.params)
     shardings = state_shardings(abstract, plans, stage, mesh)
     layout = _Layout(abstract, shardings, plans, stage, coupled, precision.scales_loss)
-    state = jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
+    state = _initial_state(init, shardings, abstract, mesh, seed)
     return Engine(network, layout, batch_spec, step, evaluation, state)
+
+
+def _initial_state(
+    init: Callable[[jax.Array], TrainState],
+    shardings: TrainState,
+    abstract: TrainState,
+    mesh: Mesh,
+    seed: int,
+) -> TrainState:
+    """Initialise the state on its devices; shapes, where those are not here."""
+    if are_present(mesh):
+        return jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        abstract,
+        shardings,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,9 +193,9 @@ class Engine:
         rest = jax.tree.leaves(layout.shardings)
         replicated = NamedSharding(self.mesh, P())
 
-        def flat_step(leaves: list, batch: Batch) -> tuple[list, Metrics, list]:
+        def flat_step(state: list, batch: Batch) -> tuple[list, Metrics, list]:
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-                new, metrics = step(jax.tree.unflatten(self._structure, leaves), batch)
+                new, metrics = step(jax.tree.unflatten(self._structure, state), batch)
             watched = [new.loss_scale.exhausted] if layout.scales_loss else []
             return jax.tree.leaves(new), metrics, watched
 
@@ -260,6 +277,16 @@ class Engine:
         return self._network.run(
             lambda model, _: model, variables, state.key, None, training=False
         )[0]
+
+    def lower(self) -> jax.stages.Lowered:
+        """Lower the step for the mesh's devices, which need not be here.
+
+        Returns:
+          What ``.compile()`` makes the program from that `step` runs. Its arguments
+          are named ``state[0]``, ``state[1]`` and so on, and ``batch...``.
+        """
+        traced = self._step.trace(self._leaves, self._batch_spec.structs())
+        return traced.lower(lowering_platforms=(lowering_platform(self.mesh),))
 
     def explain(self) -> Explanation:
         """Say where every leaf of the state rests, why, and what crosses which axis."""

@@ -121,3 +121,18 @@ def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
     else:
         grid = np.array(devices).reshape(sizes)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def are_present(mesh: Mesh) -> bool:
+    """Whether the mesh's devices can run programs, and are not just to compile for."""
+    device = mesh.devices.flat[0]
+    try:
+        return device in jax.devices(device.platform)
+    except RuntimeError:  # No backend of that name was started.
+        return False
+
+
+def lowering_platform(mesh: Mesh) -> str:
+    """The name by which `jax.jit`'s lowering knows the mesh's devices."""
+    platform = mesh.devices.flat[0].platform
+    return "cuda" if platform == "gpu" else platform

@@ -1,0 +1,1 @@
+"""What does a run cost: read from the program that the compiler made of its step."""

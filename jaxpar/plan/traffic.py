@@ -1,0 +1,176 @@
+"""What crosses which mesh axis when a compiled program runs: its collectives.
+
+Bytes are those of the whole array that a device's group assembles or adds up: what an
+all-gather gives, what a reduce-scatter or an all-reduce takes. That is what closed
+forms count, and what the dtype on the wire decides.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from jaxpar.plan.hlo import ArrayType, Instruction, Module, runs_of
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+)
+_SENT = {
+    # What one device sends, of the whole array's bytes, in a group of n by the best
+    # known algorithms (rings; Thakur, Rabenseifner, Gropp 2005).
+    "all-gather": lambda n: (n - 1) / n,
+    "reduce-scatter": lambda n: (n - 1) / n,
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "all-to-all": lambda n: (n - 1) / n,
+    "ragged-all-to-all": lambda n: (n - 1) / n,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One kind of exchange over one set of axes.
+
+    Attributes:
+      kind: such as "all-gather", whether the program runs it asynchronously or not.
+      axes: the mesh axes that its groups span; empty if they span none.
+      dtype: of what crosses.
+      group_size: devices that exchange with each other.
+      count: how often it runs per step.
+      bytes: of the whole arrays, on one device, over all those runs.
+      largest: bytes of the largest single exchange.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    dtype: str
+    group_size: int
+    count: int
+    bytes: int
+    largest: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that one device sends per step."""
+        share = _SENT.get(self.kind, lambda _: 1.0)
+        return round(self.bytes * share(self.group_size))
+
+
+def read_collectives(
+    module: Module, sizes: Mapping[str, int]
+) -> tuple[tuple[Collective, ...], tuple[str, ...]]:
+    """Find every collective of a program.
+
+    Args:
+      module: the program.
+      sizes: mesh axis -> devices on it, in the mesh's order.
+
+    Returns:
+      (collectives, most bytes first; names of the loops whose trip count is not known,
+      whose contents are counted once).
+    """
+    runs, unknown = runs_of(module)
+    found: dict[tuple, list[int]] = collections.defaultdict(lambda: [0, 0, 0])
+    for name, times in runs.items():
+        computation = module.computations[name]
+        for instruction in computation.instructions.values():
+            kind = _kind(instruction, name)
+            if kind is None:
+                continue
+            axes, group_size = _group(instruction, sizes)
+            moved = _operands(instruction, computation.instructions)
+            scale = group_size if kind == "all-gather" else 1
+            for dtype in sorted({array.dtype for array in moved}):
+                payload = sum(a.bytes for a in moved if a.dtype == dtype) * scale
+                entry = found[kind, axes, dtype, group_size]
+                entry[0] += times
+                entry[1] += times * payload
+                entry[2] = max(entry[2], payload)
+    rows = [Collective(*key, *value) for key, value in found.items() if value[0]]
+    return tuple(sorted(rows, key=lambda row: -row.bytes)), unknown
+
+
+def _kind(instruction: Instruction, computation: str) -> str | None:
+    kind = instruction.opcode.removesuffix("-start")
+    if kind not in KINDS:
+        return None
+    # A TPU program hides a reduce-scatter in a fusion of an all-reduce and a slice.
+    if kind == "all-reduce" and "all-reduce-scatter" in computation:
+        return "reduce-scatter"
+    return kind
+
+
+def _operands(
+    instruction: Instruction, table: Mapping[str, Instruction]
+) -> list[ArrayType]:
+    """What goes in: a start's result lists operands and results both."""
+    moved = [array for name in instruction.operands for array in table[name].types]
+    return [array for array in moved if array.dtype not in ("token", "opaque")]
+
+
+def _group(
+    instruction: Instruction, sizes: Mapping[str, int]
+) -> tuple[tuple[str, ...], int]:
+    """The axes that an instruction's groups span, and the devices in a group."""
+    pairs = instruction.attribute("source_target_pairs")
+    if pairs:
+        links = _numbers(pairs).reshape(-1, 2)
+        moving = [row for row in links if row[0] != row[1]]
+        return _spanned(moving, sizes), 2
+    groups = instruction.attribute("replica_groups")
+    if groups.startswith("mesh["):
+        return _named_axes(groups)
+    ids = _device_groups(groups, math.prod(sizes.values()))
+    return _spanned(ids, sizes), len(ids[0])
+
+
+def _named_axes(groups: str) -> tuple[tuple[str, ...], int]:
+    """``mesh['data'=4,'tensor'=2] {'data'}``; a part of an axis is 'data':(1)2."""
+    mesh, _, used = groups.partition("]")
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
+    axes, ways = [], 1
+    for name, part in re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", used):
+        size = int(part) if part else sizes[name]
+        if size > 1 and name not in axes:
+            axes.append(name)
+        ways *= size
+    return tuple(axes), ways
+
+
+def _device_groups(groups: str, num_devices: int) -> np.ndarray:
+    """[groups, devices], from ``{{0,1},{2,3}}`` or ``[2,2]<=[2,2]T(1,0)``."""
+    iota = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", groups)
+    if iota:
+        shape, dims = ([int(n) for n in iota.group(i).split(",")] for i in (1, 2))
+        ids = np.arange(math.prod(dims)).reshape(dims)
+        if iota.group(3):
+            ids = ids.transpose([int(n) for n in iota.group(3).split(",")])
+        return ids.reshape(shape)
+    rows = re.findall(r"\{([\d,]+)\}", groups)
+    if not rows:
+        return np.arange(num_devices)[None]
+    return np.array([_numbers(row) for row in rows])
+
+
+def _numbers(text: str) -> np.ndarray:
+    return np.array([int(n) for n in re.findall(r"\d+", text)])
+
+
+def _spanned(groups: Iterable[np.ndarray], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes along which the devices of some group differ."""
+    shape = tuple(sizes.values())
+    spanned = set()
+    for group in groups:
+        coordinates = np.unravel_index(group, shape)
+        for axis, along in zip(sizes, coordinates, strict=True):
+            if len(set(along.tolist())) > 1:
+                spanned.add(axis)
+    return tuple(axis for axis in sizes if axis in spanned)
