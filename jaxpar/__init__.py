@@ -3,10 +3,10 @@
 from jaxpar import data
 from jaxpar.engine import Engine, initialize
 from jaxpar.mesh import MeshShape, make_mesh
+from jaxpar.plan.explain import Explanation
 from jaxpar.precision import Precision, make_precision
 from jaxpar.remat import remat
 from jaxpar.sharding.constrain import constrain
-from jaxpar.sharding.report import Explanation
 from jaxpar.state import TrainState
 from jaxpar.weighted import Weighted
 

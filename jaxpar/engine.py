@@ -4,9 +4,8 @@ Everything that can be checked is checked here, before anything compiles. The en
 keeps the state as flat leaves, for dispatch costs by the nested node.
 """
 
-import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,15 +18,17 @@ from jaxpar.batches import BatchSpec, make_batch_spec
 from jaxpar.checkpoint import Checkpoints, Restored
 from jaxpar.checks import check_arguments, check_trainable, trace_loss
 from jaxpar.gradients import Partition, make_evaluation, make_gradients
-from jaxpar.mesh import DATA, MeshShape, are_present, lowering_platform, make_mesh
+from jaxpar.layout import Layout
+from jaxpar.mesh import DATA, MeshShape, lowering_platform, make_mesh
 from jaxpar.module import Network, make_network
+from jaxpar.plan.explain import Explanation
 from jaxpar.precision import Precision, make_precision
-from jaxpar.sharding.report import Explanation, make_explanation
 from jaxpar.sharding.rules import Rules, compute_specs
-from jaxpar.sharding.zero import LeafPlan, ZeroStage, plan_leaves, zero_stage
+from jaxpar.sharding.zero import plan_leaves, zero_stage
 from jaxpar.state import TrainState, make_init, state_shardings
 from jaxpar.step import make_train_step
 from jaxpar.types import Batch, LossFn, Metrics
+from jaxpar.xla_settings import Value, choose_settings, compiler_options
 
 _LAG = 2
 """Steps dispatched before a step's exhausted loss scale must have been noticed."""
@@ -49,6 +50,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     eval_fn: LossFn | None = None,
     coupled_batch: bool = False,
     allow_whole: Sequence[str] = (),
+    xla_options: Mapping[str, Value | None] | None = None,
 ) -> "Engine":
     """Make an engine that trains a Flax model on a mesh.
 
@@ -73,9 +75,12 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
       coupled_batch: the loss couples examples (in-batch negatives): it is given whole
         micro-batches. Implied by a model that changes its state (batch statistics).
       allow_whole: path patterns of large parameters that may stay whole over data.
+      xla_options: XLA's option -> value, over those of `jaxpar.xla_settings`; None for
+        XLA's default. `Engine.explain` prints what is set.
 
     Returns:
-      An engine whose state is initialised, sharded, on the mesh.
+      An engine whose state is initialised, sharded, on the mesh. Where the mesh's
+      devices are only to compile for, the engine can explain and lower its step.
 
     Raises:
       ValueError: if arguments do not fit each other; the message says which and why.
@@ -98,8 +103,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     """
     mesh = mesh if isinstance(mesh, Mesh) else make_mesh(mesh or MeshShape())
     stage, rules = zero_stage(zero), rules or {}
-    if not isinstance(precision, Precision):
-        precision = make_precision(precision)
+    precision = make_precision(precision)
     check_arguments(mesh, optimizer, clip_norm, seed)
     batch_spec = make_batch_spec(sample_batch, mesh, accumulate)
     whole = batch_spec.num_rows // accumulate
@@ -113,10 +117,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
     compute = compute_specs(shapes, network.dim_names(), rules, mesh.shape)
     plans = plan_leaves(leaves, compute, stage, mesh.shape, allow_whole)
-    cast = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, precision.compute_dtype),
-        abstract.params,
-    )
+    cast = tree.with_dtype(abstract.params, precision.compute_dtype)
     changes_state = trace_loss(network, loss_fn, cast, abstract.model_state, rows)
     coupled = coupled_batch or changes_state
     # XLA rejects reductions over a manual axis of one device (jax 0.11.2).
@@ -131,37 +132,18 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
         scales_loss=precision.scales_loss,
     )
     evaluation = make_evaluation(partition, eval_fn or loss_fn, abstract.params)
-    shardings = state_shardings(abstract, plans, stage, mesh)
-    layout = _Layout(abstract, shardings, plans, stage, coupled, precision.scales_loss)
-    state = _initial_state(init, shardings, abstract, mesh, seed)
-    return Engine(network, layout, batch_spec, step, evaluation, state)
-
-
-def _initial_state(
-    init: Callable[[jax.Array], TrainState],
-    shardings: TrainState,
-    abstract: TrainState,
-    mesh: Mesh,
-    seed: int,
-) -> TrainState:
-    """Initialise the state on its devices; shapes, where those are not here."""
-    if are_present(mesh):
-        return jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+    layout = Layout(
+        mesh,
         abstract,
-        shardings,
+        state_shardings(abstract, plans, stage, mesh),
+        plans,
+        stage,
+        coupled,
+        precision.scales_loss,
+        choose_settings(mesh, xla_options),
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layout:
-    abstract: TrainState
-    shardings: TrainState
-    plans: dict[str, LeafPlan]
-    stage: ZeroStage
-    coupled: bool
-    scales_loss: bool
+    state = layout.initial_state(init, seed)
+    return Engine(network, layout, batch_spec, step, evaluation, state)
 
 
 class Engine:
@@ -179,7 +161,7 @@ class Engine:
     def __init__(
         self,
         network: Network,
-        layout: _Layout,
+        layout: Layout,
         batch_spec: BatchSpec,
         step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]],
         evaluation: Callable[..., Metrics],
@@ -208,6 +190,7 @@ class Engine:
             in_shardings=(rest, batch_spec.sharding),
             out_shardings=(rest, replicated, replicated),
             donate_argnums=0,
+            compiler_options=compiler_options(layout.settings),
         )
         self._evaluate = jax.jit(evaluate, out_shardings=replicated)
 
@@ -231,7 +214,7 @@ class Engine:
           ValueError: if the batch differs from the sample batch.
           FloatingPointError: if a recent step overflowed at the least loss scale.
         """
-        placed = self._batch_spec.put(batch)
+        placed = self._put(batch)
         self._leaves, metrics, exhausted = self._step(self._leaves, placed)
         self._exhausted.extend(exhausted)
         self._check_loss_scale(lag=_LAG)
@@ -248,7 +231,7 @@ class Engine:
           The new state and the metrics.
         """
         leaves = jax.tree.leaves(state)
-        new, metrics, _ = self._step(leaves, self._batch_spec.put(batch))
+        new, metrics, _ = self._step(leaves, self._put(batch))
         return jax.tree.unflatten(self._structure, new), metrics
 
     def evaluate(self, batch: Batch) -> Metrics:
@@ -261,7 +244,7 @@ class Engine:
           loss, weight (what the loss's total was divided by) and the user's metrics,
           by eval_fn with the model in evaluation mode.
         """
-        placed = self._batch_spec.put(batch, any_size=True)
+        placed = self._put(batch, any_size=True)
         state = self.state
         return self._evaluate(state.params, state.model_state, placed, state.key)
 
@@ -289,15 +272,14 @@ class Engine:
         return traced.lower(lowering_platforms=(lowering_platform(self.mesh),))
 
     def explain(self) -> Explanation:
-        """Say where every leaf of the state rests, why, and what crosses which axis."""
-        layout = self._layout
-        return make_explanation(
-            layout.abstract,
-            layout.shardings,
-            layout.plans,
-            layout.stage,
-            coupled=layout.coupled,
-        )
+        """Say what the step costs: every leaf, what crosses which axis, the memory.
+
+        Compiles the step if need be.
+
+        Returns:
+          Text when printed, in a terminal or a notebook; `as_json` for programs.
+        """
+        return self._layout.explain(self.lower().compile())
 
     def save(
         self,
@@ -319,6 +301,7 @@ class Engine:
         Raises:
           ValueError: if the folder holds another model's checkpoints.
         """
+        self._layout.require_devices("save")
         self._check_loss_scale(lag=0)
         checkpoints = self._opened(folder)
         checkpoints.set_keep(keep)
@@ -351,14 +334,8 @@ class Engine:
           FileNotFoundError: if there is no checkpoint.
           ValueError: if it is another model's.
         """
-        target = jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=sharding
-            ),
-            self._layout.abstract,
-            self._layout.shardings,
-        )
-        restored = self._opened(folder).restore(target, step=step)
+        self._layout.require_devices("restore")
+        restored = self._opened(folder).restore(self._layout.structs(), step=step)
         if data is not None:
             data.set_state(_position_of(restored, folder))
         self._leaves = jax.tree.leaves(restored.tree)
@@ -371,6 +348,10 @@ class Engine:
         self._check_loss_scale(lag=0)
         for checkpoints in self._checkpoints.values():
             checkpoints.wait()
+
+    def _put(self, batch: Batch, *, any_size: bool = False) -> Batch:
+        self._layout.require_devices("batch")
+        return self._batch_spec.put(batch, any_size=any_size)
 
     def _opened(self, folder: str | os.PathLike[str]) -> Checkpoints:
         path = os.path.abspath(folder)

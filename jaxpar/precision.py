@@ -30,11 +30,12 @@ class Precision:
 _COMPUTE_DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
 
 
-def make_precision(name: str, reduce_dtype: str | None = None) -> Precision:
+def make_precision(name: str | Precision, reduce_dtype: str | None = None) -> Precision:
     """Look a precision up by name.
 
     Args:
-      name: "fp32", "bf16" or "fp16" (with dynamic loss scaling).
+      name: "fp32", "bf16" or "fp16" (with dynamic loss scaling), or a precision, which
+        comes back as it is.
       reduce_dtype: one of the same names for the gradients' crossing; None for the
         compute dtype.
 
@@ -48,6 +49,8 @@ def make_precision(name: str, reduce_dtype: str | None = None) -> Precision:
       >>> make_precision("bf16", reduce_dtype="fp32").reduce_dtype
       dtype('float32')
     """
+    if isinstance(name, Precision):
+        return name
     compute = _dtype("precision", name)
     reduce = compute if reduce_dtype is None else _dtype("reduce_dtype", reduce_dtype)
     return Precision(compute, reduce, scales_loss=name == "fp16")

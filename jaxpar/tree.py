@@ -89,3 +89,8 @@ def near_match(word: str, known: Iterable[str]) -> str:
     """
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.4)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def with_dtype(arrays: PyTree, dtype: np.dtype) -> PyTree:
+    """The shapes of a tree of arrays, in another dtype."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), arrays)

@@ -127,22 +127,18 @@ def _group(
         return _spanned(moving, sizes), 2
     groups = instruction.attribute("replica_groups")
     if groups.startswith("mesh["):
-        return _named_axes(groups)
+        return _named_axes(groups, sizes)
     ids = _device_groups(groups, math.prod(sizes.values()))
     return _spanned(ids, sizes), len(ids[0])
 
 
-def _named_axes(groups: str) -> tuple[tuple[str, ...], int]:
+def _named_axes(groups: str, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
     """``mesh['data'=4,'tensor'=2] {'data'}``; a part of an axis is 'data':(1)2."""
-    mesh, _, used = groups.partition("]")
-    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
-    axes, ways = [], 1
-    for name, part in re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", used):
-        size = int(part) if part else sizes[name]
-        if size > 1 and name not in axes:
-            axes.append(name)
-        ways *= size
-    return tuple(axes), ways
+    used = groups.partition("]")[2]
+    parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", used)
+    ways = {name: int(part) if part else sizes[name] for name, part in parts}
+    axes = tuple(axis for axis in sizes if ways.get(axis, 1) > 1)
+    return axes, math.prod(ways.values())
 
 
 def _device_groups(groups: str, num_devices: int) -> np.ndarray:

@@ -14,7 +14,7 @@ LAYERS = (
     ("types", "compat", "residuals"),
     ("tree", "dependence"),
     ("mesh",),
-    ("sharding", "metrics", "launch"),
+    ("sharding", "metrics", "launch", "xla_settings"),
     (
         "batches",
         "data",
@@ -32,7 +32,7 @@ LAYERS = (
     ("gradients",),
     ("step", "checkpoint", "checks"),
     ("pipeline", "plan", "profile", "compress", "infer"),
-    ("config",),
+    ("config", "layout"),
     ("engine",),
     ("run",),
     ("cli",),

@@ -9,9 +9,11 @@ import optax
 import pytest
 from flax import nnx
 
+import jaxpar
 from jaxpar.mesh import MeshShape, make_mesh
 from jaxpar.module import make_network
-from jaxpar.sharding.report import make_explanation
+from jaxpar.plan.explain import make_explanation
+from jaxpar.plan.program import read_program
 from jaxpar.sharding.rules import compute_specs
 from jaxpar.sharding.zero import plan_leaves, zero_stage
 from jaxpar.state import make_init, state_shardings
@@ -28,7 +30,7 @@ class Net(nnx.Module):
 
 
 def explained(zero, *, data=4, tensor=2, coupled=False):
-    """An explanation and the layout that it is of; nothing is compiled."""
+    """An explanation and the layout that it is of; the step is not compiled."""
     devices = jax.devices()[: data * tensor]
     mesh = make_mesh(MeshShape(data=data, tensor=tensor), devices)
     network = make_network(lambda rngs: Net(rngs), lambda *_: 0.0, None)
@@ -40,7 +42,11 @@ def explained(zero, *, data=4, tensor=2, coupled=False):
     stage = zero_stage(zero)
     plans = plan_leaves(leaves, compute, stage, mesh.shape)
     shardings = state_shardings(abstract, plans, stage, mesh)
-    report = make_explanation(abstract, shardings, plans, stage, coupled=coupled)
+    compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
+    program = read_program(compiled, mesh)
+    report = make_explanation(
+        abstract, shardings, plans, stage, coupled=coupled, program=program
+    )
     return report, abstract, shardings
 
 
@@ -90,20 +96,65 @@ def test_every_parameter_says_why_and_its_moments_rest_beside_it():
         (3, ["where they are used: twice a micro-batch", "every micro-batch"]),
     ],
 )
-def test_what_crosses_is_said_by_stage(zero, crosses):
-    *over_data, over_tensor = explained(zero)[0].crosses
+def test_what_is_meant_to_cross_is_said_by_stage(zero, crosses):
+    *over_data, over_tensor = explained(zero)[0].meant
     assert all(x in line for x, line in zip(crosses, over_data, strict=True))
     assert over_tensor == "tensor: 1 parameters are split by rule."
 
 
 def test_coupled_batch_says_that_the_compiler_reduces():
     report, *_ = explained(2, coupled=True)
-    assert "examples are coupled" in report.crosses[0]
+    assert "examples are coupled" in report.meant[0]
 
 
 def test_one_device_on_data_crosses_nothing():
     report, *_ = explained(2, data=1)
-    assert report.crosses[0] == "data: one device, nothing crosses."
+    assert report.meant[0] == "data: one device, nothing crosses."
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return jaxpar.initialize(
+        model=lambda rngs: nnx.Linear(32, 64, rngs=rngs),
+        loss_fn=lambda model, batch: jnp.mean(model(batch) ** 2),
+        optimizer=optax.adamw(1e-3),
+        sample_batch=jax.ShapeDtypeStruct((8, 32), jnp.float32),
+        mesh=MeshShape(data=4, tensor=2),
+        zero=1,
+        rules={"kernel": jax.sharding.PartitionSpec(None, "tensor")},
+        xla_options={"xla_cpu_enable_fast_math": False},
+    )
+
+
+def test_what_crosses_is_read_from_the_compiled_step(engine):
+    program = engine.explain().program
+    # The kernel, split over tensor; the bias, of 256 bytes, is reduced whole.
+    kernel = 32 * 64 * 4 // 2
+    assert program.crossing("all-gather", "data") == kernel
+    assert program.crossing("reduce-scatter", "data") == kernel
+    assert program.crossing("all-reduce", "data") >= 256
+    assert program.bytes_of("batch") == 8 // 4 * 32 * 4
+
+
+def test_memory_is_the_compilers(engine):
+    program = engine.explain().program
+    stats = engine.lower().compile().memory_analysis()
+    assert program.memory.temporaries == stats.temp_size_in_bytes
+    assert program.memory.arguments == stats.argument_size_in_bytes
+    state, batch = program.bytes_of("state"), program.bytes_of("batch")
+    assert state + batch == program.memory.arguments
+
+
+def test_options_of_the_compiler_are_said(engine):
+    (setting,) = engine.explain().settings
+    assert (setting.option, setting.value) == ("xla_cpu_enable_fast_math", False)
+    assert "xla_cpu_enable_fast_math=False: given" in str(engine.explain())
+
+
+def test_a_notebook_shows_the_text(engine):
+    report = engine.explain()
+    assert report._repr_mimebundle_() == {"text/plain": str(report)}
+    assert "reduce-scatter" in str(report)
 
 
 def test_json_holds_every_row():
@@ -120,5 +171,5 @@ def test_text_shows_mesh_leaves_total_and_crossings():
     assert "mesh data 4 x pipe 1 x tensor 2, ZeRO 3" in text
     assert "params/up/kernel" in text
     assert f"{report.bytes_per_device:,} bytes per device" in text
-    assert all(line.split(",")[0] in text for line in report.crosses)
+    assert all(line.split(",")[0] in text for line in report.meant)
     assert jnp.float32.dtype.name in text

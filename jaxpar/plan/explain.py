@@ -1,6 +1,7 @@
-"""What does a run's layout cost, leaf by leaf, and what crosses which axis: explain().
+"""What does a run cost, leaf by leaf, and what crosses which axis: explain().
 
-The table is read from the layout itself: specs, bytes per device at rest, and why.
+Where leaves rest and why is read from the layout; what crosses, and the memory, from
+the program that the compiler made of the step.
 """
 
 import dataclasses
@@ -17,10 +18,12 @@ from rich.table import Table
 
 from jaxpar import tree
 from jaxpar.mesh import DATA
+from jaxpar.plan.program import Program
 from jaxpar.sharding.zero import LeafPlan, ZeroStage
 from jaxpar.types import PyTree
+from jaxpar.xla_settings import Setting
 
-_CROSSES = {
+_MEANT = {
     0: (
         "data: gradients are summed over micro-batches, then all-reduced once a step.",
     ),
@@ -66,23 +69,27 @@ class LeafReport:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """A run's layout, for people (``print``) and programs (``as_json``).
+    """What a step costs, for people (``print``) and programs (``as_json``).
 
     Attributes:
       mesh: axis -> devices.
       zero: the ZeRO stage.
       leaves: a row per leaf of the train state.
-      crosses: what crosses which axis in a step.
+      meant: what should cross which axis, by the stage's design.
+      program: what does, and the memory, read from the compiled step.
+      settings: the compiler's options that were set, and why.
     """
 
     mesh: dict[str, int]
     zero: int
     leaves: tuple[LeafReport, ...]
-    crosses: tuple[str, ...]
+    meant: tuple[str, ...]
+    program: Program
+    settings: tuple[Setting, ...]
 
     @property
     def bytes_per_device(self) -> int:
-        """Bytes of the whole state at rest on one device."""
+        """Bytes of the whole state at rest on one device, without padding."""
         return sum(leaf.bytes_per_device for leaf in self.leaves)
 
     def as_json(self) -> str:
@@ -90,24 +97,62 @@ class Explanation:
         return json.dumps(dataclasses.asdict(self))
 
     def __str__(self) -> str:
-        table = Table(box=box.SIMPLE, title=None)
-        for column in ("leaf", "shape", "dtype", "spec"):
-            table.add_column(column, overflow="fold")
-        table.add_column("bytes/device", justify="right")
-        table.add_column("why", overflow="fold")
-        for leaf in self.leaves:
-            shape = "x".join(map(str, leaf.shape)) or "scalar"
-            number = f"{leaf.bytes_per_device:,}"
-            table.add_row(leaf.name, shape, leaf.dtype, leaf.spec, number, leaf.why)
         out = io.StringIO()
         console = Console(file=out, width=140, color_system=None)
         shape = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
         console.print(f"mesh {shape}, ZeRO {self.zero}")
-        console.print(table)
+        console.print(_leaf_table(self.leaves))
         console.print(f"state at rest: {self.bytes_per_device:,} bytes per device")
-        for line in self.crosses:
-            console.print(f"- {line}")
+        console.print("\nwhat crosses in a step, read from the compiled program:")
+        console.print(_traffic_table(self.program))
+        for line in self.meant:
+            console.print(f"- meant: {line}")
+        for loop in self.program.unknown_loops:
+            console.print(f"- loop {loop}: trip count not known, counted once")
+        console.print("\nmemory of the compiled step, bytes per device:")
+        for name, number in dataclasses.asdict(self.program.memory).items():
+            console.print(f"  {name.replace('_', ' '):<12}{number:>18,}")
+        if self.settings:
+            console.print("\ncompiler options:")
+        for setting in self.settings:
+            console.print(f"- {setting.option}={setting.value}: {setting.why}")
         return out.getvalue()
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
+        """What a notebook shows."""
+        return {"text/plain": str(self)}
+
+
+def _leaf_table(leaves: Sequence[LeafReport]) -> Table:
+    table = Table(box=box.SIMPLE)
+    for column in ("leaf", "shape", "dtype", "spec"):
+        table.add_column(column, overflow="fold")
+    table.add_column("bytes/device", justify="right")
+    table.add_column("why", overflow="fold")
+    for leaf in leaves:
+        shape = "x".join(map(str, leaf.shape)) or "scalar"
+        number = f"{leaf.bytes_per_device:,}"
+        table.add_row(leaf.name, shape, leaf.dtype, leaf.spec, number, leaf.why)
+    return table
+
+
+def _traffic_table(program: Program) -> Table:
+    table = Table(box=box.SIMPLE)
+    for column in ("axis", "collective", "dtype"):
+        table.add_column(column)
+    for column in ("times", "bytes", "sent/device", "largest"):
+        table.add_column(column, justify="right")
+    for row in program.collectives:
+        numbers = (row.count, row.bytes, row.sent_bytes, row.largest)
+        table.add_row(
+            " x ".join(row.axes) or "none",
+            row.kind,
+            row.dtype,
+            *(f"{number:,}" for number in numbers),
+        )
+    if not program.collectives:
+        table.add_row("none", "nothing crosses", *("",) * 5)
+    return table
 
 
 def make_explanation(
@@ -117,8 +162,10 @@ def make_explanation(
     stage: ZeroStage,
     *,
     coupled: bool,
+    program: Program,
+    settings: tuple[Setting, ...] = (),
 ) -> Explanation:
-    """Explain a layout.
+    """Explain a step.
 
     Args:
       abstract: the train state's shapes.
@@ -126,6 +173,8 @@ def make_explanation(
       plans: parameter name -> plan.
       stage: the row of the ZeRO table.
       coupled: whether examples are coupled (data is automatic).
+      program: the compiled step, read.
+      settings: what it was compiled with.
 
     Returns:
       The explanation.
@@ -140,7 +189,9 @@ def make_explanation(
         mesh=dict(mesh.shape),
         zero=stage.number,
         leaves=tuple(rows),
-        crosses=_crosses(stage, mesh.shape[DATA], list(plans.values()), coupled),
+        meant=_meant(stage, mesh.shape[DATA], list(plans.values()), coupled),
+        program=program,
+        settings=settings,
     )
 
 
@@ -162,7 +213,7 @@ def _row(
     )
 
 
-def _crosses(
+def _meant(
     stage: ZeroStage, data: int, plans: Sequence[LeafPlan], coupled: bool
 ) -> tuple[str, ...]:
     if data == 1:
@@ -173,6 +224,6 @@ def _crosses(
             "gradients are reduced every micro-batch.",
         )
     else:
-        lines = _CROSSES[stage.number]
+        lines = _MEANT[stage.number]
     ruled = sum(any(plan.compute) for plan in plans)
     return (*lines, f"tensor: {ruled} parameters are split by rule.")
