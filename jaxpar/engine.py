@@ -106,8 +106,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     precision = make_precision(precision)
     check_arguments(mesh, optimizer, clip_norm, seed)
     batch_spec = make_batch_spec(sample_batch, mesh, accumulate)
-    whole = batch_spec.num_rows // accumulate
-    rows = batch_spec.rows(whole // mesh.shape[DATA])
+    rows = batch_spec.rows(batch_spec.num_rows // (accumulate * mesh.shape[DATA]))
     network = make_network(model, loss_fn, rows)
 
     check_trainable(jax.eval_shape(network.init, jax.random.key(seed))[0])
