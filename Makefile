@@ -12,9 +12,12 @@ ARGS :=
 PYTHON :=
 LANE :=
 
+# Compilers for GPUs and TPUs that are not here, for tests/compiled; no: skip those.
+COMPILERS := yes
+
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help train test test-slow lint format setup clean
+.PHONY: help train test test-slow lint format setup compilers clean
 
 help: ## Print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -22,10 +25,10 @@ help: ## Print this list
 train: setup ## Train the GPT of recipes/gpt.py on real text
 	@$(BIN)/python recipes/gpt.py $(ARGS)
 
-test: setup ## Run what needs no GPU and takes under 15 minutes on two cores
+test: setup compilers ## Run what needs no GPU and takes under 15 minutes on two cores
 	@$(PYTEST) -m "not slow" $(ARGS)
 
-test-slow: setup ## Run the long versions as well
+test-slow: setup compilers ## Run the long versions as well
 	@$(PYTEST) -o faulthandler_timeout=1800 $(ARGS)
 
 lint: setup ## Check style (ruff) and types (pyright)
@@ -39,6 +42,10 @@ format: setup ## Rewrite the files in the style that lint checks
 
 setup: ## Make or refresh the virtual environment
 	@.ci/setup --venv $(VENV) --extras $(EXTRAS) \
+	  $(if $(PYTHON),--python $(PYTHON)) $(if $(LANE),--lane $(LANE))
+
+compilers:
+	@.ci/setup --venv $(VENV) --extras $(EXTRAS) --compilers $(COMPILERS) \
 	  $(if $(PYTHON),--python $(PYTHON)) $(if $(LANE),--lane $(LANE))
 
 clean: ## Delete environments and caches (not what runs have written)

@@ -87,16 +87,18 @@ def _use(
 ) -> Callable[..., jax.Array]:
     """``use(shard[, whole]) -> whole`` whose backward pass reduces into the shard."""
 
-    @jax.custom_vjp
-    def use(shard: jax.Array, *whole: jax.Array) -> jax.Array:
+    def make(shard: jax.Array, *whole: jax.Array) -> jax.Array:
         return whole[0] if whole else exchange.gather(plan, shard.astype(dtype))
 
     def forward(shard: jax.Array, *whole: jax.Array) -> tuple[jax.Array, bool]:
-        return use(shard, *whole), bool(whole)
+        # Not by a call of `use`: a scan would take its result for something new, and
+        # keep a second stack of all layers for the backward pass.
+        return make(shard, *whole), bool(whole)
 
     def backward(was_whole: bool, cotangent: jax.Array) -> tuple:
         return (exchange.reduce(plan, cotangent), *((None,) if was_whole else ()))
 
+    use = jax.custom_vjp(make)
     use.defvjp(forward, backward)
     return use
 

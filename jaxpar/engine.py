@@ -254,6 +254,7 @@ class Engine:
           The nnx.Module (or a `jaxpar.module.LinenModel`) around views of the fp32
           masters, sharded as they rest; the next step donates them.
         """
+        self._layout.require_devices("model")
         state = self.state
         variables = (state.params, state.model_state)
         return self._network.run(

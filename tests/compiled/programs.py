@@ -1,0 +1,253 @@
+"""What is compiled: training steps and known programs, for devices that are not here.
+
+Runs in the process that has the compilers; arguments and results travel as pickles.
+"""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxpar
+from jaxpar.gradients import Partition
+from jaxpar.mesh import DATA, TENSOR, MeshShape, lowering_platform, make_mesh
+from jaxpar.models.gpt import GPT, gpt_loss
+from jaxpar.models.gpt_config import GPTConfig
+from jaxpar.plan.deviceless import gpu_devices, prepare_process, tpu_devices
+from jaxpar.plan.program import Program, read_program
+from jaxpar.sharding import exchange, zero
+from jaxpar.tree import num_elements
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A GPT's training step on H200s, in bf16 with AdamW."""
+
+    hosts: int = 8
+    tensor: int = 1
+    zero: int = 1
+    accumulate: int = 1
+    layers: int = 8
+    width: int = 1024
+    vocab: int = 8192
+    length: int = 256
+    remat: str = "full"
+    sequence_parallel: bool = False
+    users_model: bool = False
+    fault: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of it.
+
+    Attributes:
+      psi: parameters.
+      num_devices: GPUs.
+      data: GPUs on the data axis.
+      program: the compiled step, read.
+      seconds: processor time that lowering and compiling took.
+    """
+
+    psi: int
+    num_devices: int
+    data: int
+    program: Program
+    seconds: float
+
+
+class Perceptron(nnx.Module):
+    """A user's model: nothing of jaxpar in it, and no scan."""
+
+    def __init__(self, layers: int, width: int, rngs: nnx.Rngs):
+        self.layers = nnx.List(
+            [nnx.Linear(width, width, rngs=rngs) for _ in range(layers)]
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = x + jax.nn.gelu(layer(x))
+        return x
+
+
+def squared(model: Any, batch: jax.Array) -> jax.Array:
+    return jnp.mean(model(batch).astype(jnp.float32) ** 2)
+
+
+def compile_step(run: Run) -> Compiled:
+    """Make the engine on GPUs that are not here, and compile its step."""
+    prepare_process()
+    devices = gpu_devices("h200", run.hosts, 8)
+    mesh = make_mesh(MeshShape(data=-1, tensor=run.tensor), devices)
+    rows = mesh.shape[DATA] * run.accumulate
+    if run.users_model:
+        model: Any = lambda rngs: Perceptron(run.layers, run.width, rngs)  # noqa: E731
+        loss_fn: Any = squared
+        batch: Any = jax.ShapeDtypeStruct((rows, run.width), jnp.bfloat16)
+    else:
+        config = GPTConfig(
+            num_layers=run.layers,
+            num_heads=run.width // 64,
+            width=run.width,
+            seq_len=run.length,
+            vocab_size=run.vocab,
+            remat=run.remat,
+            sequence_parallel=run.sequence_parallel,
+        )
+        model = lambda rngs: GPT(config, rngs=rngs)  # noqa: E731
+        loss_fn = gpt_loss
+        batch = {"tokens": jax.ShapeDtypeStruct((rows, run.length + 1), jnp.int32)}
+    began = time.process_time()
+    with _FAULTS[run.fault]():
+        engine = jaxpar.initialize(
+            model=model,
+            loss_fn=loss_fn,
+            optimizer=optax.adamw(1e-3),
+            sample_batch=batch,
+            mesh=mesh,
+            zero=run.zero,
+            precision="bf16",
+            accumulate=run.accumulate,
+        )
+        compiled = engine.lower().compile()
+    return Compiled(
+        psi=num_elements(engine.state.params),
+        num_devices=mesh.size,
+        data=mesh.shape[DATA],
+        program=read_program(compiled, mesh),
+        seconds=time.process_time() - began,
+    )
+
+
+@contextlib.contextmanager
+def _constraint_dropped() -> Iterator[None]:
+    """Gradients without the layout that their leaves were computed on."""
+    with mock.patch.object(
+        exchange, "_as_made", lambda plan, grad: grad.reshape(plan.view_shape)
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _accumulator_replicated() -> Iterator[None]:
+    """Stage 2 that adds whole gradients up and reduces them once."""
+    stages = list(zero.STAGES)
+    stages[2] = dataclasses.replace(stages[2], reduce="step")
+    with mock.patch.object(zero, "STAGES", tuple(stages)):
+        yield
+
+
+@contextlib.contextmanager
+def _cast_after_gather() -> Iterator[None]:
+    """Parameters gathered in fp32."""
+
+    def prepare(self: Partition, shards: list) -> list:
+        whole = [
+            self.exchange.gather(p, x) for p, x in zip(self.plans, shards, strict=True)
+        ]
+        return [x.astype(self.precision.compute_dtype) for x in whole]
+
+    with mock.patch.object(Partition, "prepare", prepare):
+        yield
+
+
+_FAULTS: dict[str, Any] = {
+    "": contextlib.nullcontext,
+    "constraint dropped": _constraint_dropped,
+    "accumulator replicated": _accumulator_replicated,
+    "cast after the gather": _cast_after_gather,
+}
+
+
+def calls_refused() -> dict[str, str]:
+    """What an engine on GPUs that are not here says to calls that run something."""
+    prepare_process()
+    mesh = make_mesh(MeshShape(data=-1), gpu_devices("h200", 1, 8))
+    engine = jaxpar.initialize(
+        model=lambda rngs: nnx.Linear(4, 4, rngs=rngs),
+        loss_fn=squared,
+        optimizer=optax.sgd(0.1),
+        sample_batch=jax.ShapeDtypeStruct((8, 4), jnp.float32),
+        mesh=mesh,
+    )
+    batch = jnp.ones((8, 4))
+    calls = {
+        "step": lambda: engine.step(batch),
+        "evaluate": lambda: engine.evaluate(batch),
+        "save": lambda: engine.save("never-made"),
+        "restore": lambda: engine.restore("never-made"),
+        "model": engine.model,
+    }
+    said = {"explain": str(engine.explain())}
+    for name, call in calls.items():
+        try:
+            call()
+        except RuntimeError as error:
+            said[name] = str(error)
+    return said
+
+
+LAYERS, WIDTH, ROWS = 3, 2048, 256
+"""Of the known program."""
+
+
+def _known(x: jax.Array, kernels: jax.Array, y: jax.Array) -> tuple:
+    """Every kind of collective, of known bytes, in and out of a loop."""
+
+    def layer(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, None]:
+        whole = jax.lax.all_gather(kernel, DATA, axis=0, tiled=True)
+        return jax.lax.psum(
+            jnp.tanh(jnp.dot(x, whole, precision="highest")), TENSOR
+        ), None
+
+    x, _ = jax.lax.scan(layer, x, kernels)
+    scattered = jax.lax.psum_scatter(x, DATA, scatter_dimension=1, tiled=True)
+    turned = jax.lax.ppermute(x, TENSOR, [(0, 1), (1, 0)])
+    swapped = jax.lax.all_to_all(y, DATA, 0, 0, tiled=True)
+    total = jax.lax.psum(x.sum(), (DATA, TENSOR))
+    return scattered, turned, swapped, total
+
+
+def read_known(platform: str) -> Program:
+    """Compile the known program for 4 x 2 devices of a platform, and read it."""
+    prepare_process()
+    devices = {
+        "cpu": lambda: jax.devices()[:8],
+        "gpu": lambda: gpu_devices("h200", 1, 8),
+        "tpu": lambda: tpu_devices("v5e:2x4"),
+    }[platform]()
+    mesh = Mesh(
+        np.array(devices).reshape(4, 1, 2),
+        (DATA, "pipe", TENSOR),
+        axis_types=(jax.sharding.AxisType.Auto,) * 3,
+    )
+    program = jax.jit(
+        jax.shard_map(
+            _known,
+            mesh=mesh,
+            in_specs=(P(), P(None, DATA), P()),
+            out_specs=(P(None, DATA), P(TENSOR), P(DATA), P()),
+            check_vma=False,
+        )
+    )
+
+    def struct(shape: tuple[int, ...], spec: P, dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    traced = program.trace(
+        struct((ROWS, WIDTH), P(), jnp.float32),
+        struct((LAYERS, WIDTH, WIDTH), P(None, DATA), jnp.float32),
+        struct((8, WIDTH), P(), jnp.bfloat16),
+    )
+    lowered = traced.lower(lowering_platforms=(lowering_platform(mesh),))
+    return read_program(lowered.compile(), mesh)
