@@ -14,10 +14,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.mesh import DATA, TENSOR
+from jaxpar.models.causal_attention import causal_attention
 from jaxpar.models.layers import Dense
 from jaxpar.sharding.constrain import constrain
 
-Implementation = Literal["xla", "cudnn"]
+Implementation = Literal["xla", "cudnn", "blocked"]
 Rotation = tuple[Float[Array, "#B T half"], Float[Array, "#B T half"]]
 
 
@@ -26,10 +27,11 @@ def attention_implementation(
 ) -> Implementation:
     """Decide which program computes attention.
 
-    "auto" means cuDNN's fused kernel where this process drives an NVIDIA GPU of at
-    least compute capability 8.0 and the kernel takes the dtype and the head size.
-    With a mask other than the causal one it means XLA: cuDNN wants such a mask as a
-    bias, [T, S] per row of the batch.
+    "auto" means blocks of queries (`jaxpar.models.causal_attention`) on a CPU; cuDNN's
+    fused kernel where this process drives an NVIDIA GPU of at least compute capability
+    8.0 and the kernel takes the dtype and the head size; else XLA. With a mask other
+    than the causal one a GPU means XLA: cuDNN wants such a mask as a bias, [T, S] per
+    row of the batch.
 
     Args:
       choice: "auto", or the answer itself.
@@ -38,17 +40,19 @@ def attention_implementation(
       masked: whether there is a mask besides the causal one.
 
     Returns:
-      "xla" or "cudnn", as `jax.nn.dot_product_attention` takes it.
+      "blocked", or "xla" or "cudnn" as `jax.nn.dot_product_attention` takes them.
 
     Example:
       >>> attention_implementation(
       ...     "auto", dtype=jnp.dtype("float32"), head_size=64, masked=False
       ... )
-      'xla'
+      'blocked'
     """
-    if choice == "cudnn":
-        return "cudnn"
-    if choice == "xla" or masked or dtype not in (jnp.bfloat16, jnp.float16):
+    if choice in ("cudnn", "xla", "blocked"):
+        return choice
+    if _device_kind() == "cpu":
+        return "blocked"
+    if masked or dtype not in (jnp.bfloat16, jnp.float16):
         return "xla"
     capability = _compute_capability()
     largest = 256 if capability >= 9.0 else 128
@@ -56,15 +60,18 @@ def attention_implementation(
     return "cudnn" if capability >= 8.0 and fits else "xla"
 
 
-def _compute_capability() -> float:
-    """Of the GPU that the traced program will run on; 0 where it is another device."""
+def _device_kind() -> str:
+    """Of the device that the traced program will run on."""
     mesh_device = jax.sharding.get_abstract_mesh().abstract_device
-    if mesh_device is not None and mesh_device.device_kind == "cpu":
-        return 0.0
+    return (mesh_device or jax.devices()[0]).device_kind
+
+
+def _compute_capability() -> float:
+    """Of the GPU at hand; 0 where the program will run on no GPU, or none is here."""
     # A program compiled for GPUs that are not here can't hold cuDNN's kernel, so
     # what decides is the device at hand, not the mesh's.
     device = jax.devices()[0]
-    if "NVIDIA" not in device.device_kind:
+    if _device_kind() == "cpu" or "NVIDIA" not in device.device_kind:
         return 0.0
     return float(device.compute_capability)
 
@@ -131,11 +138,13 @@ def attend(
       key_BSKH: keys; each head of them serves N / K query heads.
       value_BSKH: values.
       mask_BNTS: which keys a query may see, besides the causal mask.
-      implementation: "xla" or "cudnn".
+      implementation: what `attention_implementation` decided.
 
     Returns:
       The weighted sums of values.
     """
+    if implementation == "blocked":
+        return causal_attention(query_BTNH, key_BSKH, value_BSKH, mask_BNTS)
     attention = functools.partial(
         jax.nn.dot_product_attention, is_causal=True, implementation=implementation
     )
@@ -165,7 +174,7 @@ class Attention(nnx.Module):
       bias: whether the projections of queries, values and output have one.
       output_stddev: of the output projection, whose result joins the residual.
       flatten: as in `Dense`.
-      implementation: "auto", "xla" or "cudnn".
+      implementation: "auto", "xla", "cudnn" or "blocked".
       rngs: for the ``params`` stream.
     """
 

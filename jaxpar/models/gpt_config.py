@@ -12,7 +12,7 @@ _CHOICES = {
     "activation": ("gelu", "swiglu"),
     "norm": ("layernorm", "rmsnorm"),
     "positions": ("learned", "rotary"),
-    "attention": ("auto", "xla", "cudnn"),
+    "attention": ("auto", "xla", "cudnn", "blocked"),
 }
 
 
@@ -45,7 +45,7 @@ class GPTConfig:
       unroll: layers per iteration of the scan; num_layers leaves no loop.
       sequence_parallel: between blocks, shard activations over tokens on the tensor
         axis.
-      attention: "auto", "xla" or "cudnn".
+      attention: "auto", "xla", "cudnn" or "blocked" (see `jaxpar.models.attention`).
 
     Raises:
       ValueError: if a number does not fit, or a word is not one of its choices.

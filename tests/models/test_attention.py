@@ -25,7 +25,8 @@ DECISIONS = [
     (9.0, "float32", 64, False, "xla"),
     (9.0, "bfloat16", 60, False, "xla"),
     (9.0, "bfloat16", 64, True, "xla"),
-    (0.0, "bfloat16", 64, False, "xla"),
+    (0.0, "bfloat16", 64, False, "blocked"),
+    (0.0, "float32", 64, True, "blocked"),
 ]
 
 
@@ -38,7 +39,7 @@ def decide(choice: str, dtype: str, head_size: int, masked: bool) -> str:
 @pytest.mark.parametrize(
     ("capability", "dtype", "head_size", "masked", "answer"), DECISIONS
 )
-def test_auto_means_cudnn_where_its_kernel_takes_the_inputs(
+def test_auto_means_cudnn_where_its_kernel_takes_the_inputs_and_blocks_on_cpu(
     monkeypatch: pytest.MonkeyPatch,
     capability: float,
     dtype: str,
@@ -52,13 +53,15 @@ def test_auto_means_cudnn_where_its_kernel_takes_the_inputs(
     assert decide("auto", dtype, head_size, masked) == answer
 
 
-def test_auto_under_a_cpu_mesh_means_xla_beside_a_gpu(monkeypatch: pytest.MonkeyPatch):
+def test_auto_under_a_cpu_mesh_means_blocks_beside_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
     device = SimpleNamespace(device_kind="NVIDIA GPU", compute_capability="9.0")
     monkeypatch.setattr(attention.jax, "devices", lambda: [device])
     assert decide("auto", "bfloat16", 64, False) == "cudnn"
     with jax.set_mesh(mesh):
-        assert decide("auto", "bfloat16", 64, False) == "xla"
+        assert decide("auto", "bfloat16", 64, False) == "blocked"
 
 
 @pytest.mark.parametrize("choice", ["xla", "cudnn"])

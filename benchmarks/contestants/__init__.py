@@ -1,0 +1,1 @@
+"""What a benchmark's runner starts: one program each, steps on request."""

@@ -1,0 +1,146 @@
+"""The same GPT in torch: MODE eager or compile, or deepspeed ZERO on two workers.
+
+Runs in an environment that has torch, and nothing of jaxpar's.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import protocol
+
+WIDTH, HEADS = protocol.WIDTH, protocol.HEADS
+
+
+class Block(nn.Module):
+    """One layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        """Attend, then the MLP."""
+        B, T, D = x.shape
+        parts = self.qkv(self.norm1(x)).split(WIDTH, dim=2)
+        q, k, v = (p.view(B, T, HEADS, D // HEADS).transpose(1, 2) for p in parts)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(B, T, D))
+        y = self.up(self.norm2(x))
+        return x + self.down(F.gelu(y, approximate="tanh"))
+
+
+class GPT(nn.Module):
+    """The model, which gives the loss of a batch of tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(protocol.VOCAB, WIDTH)
+        self.positions = nn.Embedding(protocol.LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(protocol.LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
+
+    def forward(self, tokens):
+        """Mean next-token cross entropy."""
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        x = self.embedding(inputs) + self.positions.weight
+        for block in self.blocks:
+            x = block(x)
+        logits = self.norm(x) @ self.embedding.weight.T
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def batches(rank: int, ways: int):
+    """This worker's rows."""
+    rows = protocol.BATCH // ways
+    return [
+        torch.tensor(protocol.tokens(step))[rank * rows : (rank + 1) * rows]
+        for step in range(8)
+    ]
+
+
+def one_process(mode: str) -> None:
+    """Serve steps of torch alone."""
+    model = GPT()
+    data = batches(0, 1)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=protocol.LEARNING_RATE, weight_decay=1e-4, fused=True
+    )
+    run = torch.compile(model) if mode == "compile" else model
+
+    def step(number: int) -> float:
+        loss = run(data[number % 8])
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    step(0)
+    protocol.serve(step)
+
+
+def deepspeed_worker(zero: int) -> None:
+    """Serve steps of DeepSpeed; worker 0 is asked and tells the other."""
+    import deepspeed  # noqa: PLC0415 - only this contestant has it
+    import torch.distributed as dist  # noqa: PLC0415
+
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="gloo")
+    model = GPT()
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(
+            model.parameters(), lr=protocol.LEARNING_RATE, weight_decay=1e-4
+        ),
+        config={
+            "train_batch_size": protocol.BATCH,
+            "train_micro_batch_size_per_gpu": protocol.BATCH // 2,
+            "zero_optimization": {"stage": zero},
+            "zero_allow_untested_optimizer": True,
+        },
+    )
+    data = batches(rank, 2)
+
+    def take(number: int) -> float:
+        loss = engine(data[number % 8])
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    take(0)
+    if rank == 0:
+
+        def step(number: int) -> float:
+            dist.broadcast(torch.tensor([number]), 0)
+            return take(number)
+
+        protocol.serve(step)
+        dist.broadcast(torch.tensor([-1]), 0)
+        return
+    while True:
+        number = torch.zeros(1, dtype=torch.long)
+        dist.broadcast(number, 0)
+        if number.item() < 0:
+            return
+        take(int(number.item()))
+
+
+torch.manual_seed(0)
+if sys.argv[1] == "deepspeed":
+    deepspeed_worker(int(sys.argv[2]))
+else:
+    one_process(sys.argv[1])

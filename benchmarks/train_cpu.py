@@ -1,0 +1,163 @@
+"""How fast is a training step on a CPU, beside what people use?
+
+A GPT of 10.8 million parameters, fp32, batch 8 x 256. Each contestant is a process of
+its own, set up once; they take their steps in turns, so that what else the machine does
+falls on all alike. Contestants that are not installed are named and left out.
+
+    python benchmarks/train_cpu.py --torch-python ../torch/bin/python
+"""
+
+import dataclasses
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.record import write_result
+from jaxpar.config import parse
+
+HERE = Path(__file__).resolve().parent / "contestants"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What takes part, and how often."""
+
+    rounds: int = 8
+    """Turns of each contestant; medians over all steps count."""
+    steps: int = 3
+    """Steps a turn, the first of which is left out: its caches are another's."""
+    torch_python: str = ""
+    """An interpreter that has torch (and DeepSpeed); empty: this one."""
+    only: str = ""
+    """Contestants whose names contain this; empty: all."""
+    write: bool = True
+    """Write benchmarks/results/train_cpu.json."""
+
+
+class Contestant:
+    """A process that takes steps when asked.
+
+    Args:
+      commands: one command a worker; the first is asked.
+    """
+
+    def __init__(self, commands: list[list[str]]):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        self.workers = []
+        for rank, command in enumerate(commands):
+            environment = os.environ | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(len(commands)),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            self.workers.append(
+                subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                    stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                    stderr=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                    text=True,
+                )
+            )
+
+    def read(self) -> dict:
+        """The next answer; raises RuntimeError with its last words if it has ended."""
+        first = self.workers[0]
+        assert first.stdout is not None
+        assert first.stderr is not None
+        for line in first.stdout:
+            if line.startswith("@@"):
+                return json.loads(line[2:])
+        raise RuntimeError(first.stderr.read().strip().splitlines()[-1:])
+
+    def take(self, steps: int) -> dict:
+        """Ask for steps and wait for them."""
+        asked = self.workers[0].stdin
+        assert asked is not None
+        asked.write(f"{steps}\n")
+        asked.flush()
+        return self.read()
+
+    def stop(self) -> None:
+        """End all workers."""
+        for worker in self.workers:
+            worker.kill()
+            worker.wait()
+
+
+def commands_of(config: Config) -> dict[str, list[list[str]]]:
+    """Contestant -> the commands of its workers."""
+    torch = [config.torch_python or sys.executable, str(HERE / "torch_gpt.py")]
+    ours = [sys.executable, str(HERE / "jaxpar_gpt.py")]
+    commands = {
+        "plain JAX": [[sys.executable, str(HERE / "plain_gpt.py")]],
+        "jaxpar": [[*ours, "1", "0"]],
+        "torch eager": [[*torch, "eager"]],
+        "torch compile": [[*torch, "compile"]],
+    }
+    for zero in range(4):
+        commands[f"jaxpar ZeRO {zero}, 2 devices"] = [[*ours, "2", str(zero)]]
+        worker = [*torch, "deepspeed", str(zero)]
+        commands[f"DeepSpeed ZeRO {zero}, 2 workers"] = [worker, worker]
+    return {name: c for name, c in commands.items() if config.only in name}
+
+
+def start_all(config: Config, console: Console) -> dict[str, Contestant]:
+    """Start what can be started, one after the other."""
+    started = {}
+    for name, commands in commands_of(config).items():
+        contestant = Contestant(commands)
+        try:
+            contestant.read()
+            started[name] = contestant
+            console.print(f"ready: {name}")
+        except RuntimeError as error:
+            contestant.stop()
+            console.print(f"left out: {name}: {error}")
+    return started
+
+
+def main(config: Config) -> None:
+    """Run all contestants in turns and write the medians."""
+    console = Console()
+    contestants = start_all(config, console)
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    losses: dict[str, float] = {}
+    try:
+        for number in range(config.rounds + 1):
+            for name, contestant in contestants.items():
+                answer = contestant.take(config.steps)
+                losses[name] = answer["losses"][-1]
+                if number:  # The first round warms everything up.
+                    times[name] += answer["seconds"][1:]
+            console.print(f"round {number} of {config.rounds}")
+    finally:
+        for contestant in contestants.values():
+            contestant.stop()
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    table = Table("step", "seconds", "of plain JAX", "last loss")
+    for name, median in medians.items():
+        share = median / medians.get("plain JAX", median)
+        table.add_row(name, f"{median:.3f}", f"{share:.2f}", f"{losses[name]:.3f}")
+    console.print(table)
+    if config.write:
+        measured = {"seconds": medians, "last_loss": losses}
+        console.print(f"written: {write_result('train_cpu', measured).name}")
+
+
+if __name__ == "__main__":
+    main(parse(Config, __doc__))

@@ -1,0 +1,109 @@
+"""Does attention by blocks of queries give what attention at once gives?"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.models.causal_attention import BLOCK, MAX_BLOCKS, _blocks, causal_attention
+
+
+def inputs(length: int, heads: int, kv_heads: int, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 4)
+    sizes = (heads, kv_heads, kv_heads, heads)
+    return [
+        jax.random.normal(key, (2, length, size, 8), dtype)
+        for key, size in zip(keys, sizes, strict=True)
+    ]
+
+
+def at_once(query, key, value, mask=None):
+    return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True)
+
+
+# One program each, where every operation would be one: compiling is what takes time.
+@functools.partial(jax.jit, static_argnums=0)
+def result_and_gradients(fn, query, key, value, cotangent):
+    out, pull = jax.vjp(fn, query, key, value)
+    return [out, *pull(cotangent)]
+
+
+def largest_difference(length, heads, kv_heads, mask=None) -> float:
+    arrays = inputs(length, heads, kv_heads)
+    ours, theirs = (
+        result_and_gradients(lambda *x, fn=fn: fn(*x, mask), *arrays)
+        for fn in (causal_attention, at_once)
+    )
+    return max(float(jnp.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, 2 * BLOCK + 5])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
+def test_values_and_gradients_are_those_of_attention_at_once(length, heads, kv_heads):
+    assert largest_difference(length, heads, kv_heads) < 2e-5
+
+
+def test_segments_do_not_see_each_other():
+    length = BLOCK + 16
+    segments = jnp.arange(length)[None] >= BLOCK - 10
+    mask = (segments[:, None, :, None] == segments[:, None, None, :]).repeat(2, 0)
+    assert largest_difference(length, 2, 2, mask) < 2e-5
+    assert largest_difference(length, 2, 2) < 2e-5
+    arrays = inputs(length, 2, 2)[:3]
+    attend = jax.jit(causal_attention)
+    apart = attend(*arrays, mask) - attend(*arrays)
+    assert float(jnp.abs(apart[:, BLOCK:]).max()) > 1e-2
+
+
+def test_no_query_sees_a_later_key():
+    query, key, value, _ = inputs(2 * BLOCK, 2, 2)
+    row = BLOCK + 3
+    changed = value.at[:, row + 1 :].add(1e6)
+    attend = jax.jit(causal_attention)
+    before, after = (attend(query, key, v) for v in (value, changed))
+    np.testing.assert_array_equal(before[:, : row + 1], after[:, : row + 1])
+    assert float(jnp.abs(after - before)[:, row + 1 :].min()) > 1
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 3e-2), ("float16", 4e-3)])
+def test_half_precision_sums_in_fp32(dtype, error):
+    arrays = inputs(BLOCK + 9, 2, 2, jnp.dtype(dtype))
+    wide = [x.astype(jnp.float32) for x in arrays]
+    ours = result_and_gradients(causal_attention, *arrays)
+    theirs = result_and_gradients(at_once, *wide)
+    assert {x.dtype for x in ours} == {jnp.dtype(dtype)}
+    for a, b in zip(ours, theirs, strict=True):
+        assert float(jnp.abs(a.astype(jnp.float32) - b).max()) < error * 4
+
+
+def test_blocks_cover_every_row_once_and_are_not_too_many():
+    for length in (1, BLOCK, 3 * BLOCK + 1, 100 * BLOCK):
+        blocks = list(_blocks(length))
+        rows = [row for rows in blocks for row in range(rows.start, rows.stop)]
+        assert rows == list(range(length))
+        assert len(blocks) <= MAX_BLOCKS
+
+
+def test_the_backward_pass_keeps_no_scores():
+    length = 4 * BLOCK
+    arrays = inputs(length, 2, 2)[:3]
+    _, pull = jax.vjp(causal_attention, *arrays)
+    scores = 2 * 2 * length * length
+    assert max(x.size for x in jax.tree.leaves(pull)) < scores / 4
+
+
+def test_it_compiles_unrolled_over_many_layers_and_devices():
+    """With scatters in place of the padding, XLA:CPU crashed here (jax 0.11.2)."""
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def layers(x, number):
+        def total(x):
+            for _ in range(number):
+                x = x + causal_attention(x, x, x)
+            return x.sum()
+
+        return jax.grad(total)(x)
+
+    assert layers(jnp.ones((1, 2 * BLOCK, 1, 8)), 4).shape == (1, 2 * BLOCK, 1, 8)
