@@ -76,8 +76,8 @@ def _for_gpus(mesh: Mesh) -> tuple[Setting, ...]:
             max(1, BUCKET_BYTES // data),
             "XLA counts the bytes that stay on a device, so that its default merges "
             f"the gradients of {data} times as much; unscanned layers' gradients "
-            "would all be alive at the peak (benchmarks/compiled_gpu.py: 2.0 bytes a "
-            "parameter of temporaries, 1.3 so)",
+            "would all be alive at the peak (benchmarks/compiled_gpu.py: 2.0 bytes of "
+            "temporaries a parameter, 1.1 so)",
         ),
     )
 

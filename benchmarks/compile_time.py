@@ -1,0 +1,108 @@
+"""How long is it until the first step is done: cold, and from jax's persistent cache?
+
+Each time is a process of its own, from `jaxpar.initialize` to the end of the first
+step; imports are measured apart. Cold runs begin with an empty cache, which the warm
+runs behind them find filled.
+
+    python benchmarks/compile_time.py
+"""
+
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to compile, and how often."""
+
+    layers: int = 12
+    """Of a GPT of width 256."""
+    devices: int = 4
+    """CPU devices, on data."""
+    zero: int = 3
+    """ZeRO stage."""
+    rounds: int = 3
+    """Pairs of a cold and a warm process; the median counts."""
+    cache: str = ""
+    """Internal: the cache of one process, which then measures itself."""
+
+
+def measure_one(config: Config) -> None:
+    """Take the first step with a given cache, and print the seconds it took."""
+    began = time.perf_counter()
+    import jax  # noqa: PLC0415 - what importing takes is measured
+    import jax.numpy as jnp  # noqa: PLC0415
+    import optax  # noqa: PLC0415
+
+    import jaxpar  # noqa: PLC0415
+    from jaxpar.models import GPT, GPTConfig, gpt_loss  # noqa: PLC0415
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", config.devices)
+    jax.config.update("jax_compilation_cache_dir", config.cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    jax.devices()
+    imported = time.perf_counter()
+    model = GPTConfig(num_layers=config.layers, num_heads=4, width=256, seq_len=128)
+    batch = {"tokens": jnp.zeros((config.devices, 129), jnp.int32)}
+    engine = jaxpar.initialize(
+        model=lambda rngs: GPT(model, rngs=rngs),
+        loss_fn=gpt_loss,
+        optimizer=optax.adamw(1e-3),
+        sample_batch=batch,
+        zero=config.zero,
+    )
+    loss = float(engine.step(batch)["loss"])
+    first_step = time.perf_counter() - imported
+    print(json.dumps([imported - began, first_step, loss]))
+
+
+def measured(config: Config, cache: str) -> list[float]:
+    """Seconds of importing and to the first step, and the loss, of a process."""
+    command = [sys.executable, __file__, "--cache", cache]
+    for name in ("layers", "devices", "zero"):
+        command += [f"--{name}", str(getattr(config, name))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(config: Config) -> None:
+    """Measure pairs of processes and write the medians."""
+    if config.cache:
+        measure_one(config)
+        return
+    from benchmarks.record import write_result  # noqa: PLC0415 - imports jax
+
+    cold, warm, imports = [], [], []
+    for number in range(config.rounds):
+        with tempfile.TemporaryDirectory() as cache:
+            first, second = measured(config, cache), measured(config, cache)
+        assert first[2] == second[2], f"losses differ: {first[2]} and {second[2]}"
+        cold.append(first[1])
+        warm.append(second[1])
+        imports += [first[0], second[0]]
+        print(f"pair {number}: cold {first[1]:.2f} s, warm {second[1]:.2f} s")
+    medians = {
+        "first_step_cold_seconds": statistics.median(cold),
+        "first_step_warm_seconds": statistics.median(warm),
+        "imports_seconds": statistics.median(imports),
+    }
+    share = medians["first_step_warm_seconds"] / medians["first_step_cold_seconds"]
+    print(f"warm is {share:.2f} of cold (mark: a third)")
+    path = write_result("compile_time", medians | {"warm_over_cold": share})
+    print(f"written: {path.name}")
+
+
+if __name__ == "__main__":
+    from jaxpar.config import parse
+
+    main(parse(Config, __doc__))
