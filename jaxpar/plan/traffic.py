@@ -127,18 +127,33 @@ def _group(
         return _spanned(moving, sizes), 2
     groups = instruction.attribute("replica_groups")
     if groups.startswith("mesh["):
-        return _named_axes(groups, sizes)
-    ids = _device_groups(groups, math.prod(sizes.values()))
+        ids = _mesh_groups(groups)
+    else:
+        ids = _device_groups(groups, math.prod(sizes.values()))
     return _spanned(ids, sizes), len(ids[0])
 
 
-def _named_axes(groups: str, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
-    """``mesh['data'=4,'tensor'=2] {'data'}``; a part of an axis is 'data':(1)2."""
-    used = groups.partition("]")[2]
-    parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", used)
-    ways = {name: int(part) if part else sizes[name] for name, part in parts}
-    axes = tuple(axis for axis in sizes if ways.get(axis, 1) > 1)
-    return axes, math.prod(ways.values())
+def _mesh_groups(groups: str) -> np.ndarray:
+    """[groups, devices], from ``mesh['data'=4,'tensor'=2] {'data'}``.
+
+    The names may be XLA's own (jax 0.10.2). A part of an axis is ``'data':(2)4``: the
+    axis is split in three, the first of 2, and this is the second, of 4.
+    """
+    mesh, _, used = groups.partition("]")
+    axes = [(name, int(size)) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)]
+    parts = {
+        name: (int(before or 1), int(size or 0))
+        for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", used)
+    }
+    dims, together = [], []
+    for name, whole in axes:
+        before, size = parts.get(name, (1, 1))
+        size = size or whole
+        together.append(len(dims) + 1)
+        dims += [before, size, whole // (before * size)]
+    ids = np.arange(math.prod(dims)).reshape(dims)
+    ids = np.moveaxis(ids, together, range(-len(together), 0))
+    return ids.reshape(-1, math.prod(dims[dim] for dim in together))
 
 
 def _device_groups(groups: str, num_devices: int) -> np.ndarray:

@@ -84,6 +84,9 @@ def test_an_annotated_count_is_believed():
         ("mesh['data'=4,'pipe'=1,'tensor'=2] {'data'}", ("data",), 4),
         ("mesh['data'=4,'pipe'=1,'tensor'=2] {'tensor','data'}", ("data", "tensor"), 8),
         ("mesh['data'=4,'pipe'=1,'tensor'=2] {'data':(2)2}", ("data",), 2),
+        ("mesh['axis_0'=4,'axis_1'=2] {'axis_1'}", ("tensor",), 2),
+        ("mesh['axis_0'=8] {'axis_0':(4)2}", ("tensor",), 2),
+        ("mesh['axis_0'=8] {'axis_0':(1)4}", ("data",), 4),
         ("{{0},{1},{2},{3},{4},{5},{6},{7}}", (), 1),
     ],
 )
