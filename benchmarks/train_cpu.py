@@ -116,25 +116,27 @@ def commands_of(config: Config) -> dict[str, list[list[str]]]:
     return {name: c for name, c in commands.items() if config.only in name}
 
 
-def start_all(config: Config, console: Console) -> dict[str, Contestant]:
-    """Start what can be started, one after the other."""
-    started = {}
+def start_all(
+    config: Config, console: Console
+) -> tuple[dict[str, Contestant], dict[str, str]]:
+    """Start what can be started, one after the other; and the others' versions."""
+    started, versions = {}, {}
     for name, commands in commands_of(config).items():
         contestant = Contestant(commands)
         try:
-            contestant.read()
+            versions |= contestant.read()["versions"]
             started[name] = contestant
             console.print(f"ready: {name}")
         except RuntimeError as error:
             contestant.stop()
             console.print(f"left out: {name}: {error}")
-    return started
+    return started, versions
 
 
 def main(config: Config) -> None:
     """Run all contestants in turns and write the medians."""
     console = Console()
-    contestants = start_all(config, console)
+    contestants, versions = start_all(config, console)
     times: dict[str, list[float]] = {name: [] for name in contestants}
     losses: dict[str, float] = {}
     try:
@@ -155,7 +157,7 @@ def main(config: Config) -> None:
         table.add_row(name, f"{median:.3f}", f"{share:.2f}", f"{losses[name]:.3f}")
     console.print(table)
     if config.write:
-        measured = {"seconds": medians, "last_loss": losses}
+        measured = {"seconds": medians, "last_loss": losses, "others": versions}
         console.print(f"written: {write_result('train_cpu', measured).name}")
 
 

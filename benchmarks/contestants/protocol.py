@@ -26,10 +26,10 @@ def tokens(step: int) -> list[list[int]]:
     return rows
 
 
-def serve(step: Callable[[int], float]) -> None:
+def serve(step: Callable[[int], float], **versions: str) -> None:
     """Take steps as asked until input ends; `step` returns its loss when it is done."""
     taken = 0
-    answer({"ready": True})
+    answer({"versions": versions})
     for line in sys.stdin:
         seconds, losses = [], []
         for _ in range(int(line)):

@@ -89,7 +89,7 @@ def one_process(mode: str) -> None:
         return loss.item()
 
     step(0)
-    protocol.serve(step)
+    protocol.serve(step, torch=torch.__version__)
 
 
 def deepspeed_worker(zero: int) -> None:
@@ -128,7 +128,7 @@ def deepspeed_worker(zero: int) -> None:
             dist.broadcast(torch.tensor([number]), 0)
             return take(number)
 
-        protocol.serve(step)
+        protocol.serve(step, deepspeed=deepspeed.__version__)
         dist.broadcast(torch.tensor([-1]), 0)
         return
     while True:
