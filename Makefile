@@ -25,10 +25,10 @@ help: ## Print this list
 train: setup ## Train the GPT of recipes/gpt.py on real text
 	@$(BIN)/python recipes/gpt.py $(ARGS)
 
-test: setup compilers ## Run what needs no GPU and takes under 15 minutes on two cores
+test: compilers ## Run what needs no GPU and takes under 15 minutes on two cores
 	@$(PYTEST) -m "not slow" $(ARGS)
 
-test-slow: setup compilers ## Run the long versions as well
+test-slow: compilers ## Run the long versions as well
 	@$(PYTEST) -o faulthandler_timeout=1800 $(ARGS)
 
 lint: setup ## Check style (ruff) and types (pyright)
@@ -44,6 +44,7 @@ setup: ## Make or refresh the virtual environment
 	@.ci/setup --venv $(VENV) --extras $(EXTRAS) \
 	  $(if $(PYTHON),--python $(PYTHON)) $(if $(LANE),--lane $(LANE))
 
+# As setup, and the compilers.
 compilers:
 	@.ci/setup --venv $(VENV) --extras $(EXTRAS) --compilers $(COMPILERS) \
 	  $(if $(PYTHON),--python $(PYTHON)) $(if $(LANE),--lane $(LANE))

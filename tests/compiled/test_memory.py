@@ -48,5 +48,6 @@ def test_stage_3_holds_two_layers_of_parameters(compiled):
     layer = 12 * run.width**2 * 2
     head = run.vocab * run.width * 2
     stashed = run.layers * run.length * run.width * 2
+    # Logits, exponentials, targets compared and cotangent, at once at most.
     logits = run.length * run.vocab * 4
     assert step.program.memory.temporaries <= 2 * layer + stashed + head + 4 * logits

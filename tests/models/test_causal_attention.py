@@ -92,18 +92,3 @@ def test_the_backward_pass_keeps_no_scores():
     _, pull = jax.vjp(causal_attention, *arrays)
     scores = 2 * 2 * length * length
     assert max(x.size for x in jax.tree.leaves(pull)) < scores / 4
-
-
-def test_it_compiles_unrolled_over_many_layers_and_devices():
-    """With scatters in place of the padding, XLA:CPU crashed here (jax 0.11.2)."""
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def layers(x, number):
-        def total(x):
-            for _ in range(number):
-                x = x + causal_attention(x, x, x)
-            return x.sum()
-
-        return jax.grad(total)(x)
-
-    assert layers(jnp.ones((1, 2 * BLOCK, 1, 8)), 4).shape == (1, 2 * BLOCK, 1, 8)
