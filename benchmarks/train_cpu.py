@@ -8,11 +8,7 @@ falls on all alike. Contestants that are not installed are named and left out.
 """
 
 import dataclasses
-import json
-import os
-import socket
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,10 +17,11 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.contestants.runner import HERE, Contestant
 from benchmarks.record import write_result
 from jaxpar.config import parse
 
-HERE = Path(__file__).resolve().parent / "contestants"
+SHAPE = "10.8m"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,68 +40,12 @@ class Config:
     """Write benchmarks/results/train_cpu.json."""
 
 
-class Contestant:
-    """A process that takes steps when asked.
-
-    Args:
-      commands: one command a worker; the first is asked.
-    """
-
-    def __init__(self, commands: list[list[str]]):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        self.workers = []
-        for rank, command in enumerate(commands):
-            environment = os.environ | {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(len(commands)),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            }
-            self.workers.append(
-                subprocess.Popen(
-                    command,
-                    env=environment,
-                    stdin=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                    stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                    stderr=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                    text=True,
-                )
-            )
-
-    def read(self) -> dict:
-        """The next answer; raises RuntimeError with its last words if it has ended."""
-        first = self.workers[0]
-        assert first.stdout is not None
-        assert first.stderr is not None
-        for line in first.stdout:
-            if line.startswith("@@"):
-                return json.loads(line[2:])
-        raise RuntimeError(first.stderr.read().strip().splitlines()[-1:])
-
-    def take(self, steps: int) -> dict:
-        """Ask for steps and wait for them."""
-        asked = self.workers[0].stdin
-        assert asked is not None
-        asked.write(f"{steps}\n")
-        asked.flush()
-        return self.read()
-
-    def stop(self) -> None:
-        """End all workers."""
-        for worker in self.workers:
-            worker.kill()
-            worker.wait()
-
-
 def commands_of(config: Config) -> dict[str, list[list[str]]]:
     """Contestant -> the commands of its workers."""
-    torch = [config.torch_python or sys.executable, str(HERE / "torch_gpt.py")]
-    ours = [sys.executable, str(HERE / "jaxpar_gpt.py")]
+    torch = [config.torch_python or sys.executable, str(HERE / "torch_gpt.py"), SHAPE]
+    ours = [sys.executable, str(HERE / "jaxpar_gpt.py"), SHAPE]
     commands = {
-        "plain JAX": [[sys.executable, str(HERE / "plain_gpt.py")]],
+        "plain JAX": [[sys.executable, str(HERE / "plain_gpt.py"), SHAPE]],
         "jaxpar": [[*ours, "1", "0"]],
         "torch eager": [[*torch, "eager"]],
         "torch compile": [[*torch, "compile"]],

@@ -1,7 +1,8 @@
-"""jaxpar's engine as a user would call it: DEVICES ZERO as arguments."""
+"""jaxpar's engine as a user would call it: SHAPE DEVICES ZERO as arguments."""
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,34 +13,59 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import jaxpar
 from benchmarks.contestants import protocol
 from jaxpar.models import GPT, GPTConfig, gpt_loss
+from jaxpar.plan.program import read_program
+
+
+def make_engine(
+    shape: protocol.Shape, *, sample_batch: Any, zero: int = 0, mesh: Any = None
+) -> jaxpar.Engine:
+    """Make the engine that is measured."""
+    on_gpu = shape.device == "gpu"
+    num_devices = jax.device_count() if mesh is None else mesh.size
+    config = GPTConfig(
+        vocab_size=shape.vocab,
+        seq_len=shape.length,
+        num_layers=shape.layers,
+        num_heads=shape.heads,
+        width=shape.width,
+        # One loop over layers is faster where two CPU devices share the cores.
+        unroll=shape.layers if num_devices == 1 else 1,
+    )
+    return jaxpar.initialize(
+        model=lambda rngs: GPT(config, rngs=rngs),
+        loss_fn=gpt_loss,
+        optimizer=optax.adamw(protocol.LEARNING_RATE),
+        sample_batch=sample_batch,
+        mesh=mesh,
+        zero=zero,
+        precision="bf16" if on_gpu else "fp32",
+    )
 
 
 def main() -> None:
     """Serve steps."""
-    devices, zero = int(sys.argv[1]), int(sys.argv[2])
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", devices)
-    config = GPTConfig(
-        vocab_size=protocol.VOCAB,
-        seq_len=protocol.LENGTH,
-        num_layers=protocol.LAYERS,
-        num_heads=protocol.HEADS,
-        width=protocol.WIDTH,
-        # One loop over layers is faster where two devices share the cores.
-        unroll=protocol.LAYERS if devices == 1 else 1,
-    )
+    shape = protocol.SHAPES[sys.argv[1]]
+    devices, zero = int(sys.argv[2]), int(sys.argv[3])
+    if shape.device == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", devices)
     batches = [
-        {"tokens": np.array(protocol.tokens(step), np.int32)} for step in range(8)
+        {"tokens": np.array(protocol.tokens(shape, step), np.int32)}
+        for step in range(8)
     ]
-    engine = jaxpar.initialize(
-        model=lambda rngs: GPT(config, rngs=rngs),
-        loss_fn=gpt_loss,
-        optimizer=optax.adamw(protocol.LEARNING_RATE),
-        sample_batch=batches[0],
-        zero=zero,
-    )
-    engine.step(batches[0])
-    protocol.serve(lambda step: float(engine.step(batches[step % 8])["loss"]))
+    engine = make_engine(shape, sample_batch=batches[0], zero=zero)
+    float(engine.step(batches[0])["loss"])
+
+    def report() -> dict[str, int]:
+        measured = jax.devices()[0].memory_stats()
+        if not measured:
+            return {}
+        program = read_program(engine.lower().compile(), engine.mesh)
+        peak = measured["peak_bytes_in_use"]
+        return {"peak_bytes": peak, "predicted_bytes": program.memory.peak}
+
+    protocol.serve(lambda step: engine.step(batches[step % 8])["loss"], report)
 
 
-main()
+if __name__ == "__main__":
+    main()

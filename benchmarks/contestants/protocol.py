@@ -3,41 +3,101 @@
 Needs nothing but the standard library, so that a contestant can run in any environment.
 """
 
+import dataclasses
+import itertools
 import json
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
-BATCH, LENGTH, LAYERS, HEADS, WIDTH, VOCAB = 8, 256, 6, 6, 384, 256
-"""A GPT of 10.8 million parameters: fp32, learned positions, tied embedding."""
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A GPT with learned positions and a tied embedding, and what it is trained on.
+
+    On a GPU matrix products are in bf16, on fp32 master parameters.
+    """
+
+    batch: int
+    length: int
+    layers: int
+    heads: int
+    width: int
+    vocab: int = 50_304
+    device: str = "gpu"
+
+    @property
+    def tokens(self) -> int:
+        """Trained on in a step."""
+        return self.batch * self.length
+
+    @property
+    def num_params(self) -> int:
+        """12 width^2 a layer, two tables, and the biases and norms."""
+        layer = 12 * self.width**2 + 13 * self.width
+        rows = self.vocab + self.length
+        return self.layers * layer + rows * self.width + 2 * self.width
+
+    @property
+    def flops_per_token(self) -> int:
+        """6 per parameter, and 12 per layer, feature and position of attention.
+
+        The causal half is not taken off.
+
+        Source: Chowdhery et al., "PaLM" (2022), appendix B.
+        """
+        return 6 * self.num_params + 12 * self.layers * self.width * self.length
+
+
+SHAPES = {
+    "10.8m": Shape(8, 256, 6, 6, 384, vocab=256, device="cpu"),
+    "124m": Shape(32, 1024, 12, 12, 768),
+    "350m": Shape(16, 1024, 24, 16, 1024),
+    "1.3b": Shape(8, 2048, 24, 16, 2048),
+}
 LEARNING_RATE = 1e-3
 
 
-def tokens(step: int) -> list[list[int]]:
-    """Rows of bytes to train on, the same for every contestant."""
+def tokens(shape: Shape, step: int) -> list[list[int]]:
+    """Rows of tokens to train on, the same for every contestant."""
     # A linear congruential generator: no library's random numbers are needed.
     state, rows = 12345 + step, []
-    for _ in range(BATCH):
+    for _ in range(shape.batch):
         row = []
-        for _ in range(LENGTH + 1):
+        for _ in range(shape.length + 1):
             state = (1103515245 * state + 12345) % 2**31
-            row.append((state >> 16) % 64)
+            row.append((state >> 16) % min(shape.vocab, 2**15))
         rows.append(row)
     return rows
 
 
-def serve(step: Callable[[int], float], **versions: str) -> None:
-    """Take steps as asked until input ends; `step` returns its loss when it is done."""
+def serve(
+    step: Callable[[int], Any],
+    report: Callable[[], dict[str, Any]] = dict,
+    **versions: str,
+) -> None:
+    """Take steps as asked until input ends.
+
+    Args:
+      step: begins step N and returns its loss, which is waited for when the next step
+        has been begun, as in a run.
+      report: what else goes into an answer.
+      **versions: of what takes the steps.
+    """
     taken = 0
     answer({"versions": versions})
     for line in sys.stdin:
-        seconds, losses = [], []
-        for _ in range(int(line)):
-            began = time.perf_counter()
-            losses.append(step(taken))
-            seconds.append(time.perf_counter() - began)
-            taken += 1
-        answer({"seconds": seconds, "losses": losses})
+        marks, losses, pending = [time.perf_counter()], [], []
+        for number in range(int(line) + 1):
+            if number < int(line):
+                pending.append(step(taken))
+                taken += 1
+            if number:
+                losses.append(float(pending.pop(0)))
+                marks.append(time.perf_counter())
+        seconds = [end - begin for begin, end in itertools.pairwise(marks)]
+        answer({"seconds": seconds, "losses": losses} | report())
 
 
 def answer(value: dict) -> None:

@@ -1,5 +1,6 @@
-"""The same GPT in torch: MODE eager or compile, or deepspeed ZERO on two workers.
+"""The same GPT in torch: SHAPE, and eager or compile, or deepspeed and a ZeRO stage.
 
+On a GPU matrix products and attention are in bf16 by autocast, on fp32 parameters.
 Runs in an environment that has torch, and nothing of jaxpar's.
 """
 
@@ -15,7 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import protocol
 
-WIDTH, HEADS = protocol.WIDTH, protocol.HEADS
+SHAPE = protocol.SHAPES[sys.argv[1]]
+WIDTH, HEADS = SHAPE.width, SHAPE.heads
+DEVICE = "cuda" if SHAPE.device == "gpu" else "cpu"
 
 
 class Block(nn.Module):
@@ -43,9 +46,9 @@ class GPT(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embedding = nn.Embedding(protocol.VOCAB, WIDTH)
-        self.positions = nn.Embedding(protocol.LENGTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(protocol.LAYERS))
+        self.embedding = nn.Embedding(SHAPE.vocab, WIDTH)
+        self.positions = nn.Embedding(SHAPE.length, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(SHAPE.layers))
         self.norm = nn.LayerNorm(WIDTH)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -65,31 +68,37 @@ class GPT(nn.Module):
 
 def batches(rank: int, ways: int):
     """This worker's rows."""
-    rows = protocol.BATCH // ways
+    rows = SHAPE.batch // ways
     return [
-        torch.tensor(protocol.tokens(step))[rank * rows : (rank + 1) * rows]
+        torch.tensor(protocol.tokens(SHAPE, step))[rank * rows : (rank + 1) * rows]
         for step in range(8)
     ]
 
 
 def one_process(mode: str) -> None:
     """Serve steps of torch alone."""
-    model = GPT()
-    data = batches(0, 1)
+    model = GPT().to(DEVICE)
+    data = [rows.to(DEVICE) for rows in batches(0, 1)]
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=protocol.LEARNING_RATE, weight_decay=1e-4, fused=True
     )
     run = torch.compile(model) if mode == "compile" else model
 
-    def step(number: int) -> float:
-        loss = run(data[number % 8])
+    def step(number: int) -> torch.Tensor:
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda"):
+            loss = run(data[number % 8])
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
-        return loss.item()
+        return loss.detach()
 
-    step(0)
-    protocol.serve(step, torch=torch.__version__)
+    def report() -> dict[str, int]:
+        if DEVICE == "cpu":
+            return {}
+        return {"peak_bytes": torch.cuda.max_memory_allocated()}
+
+    float(step(0))
+    protocol.serve(step, report, torch=torch.__version__)
 
 
 def deepspeed_worker(zero: int) -> None:
@@ -107,24 +116,24 @@ def deepspeed_worker(zero: int) -> None:
             model.parameters(), lr=protocol.LEARNING_RATE, weight_decay=1e-4
         ),
         config={
-            "train_batch_size": protocol.BATCH,
-            "train_micro_batch_size_per_gpu": protocol.BATCH // 2,
+            "train_batch_size": SHAPE.batch,
+            "train_micro_batch_size_per_gpu": SHAPE.batch // 2,
             "zero_optimization": {"stage": zero},
             "zero_allow_untested_optimizer": True,
         },
     )
     data = batches(rank, 2)
 
-    def take(number: int) -> float:
+    def take(number: int) -> torch.Tensor:
         loss = engine(data[number % 8])
         engine.backward(loss)
         engine.step()
-        return loss.item()
+        return loss.detach()
 
     take(0)
     if rank == 0:
 
-        def step(number: int) -> float:
+        def step(number: int) -> torch.Tensor:
             dist.broadcast(torch.tensor([number]), 0)
             return take(number)
 
@@ -140,7 +149,7 @@ def deepspeed_worker(zero: int) -> None:
 
 
 torch.manual_seed(0)
-if sys.argv[1] == "deepspeed":
-    deepspeed_worker(int(sys.argv[2]))
+if sys.argv[2] == "deepspeed":
+    deepspeed_worker(int(sys.argv[3]))
 else:
-    one_process(sys.argv[1])
+    one_process(sys.argv[2])
