@@ -52,7 +52,7 @@ class Config:
     part: str = ""
     """124m, 350m or 1.3b; empty: all, one after the other."""
     steps: int = 40
-    """Steps a turn; the first five are left out."""
+    """Timed steps a turn, behind five more."""
     turns: int = 2
     """Turns of each contestant, every other one in reverse order."""
     torch_python: str = ""
@@ -105,7 +105,7 @@ def take_turn(command: list[str], steps: int, cache: str) -> dict:
     contestant = Contestant([command], environment)
     try:
         versions = contestant.read()["versions"]
-        return contestant.take(steps) | {"versions": versions}
+        return contestant.take(5, steps) | {"versions": versions}
     finally:
         contestant.stop()
 
@@ -163,9 +163,9 @@ def measure(part: str, config: Config, gpu: str, console: Console) -> None:
 
 
 def summary(shape: Shape, answers: list[dict], peak: float | None) -> dict[str, float]:
-    """One contestant's medians."""
-    seconds = [s for answer in answers for s in answer["seconds"][5:]]
-    rate = shape.tokens / statistics.median(seconds)
+    """One contestant's means over its turns."""
+    seconds = [answer["seconds_per_step"] for answer in answers]
+    rate = shape.tokens / statistics.mean(seconds)
     row = {"tokens_per_second": rate, "last_loss": answers[-1]["losses"][-1]}
     if peak is not None:
         row["mfu"] = rate * shape.flops_per_token / peak

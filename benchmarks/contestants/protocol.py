@@ -1,10 +1,9 @@
-"""How is a contestant asked for steps: a line with a number in, a line of JSON out.
+"""How is a contestant asked for steps: a line of numbers in, a line of JSON out.
 
 Needs nothing but the standard library, so that a contestant can run in any environment.
 """
 
 import dataclasses
-import itertools
 import json
 import sys
 import time
@@ -77,7 +76,7 @@ def serve(
     report: Callable[[], dict[str, Any]] = dict,
     **versions: str,
 ) -> None:
-    """Take steps as asked until input ends.
+    """Take steps as asked until input ends: "WARM TIMED" on a line.
 
     Args:
       step: begins step N and returns its loss, which is waited for when the next step
@@ -88,16 +87,21 @@ def serve(
     taken = 0
     answer({"versions": versions})
     for line in sys.stdin:
-        marks, losses, pending = [time.perf_counter()], [], []
-        for number in range(int(line) + 1):
-            if number < int(line):
-                pending.append(step(taken))
-                taken += 1
-            if number:
-                losses.append(float(pending.pop(0)))
-                marks.append(time.perf_counter())
-        seconds = [end - begin for begin, end in itertools.pairwise(marks)]
-        answer({"seconds": seconds, "losses": losses} | report())
+        warm, timed = map(int, line.split())
+        for _ in range(warm):
+            float(step(taken))
+            taken += 1
+        losses, before = [], None
+        began = time.perf_counter()
+        for _ in range(timed):
+            loss = step(taken)
+            taken += 1
+            if before is not None:
+                losses.append(float(before))
+            before = loss
+        losses.append(float(before))
+        seconds = (time.perf_counter() - began) / timed
+        answer({"seconds_per_step": seconds, "losses": losses} | report())
 
 
 def answer(value: dict) -> None:

@@ -58,11 +58,11 @@ class Contestant:
         self.errors.seek(0)
         raise RuntimeError(self.errors.read().strip().splitlines()[-1:])
 
-    def take(self, steps: int) -> dict:
-        """Ask for steps and wait for them."""
+    def take(self, warm: int, timed: int) -> dict:
+        """Ask for steps, the first of them not timed, and wait for them."""
         asked = self.workers[0].stdin
         assert asked is not None
-        asked.write(f"{steps}\n")
+        asked.write(f"{warm} {timed}\n")
         asked.flush()
         return self.read()
 
