@@ -91,15 +91,14 @@ def serve(
         for _ in range(warm):
             float(step(taken))
             taken += 1
-        losses, before = [], None
         began = time.perf_counter()
-        for _ in range(timed):
-            loss = step(taken)
-            taken += 1
-            if before is not None:
-                losses.append(float(before))
+        losses, before = [], step(taken)
+        for number in range(taken + 1, taken + timed):
+            loss = step(number)
+            losses.append(float(before))
             before = loss
         losses.append(float(before))
+        taken += timed
         seconds = (time.perf_counter() - began) / timed
         answer({"seconds_per_step": seconds, "losses": losses} | report())
 
