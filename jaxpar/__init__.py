@@ -3,6 +3,8 @@
 from jaxpar import data
 from jaxpar.engine import Engine, initialize
 from jaxpar.mesh import MeshShape, make_mesh
+from jaxpar.parts.model import PipelineModel
+from jaxpar.pipeline.schedule import Schedule
 from jaxpar.plan.explain import Explanation
 from jaxpar.precision import Precision, make_precision
 from jaxpar.remat import remat
@@ -14,7 +16,9 @@ __all__ = [
     "Engine",
     "Explanation",
     "MeshShape",
+    "PipelineModel",
     "Precision",
+    "Schedule",
     "TrainState",
     "Weighted",
     "constrain",

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh
 from jaxpar import tree
 from jaxpar.dependence import tainted_outputs
 from jaxpar.gradients import make_loss
-from jaxpar.mesh import AXES, PIPE
+from jaxpar.mesh import AXES
 from jaxpar.module import Network
 from jaxpar.types import Batch, LossFn, Params, PyTree
 
@@ -49,11 +49,6 @@ def check_arguments(
         raise TypeError(
             f"optimizer={optimizer!r} must be an optax transformation, with init and "
             "update; call its factory, as in optax.adamw(1e-3)."
-        )
-    if mesh.shape[PIPE] > 1:
-        raise ValueError(
-            f"mesh: pipe={mesh.shape[PIPE]} needs pipeline parallelism, which jaxpar "
-            "does not have yet. Use pipe=1 and give the devices to data or tensor."
         )
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(

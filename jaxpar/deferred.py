@@ -8,7 +8,6 @@ is whole at a time and its gradient is reduced there too. Works for any model: n
 of the user's code is changed.
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jaxpar.compat import scan_counts
+from jaxpar.jaxprs import bind, read
 from jaxpar.residuals import with_own_residuals
 from jaxpar.sharding.exchange import Exchange
 from jaxpar.sharding.zero import LeafPlan
@@ -154,28 +154,16 @@ def _evaluate(closed: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     env: dict[core.Var, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else env[atom]
-
     for eqn in jaxpr.eqns:
-        ins = [read(atom) for atom in eqn.invars]
+        ins = [read(env, atom) for atom in eqn.invars]
         rule = _RULES.get(eqn.primitive.name)
-        outs = _bind(eqn, [_made(x) for x in ins]) if rule is None else rule(eqn, ins)
+        outs = bind(eqn, [_made(x) for x in ins]) if rule is None else rule(eqn, ins)
         env.update(zip(eqn.outvars, outs, strict=True))
-    return [_made(read(atom)) for atom in jaxpr.outvars]
+    return [_made(read(env, atom)) for atom in jaxpr.outvars]
 
 
 def _made(value: Any) -> Any:
     return value.make() if isinstance(value, Deferred) else value
-
-
-def _bind(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
-    params = eqn.primitive.get_bind_params(eqn.params)
-    scope = str(eqn.source_info.name_stack)
-    named = jax.named_scope(scope) if scope else contextlib.nullcontext()
-    with named, eqn.ctx.manager:
-        outs = eqn.primitive.bind(*ins, **params)
-    return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
 def _inline(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:

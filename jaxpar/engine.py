@@ -17,14 +17,16 @@ from jaxpar import tree
 from jaxpar.batches import BatchSpec, make_batch_spec
 from jaxpar.checkpoint import Checkpoints, Restored
 from jaxpar.checks import check_arguments, check_trainable, trace_loss
-from jaxpar.gradients import Partition, make_evaluation, make_gradients
+from jaxpar.gradients import Partition
 from jaxpar.layout import Layout
 from jaxpar.mesh import DATA, MeshShape, lowering_platform, make_mesh
 from jaxpar.module import Network, make_network
+from jaxpar.pipeline.execution import make_execution
+from jaxpar.pipeline.schedule import Schedule
 from jaxpar.plan.explain import Explanation
 from jaxpar.precision import Precision, make_precision
 from jaxpar.sharding.rules import Rules, compute_specs
-from jaxpar.sharding.zero import plan_leaves, zero_stage
+from jaxpar.sharding.zero import zero_stage
 from jaxpar.state import TrainState, make_init, state_shardings
 from jaxpar.step import make_train_step
 from jaxpar.types import Batch, LossFn, Metrics
@@ -44,6 +46,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     zero: int = 1,
     precision: str | Precision = "fp32",
     accumulate: int = 1,
+    schedule: str | Schedule = "1f1b",
     clip_norm: float | None = None,
     seed: int = 0,
     rules: Rules | None = None,
@@ -55,7 +58,8 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     """Make an engine that trains a Flax model on a mesh.
 
     Args:
-      model: an NNX factory ``lambda rngs: MyModel(rngs=rngs)``, or a Linen module.
+      model: an NNX factory ``lambda rngs: MyModel(rngs=rngs)``, a Linen module, or a
+        `jaxpar.PipelineModel`.
       loss_fn: ``(model, batch) -> loss`` or ``(loss, metrics)``: a mean over the
         examples it is given, or a `jaxpar.Weighted`.
       optimizer: any optax transformation.
@@ -68,6 +72,8 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
         fp32. Parameters are cast, batches are not: a model given fp32 inputs computes
         in fp32, so cast them in loss_fn.
       accumulate: micro-batches a step.
+      schedule: of the pipeline, where the mesh has one: "1f1b", "gpipe", "interleaved"
+        (":4" for four chunks a stage), or a `jaxpar.pipeline.schedule.Schedule`.
       clip_norm: the largest global norm of the gradients; None for no clipping.
       seed: of parameters, dropout and whatever else is random.
       rules: logical name -> mesh axis, path pattern -> PartitionSpec.
@@ -102,35 +108,34 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
       True
     """
     mesh = mesh if isinstance(mesh, Mesh) else make_mesh(mesh or MeshShape())
-    stage, rules = zero_stage(zero), rules or {}
-    precision = make_precision(precision)
+    stage, precision = zero_stage(zero), make_precision(precision)
     check_arguments(mesh, optimizer, clip_norm, seed)
     batch_spec = make_batch_spec(sample_batch, mesh, accumulate)
     rows = batch_spec.rows(batch_spec.num_rows // (accumulate * mesh.shape[DATA]))
     network = make_network(model, loss_fn, rows)
-
+    execution = make_execution(network, mesh, schedule, accumulate)
     check_trainable(jax.eval_shape(network.init, jax.random.key(seed))[0])
     init = make_init(network, optimizer)
     abstract = jax.eval_shape(init, jax.random.key(seed))
-    leaves = tree.named_leaves(abstract.params)
+    leaves, names = tree.named_leaves(abstract.params), network.dim_names()
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
-    compute = compute_specs(shapes, network.dim_names(), rules, mesh.shape)
-    plans = plan_leaves(leaves, compute, stage, mesh.shape, allow_whole)
+    compute = compute_specs(shapes, names, rules or {}, mesh.shape)
+    plans = execution.plan_leaves(leaves, compute, stage, mesh.shape, allow_whole)
     cast = tree.with_dtype(abstract.params, precision.compute_dtype)
     changes_state = trace_loss(network, loss_fn, cast, abstract.model_state, rows)
     coupled = coupled_batch or changes_state
     # XLA rejects reductions over a manual axis of one device (jax 0.11.2).
     automatic = coupled or mesh.shape[DATA] == 1
-    partition = Partition(
-        network, tuple(plans.values()), stage, precision, mesh, automatic
-    )
+    owned = tuple(plans.values())
+    partition = Partition(network, owned, stage, precision, mesh, automatic)
     step = make_train_step(
-        make_gradients(partition, loss_fn, abstract.params, accumulate),
+        execution.make_gradients(partition, loss_fn, abstract.params, accumulate),
         optimizer,
         clip_norm=clip_norm,
         scales_loss=precision.scales_loss,
     )
-    evaluation = make_evaluation(partition, eval_fn or loss_fn, abstract.params)
+    eval_fn = eval_fn or loss_fn
+    evaluation = execution.make_evaluation(partition, eval_fn, abstract.params)
     layout = Layout(
         mesh,
         abstract,

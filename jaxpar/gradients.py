@@ -87,6 +87,11 @@ class Partition:
         platform = self.mesh.devices.flat[0].platform
         return ManualExchange(self.precision.reduce_dtype, platform)
 
+    def views(self, params: Params) -> list[jax.Array]:
+        """The parameters at rest as their plans' views."""
+        leaves = jax.tree.leaves(params)
+        return [to_view(*x) for x in zip(self.plans, leaves, strict=True)]
+
     def prepare(self, shards: Sequence[jax.Array]) -> list[jax.Array | None]:
         """Do what is done to the parameters once a step: cast, gather, or nothing."""
         if self.stage.gather == "use":
@@ -197,14 +202,27 @@ def make_gradients(
         grads = partition.reduced([grad * inverse for grad in grads])
         return grads, sums, state
 
+    return gradients_on_shards(partition, structure, body)
+
+
+def gradients_on_shards(
+    partition: Partition, structure: Any, body: Callable[..., tuple]
+) -> Callable[..., tuple[Params, Sums, PyTree]]:
+    """Run ``body(shards, batch, model_state, key, scale)`` on every data shard's views.
+
+    Args:
+      partition: the leaves' layouts.
+      structure: of the parameters.
+      body: gives gradients as views at rest, sums over all data, and the model's state.
+
+    Returns:
+      What `make_gradients` does.
+    """
     views = [manual_spec(plan) for plan in partition.plans]
     run = partition.mapped(body, out_specs=(views, P(), P()))
 
     def gradients(params, model_state, batch, key, scale):
-        shards = [
-            to_view(*x)
-            for x in zip(partition.plans, jax.tree.leaves(params), strict=True)
-        ]
+        shards = partition.views(params)
         grads, sums, state = run(shards, batch, model_state, key, scale)
         grads = [from_view(*x) for x in zip(partition.plans, grads, strict=True)]
         return jax.tree.unflatten(structure, grads), sums, state
@@ -220,17 +238,27 @@ def make_loss(
     def loss(leaves, model_state, key, batch):
         variables = (jax.tree.unflatten(structure, leaves), model_state)
         out, after = network.run(fn, variables, key, batch, training=training)
-        value, metrics = _loss_and_metrics(out)
-        num_rows = jax.tree.leaves(batch)[0].shape[0]
-        sums = Sums(
-            as_weighted(value, "loss", num_rows),
-            {name: as_weighted(x, name, num_rows) for name, x in metrics.items()},
-        )
-        _check_floating(value)
+        sums = loss_sums(out, batch)
         kept = jax.tree.map(lambda new, old: new.astype(old.dtype), after, model_state)
         return sums, kept
 
     return loss
+
+
+def loss_sums(out: Any, batch: Batch) -> Sums:
+    """See what a loss function returned for a batch as sums and their weights.
+
+    Raises:
+      ValueError: if it is not a floating loss, or (loss, metrics), of scalars.
+    """
+    value, metrics = _loss_and_metrics(out)
+    num_rows = jax.tree.leaves(batch)[0].shape[0]
+    sums = Sums(
+        as_weighted(value, "loss", num_rows),
+        {name: as_weighted(x, name, num_rows) for name, x in metrics.items()},
+    )
+    _check_floating(value)
+    return sums
 
 
 def _check_floating(loss: Any) -> None:
@@ -275,43 +303,51 @@ def make_evaluation(
         sums, _ = partition.call(loss_of, leaves, prepared, model_state, key, batch)
         return jax.tree.map(partition.exchange.total, sums)
 
+    return evaluation_on_shards(partition, body)
+
+
+def evaluation_on_shards(
+    partition: Partition, body: Callable[..., Sums]
+) -> Callable[..., Metrics]:
+    """Run ``body(shards, batch, model_state, key) -> Sums`` on every data shard."""
     run = partition.mapped(body, out_specs=P())
 
     def evaluation(params, model_state, batch, key):
-        shards = [
-            to_view(*x)
-            for x in zip(partition.plans, jax.tree.leaves(params), strict=True)
-        ]
-        sums = run(shards, batch, model_state, key)
+        sums = run(partition.views(params), batch, model_state, key)
         return sums.means() | {"weight": sums.loss.weight}
 
     return evaluation
 
 
+def microbatch_rows(batch: Batch, index: jax.Array | int, accumulate: int) -> Batch:
+    """Pick micro-batch m: rows m, m + accumulate and so on.
+
+    Of every data shard's rows these are the same as of the global batch.
+    """
+
+    def pick(x: jax.Array) -> jax.Array:
+        split = x.reshape(x.shape[0] // accumulate, accumulate, *x.shape[1:])
+        return constrain(jax.lax.dynamic_index_in_dim(split, index, 1, False), DATA)
+
+    return jax.tree.map(pick, batch)
+
+
 def _accumulated(
     one: Callable[..., tuple], model_state: PyTree, batch: Batch, accumulate: int
 ) -> tuple[list[jax.Array], Sums, PyTree]:
-    """Add up ``one(model_state, index, rows)`` over the micro-batches.
-
-    Micro-batch m is rows m, m + accumulate, ...: of the global batch as of every shard.
-    """
+    """Add up ``one(model_state, index, rows)`` over the micro-batches."""
     if accumulate == 1:
         return one(model_state, 0, batch)
 
-    def rows(index: jax.Array | int) -> Batch:
-        def pick(x: jax.Array) -> jax.Array:
-            split = x.reshape(x.shape[0] // accumulate, accumulate, *x.shape[1:])
-            return constrain(jax.lax.dynamic_index_in_dim(split, index, 1, False), DATA)
-
-        return jax.tree.map(pick, batch)
-
     def add(carry: tuple, index: jax.Array) -> tuple[tuple, None]:
         grads, sums, state = carry
-        new_grads, new_sums, state = one(state, index, rows(index))
+        rows = microbatch_rows(batch, index, accumulate)
+        new_grads, new_sums, state = one(state, index, rows)
         added = jax.tree.map(jnp.add, (grads, sums), (new_grads, new_sums))
         return (*added, state), None
 
-    shapes = jax.eval_shape(lambda: one(model_state, 0, rows(0)))
+    first = microbatch_rows(batch, 0, accumulate)
+    shapes = jax.eval_shape(lambda: one(model_state, 0, first))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[:2])
     carry, _ = jax.lax.scan(add, (*zeros, model_state), jnp.arange(accumulate))
     return carry

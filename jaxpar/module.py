@@ -45,11 +45,21 @@ class Network(Protocol):
         ...
 
 
+@runtime_checkable
+class Bridged(Protocol):
+    """A model that is made of several, and bridges to them itself."""
+
+    def make_network(self, loss_fn: LossFn, sample_batch: Batch) -> Network:
+        """As the function of that name."""
+        ...
+
+
 def make_network(model: Any, loss_fn: LossFn, sample_batch: Batch) -> Network:
     """Bridge to a model.
 
     Args:
-      model: an NNX factory ``rngs -> nnx.Module``, or a Linen module.
+      model: an NNX factory ``rngs -> nnx.Module``, a Linen module, or a
+        `jaxpar.PipelineModel`.
       loss_fn: ``(model, batch) -> loss``; a Linen model is initialised by tracing it.
       sample_batch: shapes of a batch that `loss_fn` takes.
 
@@ -60,6 +70,8 @@ def make_network(model: Any, loss_fn: LossFn, sample_batch: Batch) -> Network:
       TypeError: if `model` is neither, or an NNX module already made, or the factory
         returns something else.
     """
+    if isinstance(model, Bridged):
+        return model.make_network(loss_fn, sample_batch)
     if isinstance(model, nn.Module):
         return _LinenNetwork(model, loss_fn, sample_batch)
     if isinstance(model, nnx.Module):
@@ -244,7 +256,7 @@ class LinenModel:
         *,
         training: bool,
     ):
-        self._module, self._key = module, key
+        self.module, self._key = module, key
         self.variables, self.training = variables, training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -252,11 +264,11 @@ class LinenModel:
         params_key, dropout_key, self._key = jax.random.split(self._key, 3)
         rngs = {"params": params_key, "dropout": dropout_key}
         if self.variables is None:
-            out, made = self._module.init_with_output(rngs, *args, **kwargs)
+            out, made = self.module.init_with_output(rngs, *args, **kwargs)
             self.variables = {k: v for k, v in made.items() if k != "intermediates"}
             return out
         mutable = [name for name in self.variables if name != "params"]
-        out, changed = self._module.apply(
+        out, changed = self.module.apply(
             self.variables,
             *args,
             rngs=rngs,

@@ -19,12 +19,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the tests marked gpu, on the GPU, and no others",
     )
+    parser.addoption(
+        "--devices",
+        type=int,
+        default=8,
+        help="CPU devices: 16 for the pipeline's cases on data, pipe and tensor",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--gpu"):
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", 8)
+        jax.config.update("jax_num_cpu_devices", config.getoption("--devices"))
     _cache_compiled_programs()
     # Compiling makes the first example slow, and a failure must come back on every run.
     hypothesis.settings.register_profile("jaxpar", deadline=None, derandomize=True)

@@ -113,8 +113,8 @@ ARGUMENTS = {
     ),
     "pipelines": (
         {"mesh": jaxpar.MeshShape(data=2, pipe=2, tensor=2)},
-        r"mesh: pipe=2 needs pipeline parallelism, which jaxpar does not have yet\. "
-        r"Use pipe=1 and give the devices to data or tensor",
+        r"mesh: pipe=2 needs a model that can be cut into stages: give model=jaxpar\."
+        r"PipelineModel",
     ),
     "rows do not divide by data x accumulate": (
         {"accumulate": 3},

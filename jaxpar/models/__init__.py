@@ -2,6 +2,7 @@
 
 from jaxpar.models.gpt import GPT, gpt_loss
 from jaxpar.models.gpt_config import GPTConfig, num_params
+from jaxpar.models.gpt_pipeline import pipeline_gpt
 from jaxpar.models.presets import PRESETS, gpt_config
 from jaxpar.models.sampling import generate
 
@@ -13,4 +14,5 @@ __all__ = [
     "gpt_config",
     "gpt_loss",
     "num_params",
+    "pipeline_gpt",
 ]

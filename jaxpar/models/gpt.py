@@ -15,14 +15,17 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.mesh import DATA, TENSOR
 from jaxpar.models.attention import Attention, Rotation, rotation_at
-from jaxpar.models.gpt_config import GPTConfig
-from jaxpar.models.layers import (
-    Dense,
-    Embedding,
-    LayerNorm,
-    RMSNorm,
-    project_to_logits,
+from jaxpar.models.ends import (
+    constrain_residual,
+    embed,
+    gather_tokens,
+    logits_of,
+    make_dropout,
+    make_embeddings,
+    make_norm,
 )
+from jaxpar.models.gpt_config import GPTConfig
+from jaxpar.models.layers import Dense
 from jaxpar.remat import remat
 from jaxpar.sharding.constrain import constrain
 from jaxpar.types import Batch
@@ -53,15 +56,10 @@ class GPT(nnx.Module):
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
         vocab_size, width = config.vocab_size, config.width
-        self.embedding = Embedding((vocab_size, width), ("vocab", "embed"), rngs=rngs)
-        self.positions = (
-            Embedding((config.seq_len, width), (None, "embed"), rngs=rngs)
-            if config.positions == "learned"
-            else None
-        )
-        self.dropout = _make_dropout(config, rngs)
+        self.embedding, self.positions = make_embeddings(config, rngs)
+        self.dropout = make_dropout(config, rngs)
         self.blocks = _make_blocks(config, rngs)
-        self.final_norm = _make_norm(config)
+        self.final_norm = make_norm(config)
         self.head = (
             None
             if config.tied_embedding
@@ -115,18 +113,12 @@ class GPT(nnx.Module):
           ValueError: if T exceeds the number of learned positions.
         """
         config = self.config
-        x_BTD = self._embed(tokens_BT, positions_BT)
+        x_BTD = embed(self, tokens_BT, positions_BT)
         if positions_BT is None:
             positions_BT = jnp.arange(tokens_BT.shape[1])[None]
-        rotation = mask_BNTS = None
-        if config.positions == "rotary":
-            rotation = rotation_at(positions_BT, config.head_size)
-        if segment_ids_BT is not None:
-            mask_BNTS = (
-                segment_ids_BT[:, None, :, None] == segment_ids_BT[:, None, None]
-            )
+        rotation, mask_BNTS = attention_inputs(config, positions_BT, segment_ids_BT)
         x_BTD = self._run_blocks(x_BTD, rotation, mask_BNTS)
-        return _gather_tokens(self.final_norm(x_BTD), config)
+        return gather_tokens(self.final_norm(x_BTD), config)
 
     def logits(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Apply the head, or the transposed embedding table where they are tied.
@@ -139,28 +131,7 @@ class GPT(nnx.Module):
         """
         head = self.head
         kernel_DV = self.embedding.table[...].T if head is None else head.kernel[...]
-        flatten = not self.config.sequence_parallel
-        return project_to_logits(hidden_BTD, kernel_DV, flatten=flatten)
-
-    def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array | None) -> jax.Array:
-        # Whole first: sharded over tokens at once, the lookup would send tokens around.
-        x_BTD = constrain(self.embedding(tokens_BT), DATA, None, None)
-        x_BTD = _constrain_residual(x_BTD, self.config)
-        if self.positions is not None:
-            length = tokens_BT.shape[1]
-            if positions_BT is not None:
-                x_BTD = x_BTD + self.positions(positions_BT)
-            elif length <= self.config.seq_len:
-                x_BTD = x_BTD + self.positions.table[:length]
-            else:
-                raise ValueError(
-                    f"tokens_BT: a row of {length} tokens is longer than the "
-                    f"{self.config.seq_len} learned positions (GPTConfig.seq_len); "
-                    "cut the rows, raise seq_len, or use positions='rotary'."
-                )
-        if self.dropout is not None:
-            x_BTD = self.dropout(x_BTD)
-        return _constrain_residual(x_BTD, self.config)
+        return logits_of(hidden_BTD, kernel_DV, self.config)
 
     def _run_blocks(
         self,
@@ -202,6 +173,30 @@ class GPT(nnx.Module):
             nnx.update(blocks, counts)
 
 
+def attention_inputs(
+    config: GPTConfig,
+    positions_BT: Int[Array, "#B T"],
+    segment_ids_BT: Int[Array, "B T"] | None,
+) -> tuple[Rotation | None, Bool[Array, "B 1 T T"] | None]:
+    """Work out what every block's attention is given besides the residual stream.
+
+    Args:
+      config: the shape of the model.
+      positions_BT: position of each token.
+      segment_ids_BT: segments; None where each row is one.
+
+    Returns:
+      Rotary angles, or None for learned positions; and which keys a query may see, or
+      None where the causal mask is all.
+    """
+    rotation = mask_BNTS = None
+    if config.positions == "rotary":
+        rotation = rotation_at(positions_BT, config.head_size)
+    if segment_ids_BT is not None:
+        mask_BNTS = segment_ids_BT[:, None, :, None] == segment_ids_BT[:, None, None]
+    return rotation, mask_BNTS
+
+
 class Block(nnx.Module):
     """Attention, then an MLP, each added to the residual stream.
 
@@ -212,7 +207,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.attention_norm = _make_norm(config)
+        self.attention_norm = make_norm(config)
         self.attention = Attention(
             config.width,
             config.num_heads,
@@ -223,9 +218,9 @@ class Block(nnx.Module):
             implementation=config.attention,
             rngs=rngs,
         )
-        self.mlp_norm = _make_norm(config)
+        self.mlp_norm = make_norm(config)
         self.mlp = MLP(config, rngs=rngs)
-        self.dropout = _make_dropout(config, rngs)
+        self.dropout = make_dropout(config, rngs)
 
     def __call__(
         self,
@@ -244,17 +239,17 @@ class Block(nnx.Module):
         Returns:
           Residual stream.
         """
-        y_BTD = _gather_tokens(self.attention_norm(x_BTD), self.config)
+        y_BTD = gather_tokens(self.attention_norm(x_BTD), self.config)
         y_BTD = self.attention(y_BTD, rotation=rotation, mask_BNTS=mask_BNTS)
         x_BTD = self._add(x_BTD, y_BTD)
-        y_BTD = _gather_tokens(self.mlp_norm(x_BTD), self.config)
+        y_BTD = gather_tokens(self.mlp_norm(x_BTD), self.config)
         return self._add(x_BTD, self.mlp(y_BTD))
 
     def _add(self, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
-        y_BTD = _constrain_residual(y_BTD, self.config)
+        y_BTD = constrain_residual(y_BTD, self.config)
         if self.dropout is not None:
             y_BTD = self.dropout(y_BTD)
-        return _constrain_residual(x_BTD + y_BTD, self.config)
+        return constrain_residual(x_BTD + y_BTD, self.config)
 
 
 class MLP(nnx.Module):
@@ -358,16 +353,6 @@ def _gated_silu(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
     return jax.nn.silu(gate_BTF) * up_BTF
 
 
-def _make_norm(config: GPTConfig) -> LayerNorm | RMSNorm:
-    if config.norm == "layernorm":
-        return LayerNorm(config.width, bias=config.bias)
-    return RMSNorm(config.width)
-
-
-def _make_dropout(config: GPTConfig, rngs: nnx.Rngs) -> nnx.Dropout | None:
-    return nnx.Dropout(config.dropout, rngs=rngs) if config.dropout else None
-
-
 def _make_blocks(config: GPTConfig, rngs: nnx.Rngs) -> Block | nnx.List:
     if not config.scan_layers:
         return nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
@@ -383,14 +368,3 @@ def _make_blocks(config: GPTConfig, rngs: nnx.Rngs) -> Block | nnx.List:
 def _output_stddev(config: GPTConfig) -> float:
     """2 L products add to the residual stream; their sum should not grow with L."""
     return 0.02 * (2 * config.num_layers) ** -0.5
-
-
-def _constrain_residual(x_BTD: jax.Array, config: GPTConfig) -> jax.Array:
-    tokens_axis = TENSOR if config.sequence_parallel else None
-    return constrain(x_BTD, DATA, tokens_axis, None)
-
-
-def _gather_tokens(y_BTD: jax.Array, config: GPTConfig) -> jax.Array:
-    """Undo sequence parallelism behind a norm: its users share the one gather."""
-    # Constrained twice, or the compiler gathers before the norm's last step, in fp32.
-    return constrain(_constrain_residual(y_BTD, config), DATA, None, None)

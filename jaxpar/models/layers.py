@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxpar.mesh import DATA, TENSOR
+from jaxpar.mesh import DATA
 from jaxpar.sharding.constrain import constrain
+from jaxpar.sharding.tensor import VOCAB
 
 Names = tuple[str | None, ...]
 
@@ -227,13 +228,13 @@ def project_to_logits(
       flatten: as in `Dense`.
 
     Returns:
-      Logits, fp32, with the vocabulary on the tensor axis.
+      Logits, fp32, with the vocabulary on the tensor axis (and pipe's).
     """
     is_half = x_BTD.dtype in (jnp.bfloat16, jnp.float16)
     product = _half_product if is_half else jnp.matmul
     rows = x_BTD.reshape(-1, x_BTD.shape[-1]) if flatten else x_BTD
     logits_BTV = product(rows, kernel_DV).reshape(*x_BTD.shape[:-1], -1)
-    return constrain(logits_BTV, DATA, None, TENSOR)
+    return constrain(logits_BTV, DATA, None, VOCAB)
 
 
 @jax.custom_vjp

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.mesh import AXES, DATA
 from jaxpar.sharding.constrain import constrain
+from jaxpar.sharding.rules import axes_of
 from jaxpar.sharding.zero import LeafPlan
 
 
@@ -62,7 +63,7 @@ class ManualExchange:
         gather = functools.partial(
             jax.lax.all_gather, axis_name=DATA, axis=dim, tiled=True
         )
-        return _as_computed(plan, _on_tensor_shards(gather, plan)(shard))
+        return _as_computed(plan, _on_placed_shards(gather, plan)(shard))
 
     def reduce(self, plan: LeafPlan, whole: jax.Array) -> jax.Array:
         """Reduce-scatter along the view's data dim, or all-reduce a leaf kept whole."""
@@ -75,7 +76,7 @@ class ManualExchange:
             reduce = functools.partial(
                 jax.lax.psum_scatter, axis_name=DATA, scatter_dimension=dim, tiled=True
             )
-        return _on_tensor_shards(reduce, plan)(view).astype(jnp.float32)
+        return _on_placed_shards(reduce, plan)(view).astype(jnp.float32)
 
     def total(self, value: jax.Array) -> jax.Array:
         """All-reduce."""
@@ -114,15 +115,15 @@ class AutomaticExchange:
         return key
 
 
-def _on_tensor_shards(
+def _on_placed_shards(
     exchange: Callable[[jax.Array], jax.Array], plan: LeafPlan
 ) -> Callable[[jax.Array], jax.Array]:
-    """Run a manual collective over data on each tensor shard of a view.
+    """Run a manual collective over data on each pipe and tensor shard of a view.
 
-    The compiler does not look into a collective that is manual: where the tensor axis
-    is automatic, it makes the operand whole over tensor first (jax 0.10.2 to 0.12.0.1).
+    The compiler does not look into a collective that is manual: where another axis is
+    automatic, it makes the operand whole over that first (jax 0.10.2 to 0.12.0.1).
     """
-    if plan.tensor_dim is None:
+    if not any(plan.placed):
         return exchange
     spec = plan.view_spec(data=False)
     return jax.shard_map(
@@ -136,11 +137,11 @@ def _on_tensor_shards(
 
 def _as_computed(plan: LeafPlan, view: jax.Array) -> jax.Array:
     """Lay a view that is whole over data out as its leaf is computed on."""
-    tensor = plan.tensor_dim if any(plan.compute) else None
-    entries: list[str | None] = [None] * view.ndim
-    if tensor is not None:
-        entries[tensor] = plan.compute[tensor]
-    view = constrain(view, *entries)
+    kept = (
+        axes_of(entry) if rests else ()
+        for entry, rests in zip(plan.compute, plan.placed, strict=True)
+    )
+    view = constrain(view, *plan.in_view(list(kept)))
     return constrain(view.reshape(plan.shape), *plan.compute)
 
 
@@ -165,4 +166,4 @@ def from_view(plan: LeafPlan, view: jax.Array) -> jax.Array:
 
 def manual_spec(plan: LeafPlan) -> P:
     """The part of a view's spec that ``shard_map`` with data manual is told."""
-    return plan.view_spec(tensor=False)
+    return plan.view_spec(placed=False)

@@ -5,6 +5,7 @@ names, or the paths of leaves, to mesh axes. What no rule speaks of is kept whol
 while it is computed on; ZeRO decides where it rests (`jaxpar.sharding.zero`).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,13 +13,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import tree
 from jaxpar.mesh import AXES, DATA, TENSOR
-from jaxpar.sharding.tensor import LOGICAL_RULES
+from jaxpar.sharding.tensor import LOGICAL_RULES, VOCAB
 
-Rules = Mapping[str, str | P | None]
-"""Logical name -> mesh axis or None, and path pattern -> PartitionSpec."""
+Rules = Mapping[str, str | tuple[str, ...] | P | None]
+"""Logical name -> "tensor", ("pipe", "tensor") for a vocabulary, or None; and path
+pattern -> PartitionSpec."""
 
-Spec = tuple[str | None, ...]
-"""One mesh axis or None per dim."""
+Spec = tuple[str | tuple[str, ...] | None, ...]
+"""One mesh axis, several, or None per dim."""
 
 
 def compute_specs(
@@ -60,6 +62,7 @@ def compute_specs(
             spec = _padded(fits[0], paths[fits[0]], name, shape)
         else:
             spec = _from_names(name, shape, names.get(name), logical)
+        spec = tuple(_on_mesh(entry, sizes) for entry in spec)
         _check_divides(name, shape, spec, sizes)
         specs[name] = spec
     for key in rules:
@@ -68,9 +71,24 @@ def compute_specs(
     return specs
 
 
+def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes of one entry of a spec."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def _on_mesh(
+    entry: str | tuple[str, ...] | None, sizes: Mapping[str, int]
+) -> str | tuple[str, ...] | None:
+    """An entry of several axes without those that have one device."""
+    if not isinstance(entry, tuple):
+        return entry
+    axes = tuple(axis for axis in entry if sizes.get(axis, 1) > 1)
+    return axes if len(axes) > 1 else next(iter(axes), TENSOR)
+
+
 def _check_axes(key: str, axes: Sequence[Any]) -> None:
     for axis in axes:
-        if axis is None or axis == TENSOR:
+        if axis is None or axis in (TENSOR, VOCAB):
             continue
         if axis == DATA:
             raise ValueError(
@@ -125,7 +143,8 @@ def _from_names(
                 f"rules={{{name!r}: 'tensor'}} to split it."
                 + tree.near_match(str(name), logical)
             )
-        spec.append(None if axis in spec else axis)
+        taken = {own for entry in spec for own in axes_of(entry)}
+        spec.append(None if taken & set(axes_of(axis)) else axis)
     _check_axes(leaf, spec)
     return tuple(spec) + (None,) * (len(shape) - len(spec))
 
@@ -134,11 +153,12 @@ def _check_divides(
     name: str, shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]
 ) -> None:
     for dim, (size, axis) in enumerate(zip(shape, spec, strict=True)):
-        ways = sizes.get(axis, 1) if axis else 1
+        ways = math.prod(sizes.get(own, 1) for own in axes_of(axis))
         if size % ways:
+            by = " x ".join(axes_of(axis))
             raise ValueError(
                 f"rules: dim {dim} of {name} (shape {shape}) has {size} elements, "
-                f"which {axis}={ways} does not divide. Pad the dim to a multiple of "
+                f"which {by}={ways} does not divide. Pad the dim to a multiple of "
                 f"{ways}, change the mesh, or map it to None in rules."
             )
 

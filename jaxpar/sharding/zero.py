@@ -2,8 +2,8 @@
 
 A stage is a row of a table, not a code path (`STAGES`), and a leaf's layout is a
 `LeafPlan`: the spec it rests at and the spec it is computed at. At stages 1-3 a leaf
-rests over data *and* tensor, whatever its compute spec, so the state of Adam takes
-12 Psi / N bytes.
+rests over data, pipe *and* tensor, whatever its compute spec, so the state of Adam
+takes 12 Psi / N bytes.
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion
 Parameter Models", sections 5 and 7. Differs: parameters rest sharded at stages 1 and 2
@@ -13,16 +13,16 @@ too (the fp32 masters are the parameters), and are gathered once a step.
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import tree
-from jaxpar.mesh import DATA, TENSOR
-from jaxpar.sharding.rules import Spec
+from jaxpar.mesh import AXES, DATA, PIPE, TENSOR
+from jaxpar.sharding.rules import Spec, axes_of
 
 WHOLE_BELOW_BYTES = 1024
 """Leaves smaller than this are kept whole over data."""
@@ -78,17 +78,17 @@ def zero_stage(number: int) -> ZeroStage:
 class LeafPlan:
     """How one leaf is laid out.
 
-    A dim that rests over tensor and data both is split in two in the leaf's *view*
-    (tensor's part, data's part): in manual mode the data axis can then be gathered
-    without moving what tensor holds.
+    A dim that rests over data and another axis is split in two in the leaf's *view*
+    (the others' part, data's part): in manual mode the data axis can then be gathered
+    without moving what the others hold.
 
     Attributes:
       name: the leaf's path.
       shape: its logical shape.
-      compute: one mesh axis or None per dim, while it is computed on.
+      compute: one mesh axis, several, or None per dim, while it is computed on.
       data_dim: the dim that data splits at rest; None if data keeps it whole.
-      tensor_dim: the dim that tensor splits at rest; None likewise.
-      ways: (data, tensor) sizes of the mesh.
+      placed: by dim, which of pipe and tensor split it at rest.
+      ways: (data, pipe, tensor) sizes of the mesh.
       why: the reason, for people.
     """
 
@@ -96,24 +96,27 @@ class LeafPlan:
     shape: tuple[int, ...]
     compute: Spec
     data_dim: int | None
-    tensor_dim: int | None
-    ways: tuple[int, int]
+    placed: tuple[tuple[str, ...], ...]
+    ways: tuple[int, int, int]
     why: str
+
+    def dim_of(self, axis: str) -> int | None:
+        """The dim that pipe or tensor splits at rest; None if it splits none."""
+        dims = (dim for dim, axes in enumerate(self.placed) if axis in axes)
+        return next(dims, None)
 
     @property
     def shares_dim(self) -> bool:
-        """Whether data and tensor split the same dim at rest."""
-        return self.data_dim is not None and self.data_dim == self.tensor_dim
+        """Whether data and another axis split the same dim at rest."""
+        return self.data_dim is not None and bool(self.placed[self.data_dim])
 
     @property
     def rest_spec(self) -> P:
         """The spec at rest, over the logical shape."""
-        entries: list = [None] * len(self.shape)
-        if self.tensor_dim is not None:
-            entries[self.tensor_dim] = TENSOR
+        entries = list(self.placed)
         if self.data_dim is not None:
-            entries[self.data_dim] = (TENSOR, DATA) if self.shares_dim else DATA
-        return P(*entries)
+            entries[self.data_dim] = (*entries[self.data_dim], DATA)
+        return P(*map(_entry, entries))
 
     @property
     def compute_spec(self) -> P:
@@ -122,10 +125,11 @@ class LeafPlan:
 
     @property
     def view_shape(self) -> tuple[int, ...]:
-        """The logical shape with a dim that both axes share split in two."""
-        dim, ways = self.data_dim, self.ways[1]
+        """The logical shape with a dim that data shares split in two."""
+        dim = self.data_dim
         if dim is None or not self.shares_dim:
             return self.shape
+        ways = math.prod(self.ways[AXES.index(axis)] for axis in self.placed[dim])
         return (
             *self.shape[:dim],
             ways,
@@ -140,26 +144,35 @@ class LeafPlan:
             return None
         return self.data_dim + self.shares_dim
 
-    def view_spec(self, *, data: bool = True, tensor: bool = True) -> P:
-        """The spec at rest over the view, of either axis or both."""
-        entries: list = [None] * len(self.view_shape)
-        if tensor and self.tensor_dim is not None:
-            entries[self.tensor_dim] = TENSOR
+    def view_spec(self, *, data: bool = True, placed: bool = True) -> P:
+        """The spec at rest over the view: of data, of pipe and tensor, or of all."""
+        entries = self.in_view(self.placed if placed else [()] * len(self.shape))
         if data and self.view_data_dim is not None:
             entries[self.view_data_dim] = DATA
         return P(*entries)
 
+    def in_view(self, axes: Sequence[tuple[str, ...]]) -> list[Any]:
+        """Entries of a spec over the view from axes by logical dim."""
+        entries = [_entry(names) for names in axes]
+        if self.data_dim is not None and self.shares_dim:
+            entries.insert(self.data_dim + 1, None)
+        return entries
+
     def without_leading_dim(self) -> "LeafPlan | None":
         """The plan of one slice along dim 0; None if an axis splits that dim."""
-        if 0 in (self.data_dim, self.tensor_dim) or self.compute[0] is not None:
+        if self.data_dim == 0 or self.placed[0] or self.compute[0] is not None:
             return None
         return dataclasses.replace(
             self,
             shape=self.shape[1:],
             compute=self.compute[1:],
             data_dim=None if self.data_dim is None else self.data_dim - 1,
-            tensor_dim=None if self.tensor_dim is None else self.tensor_dim - 1,
+            placed=self.placed[1:],
         )
+
+
+def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    return axes if len(axes) > 1 else next(iter(axes), None)
 
 
 def plan_leaves(
@@ -168,6 +181,7 @@ def plan_leaves(
     stage: ZeroStage,
     sizes: Mapping[str, int],
     allow_whole: Sequence[str] = (),
+    regrouped: Collection[str] = (),
 ) -> dict[str, LeafPlan]:
     """Lay every leaf out for a stage and a mesh.
 
@@ -177,6 +191,8 @@ def plan_leaves(
       stage: the row of the ZeRO table.
       sizes: mesh axis -> devices on it.
       allow_whole: path patterns of large leaves that may stay whole over data.
+      regrouped: leaves whose dim 0 is put in another order over pipe to compute: no
+        axis splits that dim at rest, and pipe has a dim of its own.
 
     Returns:
       leaf name -> plan.
@@ -196,10 +212,12 @@ def plan_leaves(
                 f"allow_whole: {pattern!r} matches no parameter; known paths: "
                 f"{', '.join(list(leaves)[:8])}.{tree.near_match(pattern, leaves)}"
             )
-    ways = (sizes[DATA], sizes[TENSOR])
+    ways = (sizes[DATA], sizes[PIPE], sizes[TENSOR])
     plans = {}
     for name, leaf in leaves.items():
-        plan = _plan_leaf(name, leaf, compute[name], stage, ways)
+        plan = _plan_leaf(
+            name, leaf, compute[name], stage, ways, regroups=name in regrouped
+        )
         allowed = any(tree.matches(pattern, name) for pattern in allow_whole)
         if _is_too_large_to_stay_whole(plan, leaf, stage) and not allowed:
             raise ValueError(
@@ -229,68 +247,101 @@ def _plan_leaf(
     leaf: jax.ShapeDtypeStruct,
     compute: Spec,
     stage: ZeroStage,
-    ways: tuple[int, int],
+    ways: tuple[int, int, int],
+    *,
+    regroups: bool,
 ) -> LeafPlan:
     shape = tuple(leaf.shape)
-    ruled = compute.index(TENSOR) if TENSOR in compute else None
+    placed = tuple(map(axes_of, compute))
     if stage.rest == "whole":
         why = "stage 0 replicates over data"
-        return LeafPlan(name, shape, compute, None, ruled, ways, why)
+        if regroups:
+            dims = _best_dims(shape, placed, (1, ways[1], 1), regroups=True)
+            placed = _placed(shape, dims)
+        return LeafPlan(name, shape, compute, None, placed, ways, why)
     size_bytes = math.prod(shape) * np.dtype(leaf.dtype).itemsize
     if size_bytes < WHOLE_BELOW_BYTES:
         why = f"kept whole over data: {size_bytes} B is under {WHOLE_BELOW_BYTES}"
-        return LeafPlan(name, shape, compute, None, ruled, ways, why)
-    data_dim, tensor_dim = _best_dims(shape, ruled, ways)
-    plan = LeafPlan(name, shape, compute, data_dim, tensor_dim, ways, "")
-    return dataclasses.replace(plan, why=_why(plan, ruled))
+        return LeafPlan(name, shape, compute, None, placed, ways, why)
+    dims = _best_dims(shape, placed, ways, regroups=regroups)
+    rests = _placed(shape, dims)
+    plan = LeafPlan(name, shape, compute, dims[0], rests, ways, "")
+    return dataclasses.replace(plan, why=_why(plan, placed))
 
 
-def _why(plan: LeafPlan, ruled: int | None) -> str:
-    data, tensor = plan.ways
+def _placed(
+    shape: tuple[int, ...], dims: tuple[int | None, ...]
+) -> tuple[tuple[str, ...], ...]:
+    """By dim, which of pipe and tensor are to split it."""
+    axes = list(zip(AXES, dims, strict=True))[1:]
+    return tuple(
+        tuple(axis for axis, own in axes if own == dim) for dim in range(len(shape))
+    )
+
+
+def _why(plan: LeafPlan, ruled: tuple[tuple[str, ...], ...]) -> str:
     parts = []
-    if tensor > 1 and ruled is not None:
-        parts.append(f"rule: tensor splits dim {ruled}")
-    elif plan.tensor_dim is not None:
-        parts.append(f"rests over tensor on dim {plan.tensor_dim}")
-    elif tensor > 1:
-        parts.append(f"whole over tensor: no dim divides by {tensor}")
+    for axis in (TENSOR, PIPE):
+        ways, dim = plan.ways[AXES.index(axis)], plan.dim_of(axis)
+        if ways > 1 and dim is not None and axis in ruled[dim]:
+            parts.append(f"rule: {axis} splits dim {dim}")
+        elif dim is not None and axis not in ruled[dim]:
+            parts.append(f"rests over {axis} on dim {dim}")
+        elif ways > 1:
+            parts.append(f"whole over {axis}: no dim divides by {ways}")
+    data = plan.ways[0]
     if plan.data_dim is not None:
         parts.append(f"zero: data splits dim {plan.data_dim}")
     elif data > 1:
         parts.append(f"whole over data: no dim divides by {data}")
-    return "; ".join(parts) or "one device on data and tensor"
+    return "; ".join(parts) or "one device on every axis"
 
 
 def _best_dims(
-    shape: tuple[int, ...], ruled: int | None, ways: tuple[int, int]
-) -> tuple[int | None, int | None]:
-    """Pick the dims that data and tensor split at rest: most shards first.
+    shape: tuple[int, ...],
+    ruled: tuple[tuple[str, ...], ...],
+    ways: tuple[int, int, int],
+    *,
+    regroups: bool,
+) -> tuple[int | None, ...]:
+    """Pick the dims that data, pipe and tensor split at rest: most shards first.
 
     Among equals: not a leading dim that looks like a stack of layers (a scan slices
     along it), then a dim of its own for each axis, then the largest, then the last.
     """
-    data, tensor = ways
     stacked = len(shape) > 1 and shape[0] * 8 <= max(shape[1:])
-    free = [None, *range(len(shape))]
-    tensor_dims = [ruled] if ruled is not None else (free if tensor > 1 else [None])
-    data_dims = free if data > 1 else [None]
+    by_rule = [
+        next((dim for dim, axes in enumerate(ruled) if axis in axes), None)
+        for axis in AXES
+    ]
+    free = [
+        None if rule is not None or size == 1 else range(regroups, len(shape))
+        for rule, size in zip(by_rule, ways, strict=True)
+    ]
+    choices = [
+        [rule] if dims is None else [None, *dims]
+        for rule, dims in zip(by_rule, free, strict=True)
+    ]
 
-    def fits(data_dim: int | None, tensor_dim: int | None) -> bool:
-        return all(
-            size
-            % ((data if dim == data_dim else 1) * (tensor if dim == tensor_dim else 1))
-            == 0
-            for dim, size in enumerate(shape)
+    def fits(dims: tuple[int | None, ...]) -> bool:
+        data, pipe, tensor = dims
+        if regroups and pipe is not None and pipe in (data, tensor):
+            return False
+        split = [1] * len(shape)
+        for dim, size in zip(dims, ways, strict=True):
+            if dim is not None:
+                split[dim] *= size
+        return all(size % by == 0 for size, by in zip(shape, split, strict=True))
+
+    def merit(dims: tuple[int | None, ...]) -> tuple:
+        used = [dim for dim in dims if dim is not None]
+        shards = math.prod(
+            size for dim, size in zip(dims, ways, strict=True) if dim is not None
         )
-
-    def merit(pair: tuple[int | None, int | None]) -> tuple:
-        shards = (data if pair[0] is not None else 1) * (
-            tensor if pair[1] is not None else 1
+        slices = stacked and any(
+            dim == 0 and rule is None for dim, rule in zip(dims, by_rule, strict=True)
         )
-        sizes = [(shape[d], d) if d is not None else (0, -1) for d in pair]
-        slices = stacked and 0 in pair
-        return (shards, not slices, pair[0] is None or pair[0] != pair[1], *sizes)
+        sizes = [(shape[d], d) if d is not None else (0, -1) for d in dims]
+        return (shards, not slices, len(set(used)) - len(used), *sizes)
 
-    return max(
-        (p for p in itertools.product(data_dims, tensor_dims) if fits(*p)), key=merit
-    )
+    return max(filter(fits, itertools.product(*choices)), key=merit)

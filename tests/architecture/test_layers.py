@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # A file imports from lower layers or from its own folder. An entry is a file or a
 # folder of jaxpar/; a layer is as low as what its entries are built on allows.
 LAYERS = (
-    ("types", "compat", "residuals"),
+    ("types", "compat", "jaxprs", "residuals"),
     ("tree", "dependence"),
     ("mesh",),
     ("sharding", "metrics", "launch", "xla_settings"),
@@ -28,6 +28,7 @@ LAYERS = (
         "sparse_attention",
         "weighted",
     ),
+    ("parts",),
     ("models", "state", "deferred"),
     ("gradients",),
     ("step", "checkpoint", "checks"),
@@ -36,7 +37,7 @@ LAYERS = (
     ("engine",),
     ("run",),
     ("cli",),
-    ("__init__",),
+    ("__init__", "__main__"),
 )
 LAYER = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 

@@ -31,9 +31,22 @@ def test_unannotated_model_without_rules_is_kept_whole():
 @pytest.mark.parametrize("name", sorted(LOGICAL_RULES))
 def test_every_logical_name_goes_where_the_table_says(name):
     axis = LOGICAL_RULES[name]
-    assert compute_specs({"w": (3, 4)}, {"w": (None, name)}, {}, SIZES) == {
+    sizes = SIZES | {"pipe": 2}
+    assert compute_specs({"w": (3, 8)}, {"w": (None, name)}, {}, sizes) == {
         "w": (None, axis)
     }
+
+
+def test_vocabulary_is_tensors_alone_where_there_is_one_stage():
+    specs = compute_specs({"w": (8, 3)}, {"w": ("vocab", "embed")}, {}, SIZES)
+    assert specs == {"w": ("tensor", None)}
+
+
+def test_vocabulary_that_the_stages_do_not_divide_is_refused():
+    with pytest.raises(ValueError, match=r"which pipe x tensor=6 does not divide"):
+        compute_specs(
+            {"w": (8, 3)}, {"w": ("vocab", None)}, {}, {"pipe": 3, "tensor": 2}
+        )
 
 
 def test_column_and_row_products_split_the_dim_between_them():

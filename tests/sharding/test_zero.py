@@ -23,37 +23,47 @@ from jaxpar.sharding.zero import (
 DIMS = (1, 2, 3, 4, 6, 8, 12, 64, 96)
 
 
-def plan_of(shape, data, tensor, *, zero=3, ruled=None, dtype=jnp.float32, allow=()):
+def plan_of(
+    shape,
+    data,
+    tensor,
+    *,
+    pipe=1,
+    zero=3,
+    ruled=None,
+    dtype=jnp.float32,
+    allow=(),
+    regrouped=(),
+):
     compute = tuple("tensor" if dim == ruled else None for dim in range(len(shape)))
     return plan_leaves(
         {"w": jax.ShapeDtypeStruct(shape, dtype)},
         {"w": compute},
         STAGES[zero],
-        {"data": data, "pipe": 1, "tensor": tensor},
+        {"data": data, "pipe": pipe, "tensor": tensor},
         allow,
+        regrouped,
     )["w"]
 
 
 def num_shards(plan, spec, shape) -> int:
     """Pieces of an array, as JAX counts them; raises where a dim does not divide."""
-    data, tensor = plan.ways
-    mesh = AbstractMesh((data, 1, tensor), ("data", "pipe", "tensor"))
+    mesh = AbstractMesh(plan.ways, ("data", "pipe", "tensor"))
     piece = NamedSharding(mesh, spec).shard_shape(shape)
     return math.prod(shape) // max(math.prod(piece), 1)
 
 
-def most_shards(shape, data, tensor, ruled) -> int:
+def most_shards(shape, data, pipe, tensor, ruled) -> int:
     """By brute force over the dims that each axis could split."""
     dims = [None, *range(len(shape))]
     best = 0
-    for data_dim, tensor_dim in itertools.product(dims, dims):
-        if ruled is not None and tensor_dim != ruled:
+    for chosen in itertools.product(dims, repeat=3):
+        if ruled is not None and chosen[2] != ruled:
             continue
         ways = [1] * len(shape)
-        if data_dim is not None:
-            ways[data_dim] *= data
-        if tensor_dim is not None:
-            ways[tensor_dim] *= tensor
+        for dim, size in zip(chosen, (data, pipe, tensor), strict=True):
+            if dim is not None:
+                ways[dim] *= size
         if all(size % way == 0 for size, way in zip(shape, ways, strict=True)):
             best = max(best, math.prod(ways))
     return best
@@ -63,45 +73,47 @@ def most_shards(shape, data, tensor, ruled) -> int:
 def layouts(draw):
     shape = tuple(draw(st.lists(st.sampled_from(DIMS), min_size=1, max_size=4)))
     data, tensor = draw(st.sampled_from((1, 2, 3, 4))), draw(st.sampled_from((1, 2, 4)))
+    pipe = draw(st.sampled_from((1, 1, 2, 3)))
     ruled = draw(st.sampled_from([None, *range(len(shape))]))
     assume(ruled is None or shape[ruled] % tensor == 0)
-    return shape, data, tensor, ruled
+    return shape, data, pipe, tensor, ruled
 
 
 @given(layouts(), st.sampled_from((1, 2, 3)))
 def test_sharded_leaf_rests_in_as_many_pieces_as_brute_force_finds(layout, zero):
-    shape, data, tensor, ruled = layout
-    plan = plan_of(shape, data, tensor, zero=zero, ruled=ruled, allow=("w",))
+    shape, data, pipe, tensor, ruled = layout
+    plan = plan_of(shape, data, tensor, pipe=pipe, zero=zero, ruled=ruled, allow=("w",))
     found = num_shards(plan, plan.rest_spec, shape)
     if math.prod(shape) * 4 < WHOLE_BELOW_BYTES:
         assert found == (1 if ruled is None else tensor)
     else:
-        assert found == most_shards(shape, data, tensor, ruled)
+        assert found == most_shards(shape, data, pipe, tensor, ruled)
 
 
 @given(layouts(), st.sampled_from((0, 1, 2, 3)))
 def test_view_holds_the_same_pieces_as_the_leaf(layout, zero):
-    shape, data, tensor, ruled = layout
-    plan = plan_of(shape, data, tensor, zero=zero, ruled=ruled, allow=("w",))
+    shape, data, pipe, tensor, ruled = layout
+    plan = plan_of(shape, data, tensor, pipe=pipe, zero=zero, ruled=ruled, allow=("w",))
     assert math.prod(plan.view_shape) == math.prod(shape)
     at_rest = num_shards(plan, plan.rest_spec, shape)
     assert num_shards(plan, plan.view_spec(), plan.view_shape) == at_rest
-    over_data = num_shards(plan, plan.view_spec(tensor=False), plan.view_shape)
-    over_tensor = num_shards(plan, plan.view_spec(data=False), plan.view_shape)
-    assert over_data * over_tensor == at_rest
+    over_data = num_shards(plan, plan.view_spec(placed=False), plan.view_shape)
+    over_others = num_shards(plan, plan.view_spec(data=False), plan.view_shape)
+    assert over_data * over_others == at_rest
     assert over_data in (1, data)
     if ruled is not None:
-        assert plan.tensor_dim == ruled
+        assert plan.dim_of("tensor") == ruled
         assert num_shards(plan, plan.compute_spec, shape) == tensor
 
 
 @given(layouts())
 def test_slice_of_a_view_is_the_view_of_the_slice(layout):
-    shape, data, tensor, ruled = layout
-    plan = plan_of(shape, data, tensor, ruled=ruled, allow=("w",))
+    shape, data, pipe, tensor, ruled = layout
+    plan = plan_of(shape, data, tensor, pipe=pipe, ruled=ruled, allow=("w",))
     piece = plan.without_leading_dim()
     if piece is None:
-        assert 0 in (plan.data_dim, plan.tensor_dim, ruled)
+        placed = plan.dim_of("tensor"), plan.dim_of("pipe")
+        assert 0 in (plan.data_dim, *placed, ruled)
         return
     leaf = np.arange(math.prod(shape)).reshape(shape)
     sliced = leaf.reshape(plan.view_shape)[-1]
@@ -112,8 +124,8 @@ def test_slice_of_a_view_is_the_view_of_the_slice(layout):
 
 @given(layouts())
 def test_stage_0_keeps_all_but_ruled_dims_whole(layout):
-    shape, data, tensor, ruled = layout
-    plan = plan_of(shape, data, tensor, zero=0, ruled=ruled)
+    shape, data, pipe, tensor, ruled = layout
+    plan = plan_of(shape, data, tensor, pipe=pipe, zero=0, ruled=ruled)
     assert plan.rest_spec == plan.compute_spec
     assert plan.why == "stage 0 replicates over data"
 
@@ -135,8 +147,34 @@ def test_leaf_of_one_dim_is_shared_by_both_axes():
 @pytest.mark.parametrize("data", [2, 4])
 def test_stack_of_layers_is_not_split_along_its_layers(data):
     plan = plan_of((4, 64, 64), data, 2)
-    assert 0 not in (plan.data_dim, plan.tensor_dim)
+    assert 0 not in (plan.data_dim, plan.dim_of("tensor"))
     assert plan.without_leading_dim() is not None
+
+
+@given(layouts())
+def test_leaf_to_be_regrouped_keeps_its_layers_and_pipe_a_dim_of_its_own(layout):
+    shape, data, pipe, tensor, ruled = layout
+    assume(ruled != 0)
+    plan = plan_of(
+        shape,
+        data,
+        tensor,
+        pipe=pipe,
+        ruled=ruled,
+        allow=("w",),
+        regrouped=("w",),
+    )
+    assert plan.data_dim != 0
+    assert not plan.placed[0]
+    dim = plan.dim_of("pipe")
+    assert dim is None or (plan.placed[dim] == ("pipe",) and plan.data_dim != dim)
+
+
+def test_all_three_axes_share_what_dims_there_are():
+    plan = plan_of((1024,), 4, 2, pipe=2)
+    assert tuple(plan.rest_spec) == (("pipe", "tensor", "data"),)
+    assert plan.view_shape == (4, 256)
+    assert tuple(plan.view_spec()) == (("pipe", "tensor"), "data")
 
 
 def test_stack_is_split_along_its_layers_where_nothing_else_divides():
@@ -152,7 +190,7 @@ def test_stack_is_split_along_its_layers_where_nothing_else_divides():
         ((17, 17), 4, 2, r"whole over tensor: no dim divides by 2; whole over data: "
          r"no dim divides by 4"),
         ((64, 17), 4, 2, r"rests over tensor on dim 0; zero: data splits dim 0"),
-        ((64, 64), 1, 1, r"one device on data and tensor"),
+        ((64, 64), 1, 1, r"one device on every axis"),
     ],
 )  # fmt: skip
 def test_reason_says_why_a_leaf_rests_as_it_does(shape, data, tensor, why):
@@ -217,6 +255,6 @@ def test_unknown_stage_says_what_each_does(number, unchecked_types):
 
 
 def test_plan_of_a_whole_leaf_has_empty_specs():
-    plan = LeafPlan("w", (3,), (None,), None, None, (4, 2), "")
+    plan = LeafPlan("w", (3,), (None,), None, ((),), (4, 1, 2), "")
     assert (plan.view_data_dim, plan.view_shape) == (None, (3,))
     assert tuple(plan.rest_spec) == tuple(plan.view_spec()) == (None,)

@@ -1,0 +1,74 @@
+"""How is a traced function taken apart: evaluate a jaxpr, equation by equation."""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+_INNER = {"jit": "jaxpr", "pjit": "jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr"}
+"""Primitives that only call a jaxpr, and the parameter that holds it."""
+
+_VIEWS = frozenset({"reshape", "transpose", "squeeze", "convert_element_type"})
+"""Primitives of which one result serves all who ask for the same."""
+
+
+def bind(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
+    """Evaluate one equation as it was traced, in its context and scope."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    scope = str(eqn.source_info.name_stack)
+    named = jax.named_scope(scope) if scope else contextlib.nullcontext()
+    with named, eqn.ctx.manager:
+        outs = eqn.primitive.bind(*ins, **params)
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def read(env: Mapping[Any, Any], atom: Any) -> Any:
+    """A literal's value, or a variable's."""
+    return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+
+def shape_of(atom: Any) -> jax.ShapeDtypeStruct:
+    """Of an array that an equation reads or makes."""
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+
+
+def inlined(fn: Callable[..., Any], *shapes: Any) -> core.ClosedJaxpr:
+    """Trace a function to a jaxpr without calls: jits and checkpoints opened.
+
+    Args:
+      fn: takes and returns pytrees of arrays.
+      *shapes: its arguments' shapes.
+
+    Returns:
+      The jaxpr. With checkpoints opened, nothing keeps the compiler from sharing what
+      they compute again.
+    """
+    closed = jax.make_jaxpr(fn)(*shapes)
+    flat = [shape_of(var) for var in closed.jaxpr.invars]
+    return jax.make_jaxpr(lambda *args: _evaluate(closed, args, {}))(*flat)
+
+
+def _evaluate(
+    closed: core.ClosedJaxpr, args: Sequence[Any], views: dict[tuple, list]
+) -> list[Any]:
+    jaxpr = closed.jaxpr
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+    for eqn in jaxpr.eqns:
+        ins = [read(env, atom) for atom in eqn.invars]
+        name = _INNER.get(eqn.primitive.name)
+        if eqn.primitive.name in _VIEWS:
+            asked = (eqn.primitive.name, *map(id, ins), str(eqn.params))
+            # What is asked for stays in the list, for an id is free once its owner is.
+            outs = views.setdefault(asked, [*bind(eqn, ins), ins])[:-1]
+        elif name is None:
+            outs = bind(eqn, ins)
+        else:
+            inner = eqn.params[name]
+            if not isinstance(inner, core.ClosedJaxpr):
+                inner = core.ClosedJaxpr(inner, ())
+            outs = _evaluate(inner, ins, views)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(env, atom) for atom in jaxpr.outvars]

@@ -1,0 +1,1 @@
+"""Models in parts: what a pipeline can cut."""

@@ -1,0 +1,225 @@
+"""How is a block's backward pass taken apart: what it keeps, and where it can be cut.
+
+`trace_pullback` runs `jax.vjp` of a block on shapes and reads the pullback as a jaxpr.
+Its constants are what the forward pass keeps; those that are weights or other arguments
+need no keeping. Its equations fall into two halves: those that the input's gradient
+needs, and the products that only gradients of weights need, with all that follows from
+them. Between the halves stand the products' operands.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from jaxpar.jaxprs import bind, inlined, read, shape_of
+from jaxpar.types import Params, PyTree
+
+BlockFn = Callable[..., PyTree]
+"""``(params, hidden, *others) -> hidden``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pullback:
+    """A block's backward pass.
+
+    Attributes:
+      jaxpr: of the constants, then the output's cotangents, to the gradients of the
+        weights, then of the input; without calls.
+      given: for each constant its place among the leaves of (params, others), or None
+        for one that the forward pass has to keep.
+      params: the structure of the parameters.
+      hidden: the structure of the input.
+    """
+
+    jaxpr: core.ClosedJaxpr
+    given: tuple[int | None, ...]
+    params: Any
+    hidden: Any
+
+    def run(
+        self, kept: Sequence[jax.Array], arguments: tuple, cotangent: PyTree
+    ) -> tuple[Params, PyTree]:
+        """Run it whole: gradients of the weights and of the input."""
+        ins = self._ins(kept, arguments, cotangent)
+        return self._outs(core.jaxpr_as_fun(self.jaxpr)(*ins))
+
+    def run_input(
+        self, kept: Sequence[jax.Array], arguments: tuple, cotangent: PyTree
+    ) -> tuple[Params, PyTree, list[jax.Array]]:
+        """Run the first half.
+
+        Returns:
+          Gradients of the weights, zero where the second half makes them; the gradient
+          of the input; what the second half needs.
+        """
+        env = dict(
+            zip(
+                self.jaxpr.jaxpr.invars,
+                self._ins(kept, arguments, cotangent),
+                strict=True,
+            )
+        )
+        self._evaluate(env, late=False)
+        weights, hidden = self._outs(self._read(env))
+        return weights, hidden, [env[var] for var in self.products]
+
+    def run_weights(self, products: Sequence[jax.Array]) -> Params:
+        """Run the second half: gradients of the weights, zero where the first made
+        them."""
+        env: dict[Any, Any] = dict(zip(self.products, products, strict=True))
+        self._evaluate(env, late=True)
+        return self._outs(self._read(env))[0]
+
+    @property
+    def late(self) -> frozenset[int]:
+        """Numbers of the equations of the second half."""
+        jaxpr = self.jaxpr.jaxpr
+        num_weights = self.params.num_leaves
+        wanted = {v for v in jaxpr.outvars[num_weights:] if isinstance(v, core.Var)}
+        needed = set()
+        for number, eqn in reversed(list(enumerate(jaxpr.eqns))):
+            if wanted & set(eqn.outvars):
+                needed.add(number)
+                wanted |= {v for v in eqn.invars if isinstance(v, core.Var)}
+        late, made = set(), set()
+        for number, eqn in enumerate(jaxpr.eqns):
+            follows = made & {v for v in eqn.invars if isinstance(v, core.Var)}
+            is_product = eqn.primitive.name == "dot_general"
+            if number not in needed and (is_product or follows):
+                late.add(number)
+                made |= set(eqn.outvars)
+        return frozenset(late)
+
+    @property
+    def products(self) -> list[core.Var]:
+        """What the second half needs of the first."""
+        found: dict[core.Var, None] = {}
+        made: set[core.Var] = set()
+        for number in sorted(self.late):
+            eqn = self.jaxpr.jaxpr.eqns[number]
+            for var in eqn.invars:
+                if isinstance(var, core.Var) and var not in made:
+                    found[var] = None
+            made |= set(eqn.outvars)
+        return list(found)
+
+    @property
+    def deferrable(self) -> float:
+        """The fraction of the products for weights that the second half makes.
+
+        Of the multiplications that a joint backward does for weights of two dims or
+        more, at least; counted by their gradients' sizes times what they sum over.
+        """
+        late = sum(
+            _multiplications(self.jaxpr.jaxpr.eqns[number])
+            for number in self.late
+            if self.jaxpr.jaxpr.eqns[number].primitive.name == "dot_general"
+        )
+        every = sum(
+            _multiplications(eqn)
+            for eqn in self.jaxpr.jaxpr.eqns
+            if eqn.primitive.name == "dot_general"
+        )
+        # A joint backward does as much for the weights as for the input.
+        return min(1.0, 2 * late / every) if every else 0.0
+
+    def _ins(
+        self, kept: Sequence[jax.Array], arguments: tuple, cotangent: PyTree
+    ) -> list[Any]:
+        leaves, rest = jax.tree.leaves(arguments), iter(kept)
+        consts = [next(rest) if at is None else leaves[at] for at in self.given]
+        return [*consts, *jax.tree.leaves(cotangent)]
+
+    def _outs(self, outs: Sequence[jax.Array]) -> tuple[Params, PyTree]:
+        cut = self.params.num_leaves
+        return (
+            jax.tree.unflatten(self.params, outs[:cut]),
+            jax.tree.unflatten(self.hidden, outs[cut:]),
+        )
+
+    def _evaluate(self, env: dict[Any, Any], *, late: bool) -> None:
+        jaxpr = self.jaxpr.jaxpr
+        env.update(zip(jaxpr.constvars, self.jaxpr.consts, strict=True))
+        chosen = self.late
+        for number, eqn in enumerate(jaxpr.eqns):
+            if (number in chosen) == late:
+                outs = bind(eqn, [read(env, atom) for atom in eqn.invars])
+                env.update(zip(eqn.outvars, outs, strict=True))
+
+    def _read(self, env: dict[Any, Any]) -> list[jax.Array]:
+        """The outputs; zeros for those that are not made."""
+        return [
+            read(env, atom)
+            if isinstance(atom, core.Literal) or atom in env
+            else jnp.zeros_like(shape_of(atom))
+            for atom in self.jaxpr.jaxpr.outvars
+        ]
+
+
+def run_and_keep(
+    block: BlockFn, params: Params, hidden: PyTree, *others: Any
+) -> tuple[PyTree, list[jax.Array]]:
+    """Run a block forwards; its output, and what its `Pullback` wants kept."""
+    out, _, consts, given = _pulled(block, params, hidden, *others)
+    return out, [x for x, at in zip(consts, given, strict=True) if at is None]
+
+
+def trace_pullback(
+    block: BlockFn, params: Params, hidden: PyTree, *others: Any
+) -> Pullback:
+    """Trace a block's backward pass; nothing is computed.
+
+    Args:
+      block: the block.
+      params: its parameters, or their shapes.
+      hidden: its input, likewise.
+      *others: its other arguments, likewise.
+
+    Returns:
+      The pullback, for arguments of these shapes.
+    """
+    found: list[tuple] = []
+
+    def trace(params: Params, hidden: PyTree, *others: Any) -> PyTree:
+        out, pull, consts, given = _pulled(block, params, hidden, *others)
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in consts]
+        found.append((pull, shapes, given, jax.tree.map(_shape, out)))
+        return out
+
+    jax.eval_shape(trace, params, hidden, *others)
+    pull, shapes, given, out = found[-1]
+
+    def run(consts: list, cotangents: list) -> list[jax.Array]:
+        closed = core.ClosedJaxpr(pull, consts)
+        return core.jaxpr_as_fun(closed)(*cotangents)
+
+    flat = inlined(run, shapes, jax.tree.leaves(out))
+    return Pullback(flat, given, jax.tree.structure(params), jax.tree.structure(hidden))
+
+
+def _pulled(
+    block: BlockFn, params: Params, hidden: PyTree, *others: Any
+) -> tuple[PyTree, core.Jaxpr, list, tuple[int | None, ...]]:
+    """Output; the pullback's jaxpr, its constants, their places in the arguments."""
+    out, pull = jax.vjp(lambda p, h: block(p, h, *others), params, hidden)
+    closed = jax.make_jaxpr(pull)(jax.tree.map(_shape, out))
+    leaves = jax.tree.leaves((params, others))
+    places = {id(leaf): at for at, leaf in reversed(list(enumerate(leaves)))}
+    given = tuple(places.get(id(const)) for const in closed.consts)
+    return out, closed.jaxpr, list(closed.consts), given
+
+
+def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _multiplications(eqn: core.JaxprEqn) -> int:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    shape = shape_of(eqn.invars[0]).shape
+    summed = math.prod(shape[dim] for dim in contracted)
+    return summed * math.prod(shape_of(eqn.outvars[0]).shape)

@@ -1,0 +1,137 @@
+"""How is a chunk of blocks run forwards and backwards, one block after the other?
+
+What passes from the forward to the backward is the schedule's business: the chunk's
+input alone, and the backward runs the chunk again; or what every block's backward
+keeps. Where the backward is split, its first half leaves the operands of the products
+for weights to its second.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from jaxpar.pipeline.backward import Pullback, run_and_keep, trace_pullback
+from jaxpar.pipeline.trunk import Trunk
+from jaxpar.types import Batch, Params, PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One micro-batch on one virtual stage.
+
+    Attributes:
+      virtual: the virtual stage.
+      batch: this data shard's rows.
+      index: the micro-batch.
+      key: this data shard's, for this step.
+    """
+
+    virtual: jax.Array
+    batch: Batch
+    index: jax.Array
+    key: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """What a stage does with a chunk.
+
+    Attributes:
+      trunk: the blocks.
+      keeps: the forward keeps what every block's backward needs; else the backward runs
+        the chunk again from its input.
+      splits: gradients of weights are made apart.
+    """
+
+    trunk: Trunk
+    keeps: bool
+    splits: bool
+
+    def forward(
+        self, blocks: Params, hidden: PyTree, work: Work
+    ) -> tuple[PyTree, PyTree]:
+        """Run a chunk; its output, and what is kept for the backward."""
+        if self.keeps and self.trunk.training:
+            return self._run_and_keep(blocks, hidden, work)
+        own, shared = self._arguments(work)
+
+        def step(hidden: PyTree, layer: tuple) -> tuple[PyTree, None]:
+            params, *place = layer
+            return self.trunk.block(params, hidden, *place, *shared), None
+
+        out, _ = jax.lax.scan(step, hidden, (blocks, *own))
+        return out, []
+
+    def backward(
+        self,
+        blocks: Params,
+        hidden: PyTree,
+        kept: PyTree,
+        cotangent: PyTree,
+        work: Work,
+    ) -> tuple[Params, PyTree, PyTree]:
+        """Run a chunk backwards.
+
+        Args:
+          blocks: the chunk's parameters, [n, ...].
+          hidden: its input; not read where the forward keeps.
+          kept: what `forward` kept.
+          cotangent: of its output.
+          work: the micro-batch.
+
+        Returns:
+          Gradients of the parameters, but for those that `weights` makes; the gradient
+          of the input; and what `weights` needs.
+        """
+        if not self.keeps:
+            _, kept = self._run_and_keep(blocks, hidden, work)
+        own, shared = self._arguments(work)
+        pullback = self._pullback(blocks, cotangent, work)
+
+        def step(cotangent: PyTree, layer: tuple) -> tuple[PyTree, tuple]:
+            params, kept, *place = layer
+            arguments = (params, (*place, *shared))
+            if self.splits:
+                grads, cotangent, rest = pullback.run_input(kept, arguments, cotangent)
+                return cotangent, (grads, rest)
+            grads, cotangent = pullback.run(kept, arguments, cotangent)
+            return cotangent, (grads, [])
+
+        layers = (blocks, kept, *own)
+        cotangent, made = jax.lax.scan(step, cotangent, layers, reverse=True)
+        return made[0], cotangent, made[1]
+
+    def weights(
+        self, blocks: Params, hidden: PyTree, products: PyTree, work: Work
+    ) -> Params:
+        """Make the gradients that `backward` left; zeros for the others."""
+        pullback = self._pullback(blocks, hidden, work)
+
+        def step(_: None, products: Any) -> tuple[None, Params]:
+            return None, pullback.run_weights(products)
+
+        return jax.lax.scan(step, None, products)[1]
+
+    def deferrable(self, blocks: Params, hidden: PyTree, work: Work) -> float:
+        """See `Pullback.deferrable`."""
+        return self._pullback(blocks, hidden, work).deferrable
+
+    def _run_and_keep(
+        self, blocks: Params, hidden: PyTree, work: Work
+    ) -> tuple[PyTree, PyTree]:
+        own, shared = self._arguments(work)
+
+        def step(hidden: PyTree, layer: tuple) -> tuple[PyTree, list[jax.Array]]:
+            params, *place = layer
+            return run_and_keep(self.trunk.block, params, hidden, *place, *shared)
+
+        return jax.lax.scan(step, hidden, (blocks, *own))
+
+    def _arguments(self, work: Work) -> tuple[tuple, tuple]:
+        return self.trunk.places(work.virtual, work.batch, work.index, work.key)
+
+    def _pullback(self, blocks: Params, hidden: PyTree, work: Work) -> Pullback:
+        own, shared = self._arguments(work)
+        first = jax.tree.map(lambda x: x[0], (blocks, own))
+        return trace_pullback(self.trunk.block, first[0], hidden, *first[1], *shared)

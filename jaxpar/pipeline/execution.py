@@ -1,0 +1,238 @@
+"""How is a loss function run over the pipe axis: on one stage, or by a schedule?
+
+The engine asks an `Execution` for the gradients and the evaluation; which one, the mesh
+decides.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+from jax.sharding import Mesh
+
+from jaxpar.gradients import (
+    Partition,
+    Sums,
+    evaluation_on_shards,
+    gradients_on_shards,
+    make_evaluation,
+    make_gradients,
+)
+from jaxpar.mesh import DATA, PIPE
+from jaxpar.module import Network
+from jaxpar.parts.network import PipelineNetwork
+from jaxpar.pipeline.catalog import make_schedule
+from jaxpar.pipeline.chunks import Chunks
+from jaxpar.pipeline.executor import run_forwards, run_schedule
+from jaxpar.pipeline.interleaved import make_in_groups
+from jaxpar.pipeline.rows import make_plan
+from jaxpar.pipeline.schedule import Schedule
+from jaxpar.pipeline.stages import Stages, is_stacked
+from jaxpar.pipeline.trunk import Trunk
+from jaxpar.sharding.rules import Spec
+from jaxpar.sharding.zero import LeafPlan, ZeroStage, plan_leaves
+from jaxpar.types import LossFn, Metrics, Params, PyTree
+
+
+@runtime_checkable
+class Execution(Protocol):
+    """How the parts of a model meet the pipe axis."""
+
+    def plan_leaves(
+        self,
+        leaves: Mapping[str, jax.ShapeDtypeStruct],
+        compute: Mapping[str, Spec],
+        stage: ZeroStage,
+        sizes: Mapping[str, int],
+        allow_whole: Sequence[str],
+    ) -> dict[str, LeafPlan]:
+        """As `jaxpar.sharding.zero.plan_leaves`."""
+        ...
+
+    def make_gradients(
+        self,
+        partition: Partition,
+        loss_fn: LossFn,
+        params_like: Params,
+        accumulate: int,
+    ) -> Callable[..., tuple[Params, Sums, PyTree]]:
+        """As `jaxpar.gradients.make_gradients`."""
+        ...
+
+    def make_evaluation(
+        self, partition: Partition, eval_fn: LossFn, params_like: Params
+    ) -> Callable[..., Metrics]:
+        """As `jaxpar.gradients.make_evaluation`."""
+        ...
+
+
+def make_execution(
+    network: Network, mesh: Mesh, schedule: str | Schedule, accumulate: int
+) -> Execution:
+    """Choose how a model runs on a mesh.
+
+    Args:
+      network: the model.
+      mesh: the mesh.
+      schedule: a name of `jaxpar.pipeline.catalog`, or a table.
+      accumulate: micro-batches.
+
+    Returns:
+      What the engine asks.
+
+    Raises:
+      ValueError: if the mesh has several stages and the model is no PipelineModel, has
+        too few blocks, or the schedule does not fit.
+    """
+    num_stages = mesh.shape[PIPE]
+    made = make_schedule(schedule, num_stages, accumulate)
+    if num_stages == 1:
+        return OneStage()
+    if not isinstance(network, PipelineNetwork):
+        raise ValueError(
+            f"mesh: pipe={num_stages} needs a model that can be cut into stages: give "
+            "model=jaxpar.PipelineModel(embed=..., block=..., num_blocks=..., "
+            "head=...), or use pipe=1."
+        )
+    stages = Stages(network.num_blocks, num_stages, made.num_chunks)
+    if network.num_blocks < stages.num_virtual:
+        chunks = f" x {made.num_chunks} chunks" if made.num_chunks > 1 else ""
+        raise ValueError(
+            f"mesh: pipe={num_stages}{chunks} cuts the trunk into {stages.num_virtual} "
+            f"pieces, but the model has num_blocks={network.num_blocks}; use at most "
+            f"pipe={network.num_blocks // made.num_chunks or 1}."
+        )
+    return Pipeline(network, made, stages)
+
+
+class OneStage:
+    """No pipeline: the loss function runs as it is."""
+
+    plan_leaves = staticmethod(plan_leaves)
+    make_gradients = staticmethod(make_gradients)
+    make_evaluation = staticmethod(make_evaluation)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """A schedule over stages.
+
+    Attributes:
+      network: the model's parts.
+      schedule: the order of work.
+      stages: which blocks are where.
+    """
+
+    network: PipelineNetwork
+    schedule: Schedule
+    stages: Stages
+
+    def plan_leaves(
+        self,
+        leaves: Mapping[str, jax.ShapeDtypeStruct],
+        compute: Mapping[str, Spec],
+        stage: ZeroStage,
+        sizes: Mapping[str, int],
+        allow_whole: Sequence[str],
+    ) -> dict[str, LeafPlan]:
+        """Lay leaves out; stacks over pipe, where their order is the stages'."""
+        stacks = tuple(filter(is_stacked, leaves))
+        if not self.stages.in_order:
+            return plan_leaves(leaves, compute, stage, sizes, allow_whole, stacks)
+        split = {name: (PIPE, *compute[name][1:]) for name in stacks}
+        return plan_leaves(leaves, {**compute, **split}, stage, sizes, allow_whole)
+
+    def make_gradients(
+        self,
+        partition: Partition,
+        loss_fn: LossFn,
+        params_like: Params,
+        accumulate: int,
+    ) -> Callable[..., tuple[Params, Sums, PyTree]]:
+        """Gradients by the schedule.
+
+        At every ZeRO stage parameters are gathered, and gradients reduced, once a step.
+        """
+        structure = jax.tree.structure(params_like)
+        chunks = self._chunks(partition, loss_fn, accumulate, training=True)
+        plan = make_plan(self.schedule, training=True, keeps=chunks.keeps)
+        plans = self._staged_plans(partition)
+
+        def body(shards, batch, model_state, key, scale):
+            key = partition.exchange.fold_shard(key)
+            params = jax.tree.unflatten(structure, self._whole(partition, shards))
+            grads, sums = run_schedule(chunks, plan, params, batch, key, scale)
+            sums = jax.tree.map(partition.exchange.total, sums)
+            weight = sums.loss.weight
+            inverse = jax.numpy.where(weight > 0, 1.0 / weight, 0.0)
+            reduced = [
+                partition.exchange.reduce(own, grad * inverse)
+                for own, grad in zip(plans, jax.tree.leaves(grads), strict=True)
+            ]
+            at_rest = [
+                self.stages.from_stages(own, view) if is_stacked(own.name) else view
+                for own, view in zip(partition.plans, reduced, strict=True)
+            ]
+            return at_rest, sums, model_state
+
+        return gradients_on_shards(partition, structure, body)
+
+    def make_evaluation(
+        self, partition: Partition, eval_fn: LossFn, params_like: Params
+    ) -> Callable[..., Metrics]:
+        """The schedule's forwards alone, over as many micro-batches as fit the rows."""
+        structure = jax.tree.structure(params_like)
+
+        def body(shards, batch, model_state, key):
+            del model_state
+            rows = jax.tree.leaves(batch)[0].shape[0]
+            if partition.automatic:
+                rows //= partition.mesh.shape[DATA]
+            accumulate = math.gcd(rows, self.schedule.num_microbatches)
+            schedule = make_in_groups(
+                "forwards", self.stages.num_stages, accumulate, self.stages.num_chunks
+            )
+            chunks = self._chunks(partition, eval_fn, accumulate, training=False)
+            params = jax.tree.unflatten(structure, self._whole(partition, shards))
+            plan = make_plan(schedule, training=False)
+            sums = run_forwards(chunks, plan, params, batch, key)
+            return jax.tree.map(partition.exchange.total, sums)
+
+        return evaluation_on_shards(partition, body)
+
+    def _chunks(
+        self, partition: Partition, fn: LossFn, accumulate: int, *, training: bool
+    ) -> Chunks:
+        # XLA:CPU aborts on a bf16 reduction over a manual axis while another axis is
+        # automatic (seen on jax 0.10.2, 0.11.2 and 0.12.0.1).
+        on_cpu = partition.mesh.devices.flat[0].platform == "cpu"
+        trunk = Trunk(
+            self.network,
+            fn,
+            self.stages,
+            accumulate,
+            training=training,
+            reduces_wide=on_cpu,
+        )
+        keeps = self.network.remat == "none"
+        return Chunks(trunk, keeps=keeps, splits=self.schedule.splits_backward)
+
+    def _staged_plans(self, partition: Partition) -> list[LeafPlan]:
+        """The plans by which whole leaves are made, and gradients reduced."""
+        return [
+            self.stages.staged(plan) if is_stacked(plan.name) else plan
+            for plan in partition.plans
+        ]
+
+    def _whole(self, partition: Partition, shards: Sequence[Any]) -> list[jax.Array]:
+        """Cast, put in the stages' order, gather: once a step."""
+        whole = []
+        staged = self._staged_plans(partition)
+        for plan, own, shard in zip(partition.plans, staged, shards, strict=True):
+            view = shard.astype(partition.precision.compute_dtype)
+            if is_stacked(plan.name):
+                view = self.stages.to_stages(plan, view)
+            whole.append(partition.exchange.gather(own, view))
+        return whole

@@ -1,0 +1,249 @@
+"""How is a schedule run: one scan over its ticks, whatever the table says.
+
+In each tick: the embedding of the micro-batch that enters, a forward on every stage
+that has one, the loss of the micro-batch that leaves, a backward on every stage that
+has one, the gradient of the embedding; then activations are sent on and cotangents
+back. Forwards and backwards run with the pipe axis manual (`jaxpar.pipeline.slots`),
+embedding, head and loss between them in automatic mode, so that a vocabulary that is
+sharded over pipe is every stage's work.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.gradients import Sums
+from jaxpar.pipeline.chunks import Chunks
+from jaxpar.pipeline.rings import from_stage, unused_like
+from jaxpar.pipeline.rows import Plan, Rows
+from jaxpar.pipeline.schedule import IDLE
+from jaxpar.pipeline.slots import Rings, Slots
+from jaxpar.pipeline.trunk import Trunk
+from jaxpar.types import Batch, Params, PyTree
+
+
+def run_schedule(
+    chunks: Chunks,
+    plan: Plan,
+    params: Params,
+    batch: Batch,
+    key: jax.Array,
+    scale: jax.Array,
+) -> tuple[Params, Sums]:
+    """Run a schedule with backwards.
+
+    Args:
+      chunks: the model's work.
+      plan: the schedule.
+      params: whole over data, in the compute dtype; blocks in the stages' order.
+      batch: this data shard's rows.
+      key: this data shard's, for this step.
+      scale: of the loss.
+
+    Returns:
+      The sums over micro-batches of scale times the gradients of the losses' totals,
+      fp32, in the structure of `params`; and the losses' and metrics' sums.
+    """
+    executor = _Executor(chunks, params, batch, key, scale)
+    carry = executor.initial(plan)
+    carry, _ = jax.lax.scan(executor.tick, carry, _as_arrays(plan.rows))
+    grads = {"embed": carry.embed, "blocks": carry.blocks, "head": carry.head}
+    return grads, carry.sums
+
+
+def run_forwards(
+    chunks: Chunks, plan: Plan, params: Params, batch: Batch, key: jax.Array
+) -> Sums:
+    """Run a schedule's forwards; the losses' and metrics' sums over micro-batches."""
+    executor = _Executor(chunks, params, batch, key, jnp.float32(1))
+    carry = executor.initial(plan, training=False)
+    carry, _ = jax.lax.scan(executor.forward_tick, carry, _as_arrays(plan.rows))
+    return carry.sums
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Carry:
+    """What goes from tick to tick.
+
+    Attributes:
+      rings: what stages hold.
+      weights: [M]: the weight of each micro-batch's loss.
+      sums: of losses and metrics.
+      embed: gradients, fp32.
+      blocks: likewise, [P v n, ...].
+      head: likewise.
+    """
+
+    rings: Rings
+    weights: jax.Array
+    sums: Sums
+    embed: Params | None
+    blocks: Params | None
+    head: Params | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Executor:
+    """One step's arguments, and what a tick does with them."""
+
+    chunks: Chunks
+    params: Params
+    batch: Batch
+    key: jax.Array
+    scale: jax.Array
+
+    @property
+    def trunk(self) -> Trunk:
+        """The parts of the model."""
+        return self.chunks.trunk
+
+    @property
+    def slots(self) -> Slots:
+        """What stages do."""
+        return Slots(self.chunks, self.params["blocks"], self.batch, self.key)
+
+    @property
+    def head_params(self) -> tuple[Params, dict[str, jax.Array]]:
+        """The head's own parameters, and those it shares."""
+        return self.params["head"], self.trunk.network.tied(self.params["embed"])
+
+    def initial(self, plan: Plan, *, training: bool = True) -> _Carry:
+        """Empty rings and zero sums."""
+        first = jnp.int32(0)
+        hidden = jax.eval_shape(
+            self.trunk.embed, self.params["embed"], self.batch, first, self.key
+        )
+        sums = jax.eval_shape(
+            self.trunk.head, self.head_params, hidden, self.batch, first, self.key
+        )
+        zeros = {name: None for name in self.params}
+        if training:
+            zeros = jax.tree.map(_fp32_zeros, self.params)
+        return _Carry(
+            rings=self.slots.empty_rings(plan, hidden, training=training),
+            weights=jnp.zeros(self.trunk.accumulate, jnp.float32),
+            sums=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums),
+            **zeros,
+        )
+
+    def tick(self, carry: _Carry, row: Rows) -> tuple[_Carry, None]:
+        """A tick of a training step."""
+        out, rings = self.slots.forwards(carry.rings, self._embedded(row), row)
+        carry, cotangent = self._losses(carry, out, row)
+        rings, blocks, sent_back = self.slots.backwards(
+            rings, carry.blocks, cotangent, carry.weights, row
+        )
+        embed = self._embed_backward(carry, sent_back, row)
+        rings = self.slots.send(rings, out, sent_back, row)
+        return dataclasses.replace(carry, rings=rings, embed=embed, blocks=blocks), None
+
+    def forward_tick(self, carry: _Carry, row: Rows) -> tuple[_Carry, None]:
+        """A tick of an evaluation."""
+        out, rings = self.slots.forwards(carry.rings, self._embedded(row), row)
+
+        def loss() -> Sums:
+            hidden = self._last(out)
+            head = self.trunk.head
+            return head(self.head_params, hidden, self.batch, row.head, self.key)
+
+        zeros = jax.tree.map(jnp.zeros_like, carry.sums)
+        sums = jax.lax.cond(row.head != IDLE, loss, lambda: zeros)
+        sums = jax.tree.map(jnp.add, carry.sums, sums)
+
+        rings = self.slots.send(rings, out, None, row)
+        return dataclasses.replace(carry, rings=rings, sums=sums), None
+
+    def _embedded(self, row: Rows) -> PyTree:
+        """The hidden state of the micro-batch that enters."""
+
+        def embed() -> PyTree:
+            return self.trunk.embed(
+                self.params["embed"], self.batch, row.embed, self.key
+            )
+
+        return jax.lax.cond(
+            row.embed != IDLE, embed, lambda: unused_like(jax.eval_shape(embed))
+        )
+
+    def _losses(self, carry: _Carry, out: PyTree, row: Rows) -> tuple[_Carry, PyTree]:
+        """Add the loss of the micro-batch that leaves; and its hidden's cotangent."""
+        params = self.head_params
+
+        def loss() -> tuple:
+            hidden = self._last(out)
+
+            def total(params: Any, hidden: PyTree) -> tuple[jax.Array, Sums]:
+                sums = self.trunk.head(params, hidden, self.batch, row.head, self.key)
+                return sums.loss.total, sums
+
+            _, pull, sums = jax.vjp(total, params, hidden, has_aux=True)
+            weight = sums.loss.weight
+            grads, cotangent = pull(jnp.where(weight > 0, self.scale / weight, 0.0))
+            grads = jax.tree.map(lambda x: x.astype(jnp.float32) * weight, grads)
+            return sums, grads, cotangent
+
+        def nothing() -> tuple:
+            sums, grads, cotangent = jax.eval_shape(loss)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sums, grads))
+            return *zeros, unused_like(cotangent)
+
+        sums, (own, tied), cotangent = jax.lax.cond(row.head != IDLE, loss, nothing)
+        embed = carry.embed
+        for path, grad in tied.items():
+            names = self.trunk.network.tied_paths[path].split("/")
+            embed = _add_at(embed, names, grad)
+        index = jnp.where(row.head == IDLE, self.trunk.accumulate, row.head)
+        after = dataclasses.replace(
+            carry,
+            sums=jax.tree.map(jnp.add, carry.sums, sums),
+            weights=carry.weights.at[index].set(sums.loss.weight, mode="drop"),
+            embed=embed,
+            head=jax.tree.map(jnp.add, carry.head, own),
+        )
+        return after, cotangent
+
+    def _embed_backward(self, carry: _Carry, sent_back: PyTree, row: Rows) -> Params:
+        """Add the gradient of the embedding whose cotangent the first stage has."""
+
+        def run() -> Params:
+            cotangent = self._first(sent_back)
+
+            def embed(params: Params) -> PyTree:
+                return self.trunk.embed(
+                    params, self.batch, row.embed_backward, self.key
+                )
+
+            _, pull = jax.vjp(embed, self.params["embed"])
+            (grads,) = pull(cotangent)
+            weight = carry.weights[row.embed_backward]
+            return jax.tree.map(lambda x: x.astype(jnp.float32) * weight, grads)
+
+        zeros = jax.tree.map(jnp.zeros_like, carry.embed)
+        grads = jax.lax.cond(row.embed_backward != IDLE, run, lambda: zeros)
+        return jax.tree.map(jnp.add, carry.embed, grads)
+
+    def _first(self, values: PyTree) -> PyTree:
+        return from_stage(values, 0, wide=self.trunk.reduces_wide)
+
+    def _last(self, values: PyTree) -> PyTree:
+        last = self.trunk.stages.num_stages - 1
+        return from_stage(values, last, wide=self.trunk.reduces_wide)
+
+
+def _as_arrays(rows: Rows) -> Rows:
+    return jax.tree.map(jnp.asarray, rows)
+
+
+def _fp32_zeros(x: jax.Array) -> jax.Array:
+    return jnp.zeros_like(x, dtype=jnp.float32)
+
+
+def _add_at(params: Params, path: Sequence[str], grad: jax.Array) -> Params:
+    """Add to one leaf of a nested dict."""
+    if not path:
+        return params + grad
+    return {**params, path[0]: _add_at(params[path[0]], path[1:], grad)}

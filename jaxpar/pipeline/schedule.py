@@ -1,0 +1,293 @@
+"""What is a pipeline schedule: a table of who does what in which tick, and its proof.
+
+In a tick every stage does at most one forward and one backward, each of one micro-batch
+and one chunk of the stage's blocks, and, where the backward is split, some weight
+gradients. What a stage sends arrives before the next tick. `check_schedule` proves a
+table sound, whoever made it, and says when everything happens; `kept` counts what has
+to be kept meanwhile, `cost` times it.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+IDLE = -1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schedule:
+    """One training step's order of work over the stages of a pipeline.
+
+    Chunk c of stage s is the virtual stage c P + s: activations visit the virtual
+    stages in order, and cotangents in reverse.
+
+    Attributes:
+      name: for people.
+      num_stages: P, the devices on the pipe axis.
+      num_microbatches: M.
+      num_chunks: v, pieces of the trunk on each stage.
+      forward: integers [ticks, P, 2]: micro-batch and chunk; `IDLE` twice for none.
+      backward: likewise; done behind the forward of the same tick. It makes the
+        gradients of the weights too, unless there are `weight` slots.
+      weight: integers [ticks, P, w, 2]: gradients of weights, done behind the backward
+        of the same tick; w is 0 where the backward is not split.
+    """
+
+    name: str
+    num_stages: int
+    num_microbatches: int
+    num_chunks: int
+    forward: np.ndarray
+    backward: np.ndarray
+    weight: np.ndarray
+
+    @property
+    def num_ticks(self) -> int:
+        """Rows of the table."""
+        return len(self.forward)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights have slots of their own."""
+        return self.weight.shape[2] > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """The tick of each piece of work, [M, v P]: by micro-batch and virtual stage.
+
+    Attributes:
+      forward: of the forwards.
+      backward: of the backwards.
+      weight: of the gradients of weights; the backwards' where they are not split.
+    """
+
+    forward: np.ndarray
+    backward: np.ndarray
+    weight: np.ndarray
+
+    @property
+    def input_there(self) -> np.ndarray:
+        """First tick in which a virtual stage's input is there.
+
+        The first virtual stage's is made when it is wanted.
+        """
+        return np.concatenate([self.forward[:, :1], self.forward[:, :-1] + 1], axis=1)
+
+    @property
+    def cotangent_there(self) -> np.ndarray:
+        """First tick in which a virtual stage's cotangent is there.
+
+        The last virtual stage's comes of the loss, in the tick of its forward.
+        """
+        return np.concatenate([self.backward[:, 1:] + 1, self.forward[:, -1:]], axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """The most of what each stage keeps at once, counted in single micro-batches.
+
+    Attributes:
+      inputs: [P]: inputs of chunks, from their arrival to their backward.
+      cotangents: [P]: cotangents, from their arrival to their backward.
+      products: [P]: backwards whose gradients of weights are still to be made.
+    """
+
+    inputs: np.ndarray
+    cotangents: np.ndarray
+    products: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """How long a schedule takes when every tick lasts as long as its slowest stage.
+
+    Attributes:
+      total: the whole, in the unit of the times given.
+      bubble: fraction of the whole that the busiest stage does not work.
+      ticks: how many.
+    """
+
+    total: float
+    bubble: float
+    ticks: int
+
+
+def check_schedule(schedule: Schedule) -> Times:
+    """Prove a schedule sound.
+
+    Args:
+      schedule: a table, by one of the builders or the user's own.
+
+    Returns:
+      When everything happens.
+
+    Raises:
+      ValueError: if a micro-batch is missing somewhere, is there twice, or is used
+        before it can be there.
+    """
+    _check_shapes(schedule)
+    forward = _ticks(schedule, "forward", schedule.forward[:, :, None])
+    backward = _ticks(schedule, "backward", schedule.backward[:, :, None])
+    weight = backward
+    if schedule.splits_backward:
+        weight = _ticks(schedule, "weight", schedule.weight)
+    times = Times(forward, backward, weight)
+    wanted = (
+        ("a forward", forward, "its input is there", times.input_there),
+        ("a backward", backward, "its cotangent is there", times.cotangent_there),
+        ("a gradient of weights", weight, "its backward", backward),
+    )
+    for what, tick, needs, earliest in wanted:
+        early = np.argwhere(tick < earliest)
+        if len(early):
+            m, g = early[0]
+            chunk, stage = divmod(int(g), schedule.num_stages)
+            raise ValueError(
+                f"schedule={schedule.name!r}: tick {tick[m, g]} has {what} of "
+                f"micro-batch {m} on stage {stage}, chunk {chunk}, before {needs}; "
+                f"move it to tick {earliest[m, g]} or later."
+            )
+    return times
+
+
+def _check_shapes(schedule: Schedule) -> None:
+    ticks, P = schedule.num_ticks, schedule.num_stages
+    wanted: dict[str, tuple] = {
+        "forward": (ticks, P, 2),
+        "backward": (ticks, P, 2),
+        "weight": (ticks, P, "w", 2),
+    }
+    for name, shape in wanted.items():
+        table = getattr(schedule, name)
+        fits = table.ndim == len(shape) and all(
+            want in (size, "w") for size, want in zip(table.shape, shape, strict=True)
+        )
+        if not fits or not np.issubdtype(table.dtype, np.integer):
+            raise ValueError(
+                f"schedule={schedule.name!r}: {name} has shape {table.shape} of "
+                f"{table.dtype}, but must have {shape}, integers: ticks, stages, "
+                + ("slots, " if name == "weight" else "")
+                + "and (micro-batch, chunk)."
+            )
+
+
+def _ticks(schedule: Schedule, what: str, slots: np.ndarray) -> np.ndarray:
+    """[M, v P]: the tick of each, of slots [ticks, P, slots a tick, 2]."""
+    P, M, v = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks
+    found = np.full((M, v * P), IDLE)
+    for tick, stage, slot in np.argwhere(slots[..., 0] != IDLE):
+        m, chunk = map(int, slots[tick, stage, slot])
+        if not (0 <= m < M and 0 <= chunk < v):
+            raise ValueError(
+                f"schedule={schedule.name!r}: {what} of tick {tick}, stage {stage} "
+                f"names micro-batch {m}, chunk {chunk}; there are {M} and {v}."
+            )
+        if found[m, chunk * P + stage] != IDLE:
+            raise ValueError(
+                f"schedule={schedule.name!r}: micro-batch {m} has a second {what} on "
+                f"stage {stage}, chunk {chunk}, in tick {tick}; each is done once."
+            )
+        found[m, chunk * P + stage] = tick
+    missing = np.argwhere(found == IDLE)
+    if len(missing):
+        m, g = map(int, missing[0])
+        raise ValueError(
+            f"schedule={schedule.name!r}: micro-batch {m} has no {what} on stage "
+            f"{g % P}, chunk {g // P}; each is done once."
+        )
+    return found
+
+
+def kept(schedule: Schedule) -> Kept:
+    """Count what each stage keeps at most.
+
+    Args:
+      schedule: a sound schedule.
+
+    Returns:
+      The peaks by stage.
+    """
+    times = check_schedule(schedule)
+
+    def peaks(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+        alive = np.zeros((schedule.num_ticks, schedule.num_stages), int)
+        for (_, g), first in np.ndenumerate(begin):
+            alive[first : end[_, g] + 1, g % schedule.num_stages] += 1
+        return alive.max(axis=0)
+
+    products = np.zeros(schedule.num_stages, int)
+    if schedule.splits_backward:
+        products = peaks(times.backward, times.weight)
+    return Kept(
+        inputs=peaks(times.input_there, times.backward),
+        cotangents=peaks(times.cotangent_there, times.backward),
+        products=products,
+    )
+
+
+def cost(
+    schedule: Schedule,
+    *,
+    forward: float = 1.0,
+    backward: float = 2.0,
+    weight: float = 0.0,
+) -> Cost:
+    """Time a schedule: a tick lasts as long as its slowest stage.
+
+    Args:
+      schedule: a sound schedule.
+      forward: time of a micro-batch's forward through all chunks of one stage.
+      backward: likewise, of the backward; without the gradients of weights where
+        they have slots of their own.
+      weight: of the gradients of weights, where they have.
+
+    Returns:
+      The time of one step and how much of it is bubble.
+    """
+    busy = np.zeros((schedule.num_ticks, schedule.num_stages))
+    busy += forward * (schedule.forward[..., 0] != IDLE)
+    busy += backward * (schedule.backward[..., 0] != IDLE)
+    busy += weight * (schedule.weight[..., 0] != IDLE).sum(axis=-1)
+    busy /= schedule.num_chunks
+    total = float(busy.max(axis=1).sum())
+    return Cost(total, 1.0 - float(busy.sum(axis=0).max()) / total, schedule.num_ticks)
+
+
+def slots_of(begin: np.ndarray, end: np.ndarray, num_stages: int) -> np.ndarray:
+    """Give everything that is kept a place: the least number of places per stage.
+
+    Args:
+      begin: [M, v P]: the first tick in which a thing is kept.
+      end: [M, v P]: the last.
+      num_stages: P.
+
+    Returns:
+      [M, v P]: its place, from 0; two things that are kept at once on a stage have
+      different ones.
+    """
+    place = np.full(begin.shape, IDLE)
+    for stage in range(num_stages):
+        things = [(m, g) for m, g in np.ndindex(begin.shape) if g % num_stages == stage]
+        free_from: list[int] = []
+        for thing in sorted(things, key=lambda thing: (begin[thing], thing)):
+            free = (i for i, tick in enumerate(free_from) if tick <= begin[thing])
+            index = next(free, len(free_from))
+            if index == len(free_from):
+                free_from.append(0)
+            free_from[index] = int(end[thing]) + 1
+            place[thing] = index
+    return place
+
+
+def empty(num_ticks: int, *shape: int) -> np.ndarray:
+    """A table in which nothing is done, [num_ticks, *shape, 2]."""
+    return np.full((num_ticks, *shape, 2), IDLE)
+
+
+def virtual_stages(num_stages: int, num_chunks: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (virtual stage, chunk, stage), in the order that activations visit them."""
+    for chunk in range(num_chunks):
+        for stage in range(num_stages):
+            yield chunk * num_stages + stage, chunk, stage

@@ -1,0 +1,297 @@
+"""What does every stage do in a tick: its forward, its backward, its sending.
+
+Each method runs with the pipe axis manual, every stage on its own piece, and skips
+stages that are idle.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.pipeline.chunks import Chunks, Work
+from jaxpar.pipeline.rings import arrived, on_stages, over_pipe, put, take, unused_like
+from jaxpar.pipeline.rows import Plan, Rows
+from jaxpar.pipeline.schedule import IDLE
+from jaxpar.pipeline.stages import Stages
+from jaxpar.types import Batch, Params, PyTree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rings:
+    """What stages hold from one tick for another, [P, places, ...] each.
+
+    Attributes:
+      inputs: of chunks.
+      kept: what forwards keep for their backwards.
+      cotangents: of chunks' outputs.
+      products: what gradients of weights need.
+    """
+
+    inputs: PyTree
+    kept: PyTree
+    cotangents: PyTree
+    products: PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """The slots of one step's ticks.
+
+    Attributes:
+      chunks: the work.
+      blocks: all blocks' parameters, [P v n, ...].
+      batch: this data shard's rows.
+      key: this data shard's, for this step.
+    """
+
+    chunks: Chunks
+    blocks: Params
+    batch: Batch
+    key: jax.Array
+
+    def empty_rings(self, plan: Plan, hidden: PyTree, *, training: bool) -> Rings:
+        """Make rings for a schedule.
+
+        Args:
+          plan: the schedule.
+          hidden: shapes of what passes from block to block.
+          training: with those that only backwards use.
+
+        Returns:
+          The rings; nothing that is in them is used.
+        """
+        num_stages = self._stages.num_stages
+
+        def ring(places: int, shapes: PyTree) -> PyTree:
+            wide = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((num_stages, places, *x.shape), x.dtype),
+                shapes,
+            )
+            return jax.tree.map(over_pipe, unused_like(wide))
+
+        inputs = ring(plan.num_inputs, hidden)
+        if not training:
+            return Rings(inputs, [], [], [])
+        kept, products = self._shapes_between(hidden)
+        return Rings(
+            inputs=inputs,
+            kept=ring(plan.num_kept, kept),
+            cotangents=ring(plan.num_cotangents, hidden),
+            products=ring(plan.num_products, products),
+        )
+
+    def forwards(
+        self, rings: Rings, entered: PyTree, row: Rows
+    ) -> tuple[PyTree, Rings]:
+        """Run each stage's forward.
+
+        Args:
+          rings: the rings.
+          entered: the hidden state of the micro-batch that enters.
+          row: the tick.
+
+        Returns:
+          What each stage's chunk gives, [P, ...]; and the rings.
+        """
+
+        def forward(own: tuple, blocks: Params, shared: tuple) -> tuple:
+            stage, rings, row = own
+            entered, batch, key = shared
+            index, chunk, place = row.forward, row.forward_chunk, row.forward_place
+            enters = (stage == 0) & (chunk == 0) & (index != IDLE)
+            inputs = put(rings.inputs, entered, jnp.where(enters, place, IDLE))
+            hidden = take(inputs, place)
+            work = self._work(stage, chunk, batch, index, key)
+
+            def run() -> tuple[PyTree, PyTree]:
+                blocks_of_chunk = self._stages.chunk_of(blocks, chunk)
+                return self.chunks.forward(blocks_of_chunk, hidden, work)
+
+            out, kept = _if_busy(index, run)
+            rings = dataclasses.replace(
+                rings, inputs=inputs, kept=put(rings.kept, kept, row.forward_kept)
+            )
+            return (out, rings), None
+
+        shared = (entered, self.batch, self.key)
+        own = (self._numbers, rings, _of_stages(row))
+        return on_stages(forward)(own, self.blocks, shared)[0]
+
+    def backwards(
+        self,
+        rings: Rings,
+        grads: Params,
+        cotangent: PyTree,
+        weights: jax.Array,
+        row: Rows,
+    ) -> tuple[Rings, Params, PyTree]:
+        """Run each stage's backward, and its gradients of weights.
+
+        Args:
+          rings: the rings.
+          grads: gradients so far, fp32, [P v n, ...].
+          cotangent: of the hidden state that left in this tick.
+          weights: [M]: of each micro-batch's loss.
+          row: the tick.
+
+        Returns:
+          The rings, the gradients, and the cotangents of the chunks' inputs, [P, ...].
+        """
+
+        def backward(own: tuple, stacks: tuple, shared: tuple) -> tuple:
+            stage, rings, row = own
+            blocks, grads = stacks
+            cotangent, head_place, weights, batch, key = shared
+            leaves = jnp.where(stage == self._stages.num_stages - 1, head_place, IDLE)
+            cotangents = put(rings.cotangents, cotangent, leaves)
+            index, chunk = row.backward, row.backward_chunk
+            blocks = self._stages.chunk_of(blocks, chunk)
+            work = self._work(stage, chunk, batch, index, key)
+
+            # Read here: a ring that a branch reads and the tick then writes is copied.
+            given = (
+                take(rings.inputs, row.backward_place),
+                take(rings.kept, row.backward_kept),
+                take(cotangents, row.cotangent_place),
+            )
+            made, sent_back, products = _if_busy(
+                index, lambda: self.chunks.backward(blocks, *given, work)
+            )
+            made = _weighed(made, weights, index)
+            products = put(rings.products, products, row.products_place)
+            rings = dataclasses.replace(rings, cotangents=cotangents, products=products)
+            grads = self._stages.add_chunk(grads, made, chunk)
+            for slot in range(row.weight.shape[0]):
+                late = self._late(slot, rings, row, blocks, work)
+                late = _weighed(late, weights, row.weight[slot])
+                grads = self._stages.add_chunk(grads, late, row.weight_chunk[slot])
+            return (rings, sent_back), grads
+
+        own = (self._numbers, rings, _of_stages(row))
+        shared = (cotangent, row.head_place, weights, self.batch, self.key)
+        stacks = (self.blocks, grads)
+        (rings, sent_back), grads = on_stages(backward)(own, stacks, shared)
+        return rings, grads, sent_back
+
+    def send(
+        self, rings: Rings, out: PyTree, sent_back: PyTree | None, row: Rows
+    ) -> Rings:
+        """Send activations on and cotangents back, and put away what arrives.
+
+        Args:
+          rings: the rings.
+          out: what the chunks gave, [P, ...].
+          sent_back: the cotangents of their inputs, likewise; None in an evaluation.
+          row: the tick.
+
+        Returns:
+          The rings.
+        """
+
+        def send(own: tuple, *_: None) -> tuple:
+            rings, out, sent_back, row = own
+            on = self._pairs
+            inputs = arrived(on, rings.inputs, out, row.input_arrives)
+            rings = dataclasses.replace(rings, inputs=inputs)
+            if sent_back is not None:
+                back = [(there, here) for here, there in on]
+                cotangents = arrived(
+                    back, rings.cotangents, sent_back, row.cotangent_arrives
+                )
+                rings = dataclasses.replace(rings, cotangents=cotangents)
+            return rings, None
+
+        return on_stages(send)((rings, out, sent_back, _of_stages(row)), None, None)[0]
+
+    def deferrable(self, hidden: PyTree) -> float:
+        """See `jaxpar.pipeline.backward.Pullback.deferrable`."""
+        found: list[float] = []
+
+        def look(stage: jax.Array, blocks: Params, hidden: PyTree) -> tuple:
+            work = self._first_work(stage)
+            blocks = self._stages.chunk_of(blocks, jnp.int32(0))
+            found.append(self.chunks.deferrable(blocks, hidden, work))
+            return stage, None
+
+        jax.eval_shape(on_stages(look), self._numbers, self.blocks, hidden)
+        return found[-1]
+
+    @property
+    def _stages(self) -> Stages:
+        return self.chunks.trunk.stages
+
+    @property
+    def _numbers(self) -> jax.Array:
+        return jnp.arange(self._stages.num_stages)
+
+    @property
+    def _pairs(self) -> list[tuple[int, int]]:
+        """Who sends activations to whom; with one chunk, the last stage to nobody."""
+        num_stages = self._stages.num_stages
+        last = num_stages - (self._stages.num_chunks == 1)
+        return [(here, (here + 1) % num_stages) for here in range(last)]
+
+    def _work(
+        self,
+        stage: jax.Array,
+        chunk: jax.Array,
+        batch: Batch,
+        index: jax.Array,
+        key: jax.Array,
+    ) -> Work:
+        virtual = jnp.maximum(chunk, 0) * self._stages.num_stages + stage
+        return Work(virtual, batch, index, key)
+
+    def _first_work(self, stage: jax.Array) -> Work:
+        first = jnp.int32(0)
+        return self._work(stage, first, self.batch, first, self.key)
+
+    def _late(
+        self, slot: int, rings: Rings, row: Rows, blocks: Params, work: Work
+    ) -> Params:
+        """The gradients of weights of one slot."""
+        products = take(rings.products, row.weight_place[slot])
+        hidden = jax.tree.map(lambda x: x[0], rings.inputs)
+        return _if_busy(
+            row.weight[slot],
+            lambda: self.chunks.weights(blocks, hidden, products, work),
+        )
+
+    def _shapes_between(self, hidden: PyTree) -> tuple[PyTree, PyTree]:
+        """Shapes of what a forward keeps, and of what gradients of weights need."""
+
+        def run(stage: jax.Array, blocks: Params, shared: tuple) -> tuple:
+            hidden, batch, key = shared
+            first = jnp.int32(0)
+            work = self._work(stage, first, batch, first, key)
+            blocks = self._stages.chunk_of(blocks, first)
+            out, kept = self.chunks.forward(blocks, hidden, work)
+            _, _, products = self.chunks.backward(blocks, hidden, kept, out, work)
+            return (kept, products), None
+
+        shared = (hidden, self.batch, self.key)
+        own, _ = jax.eval_shape(on_stages(run), self._numbers, self.blocks, shared)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), own)
+
+
+def _of_stages(row: Rows) -> Rows:
+    """A row without what is the same for all stages."""
+    none = {"embed": None, "head": None, "head_place": None, "embed_backward": None}
+    return dataclasses.replace(row, **none)
+
+
+def _if_busy(index: jax.Array, run: Callable[[], Any]) -> Any:
+    """Run a slot; what an idle one gives is not used, and no gradient."""
+    return jax.lax.cond(index != IDLE, run, lambda: unused_like(jax.eval_shape(run)))
+
+
+def _weighed(grads: Params, weights: jax.Array, index: jax.Array) -> Params:
+    """Gradients times their micro-batch's weight, fp32; zeros of an idle slot."""
+    weight = weights[jnp.maximum(index, 0)]
+    return jax.tree.map(
+        lambda x: jnp.where(index != IDLE, x.astype(jnp.float32) * weight, 0.0), grads
+    )

@@ -1,0 +1,145 @@
+"""Which blocks lie on which stage: canonical order at rest, the stages' to compute.
+
+The state holds a trunk's blocks stacked in their order, [L, ...]. To compute, stage s
+needs its chunks' blocks together: [P, v, n, ...], seen as [P v n, ...] over pipe. With
+one chunk a stage and L = P n that is the order at rest, and nothing moves; otherwise
+blocks are put in place once a step, and their gradients back.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.mesh import PIPE
+from jaxpar.sharding.constrain import constrain
+from jaxpar.sharding.zero import LeafPlan
+from jaxpar.types import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """How a trunk is cut.
+
+    Where the virtual stages do not divide the blocks, the first ones have one more;
+    the others have an idle place, in which their last block stands and is not run.
+
+    Attributes:
+      num_blocks: L.
+      num_stages: P.
+      num_chunks: v.
+    """
+
+    num_blocks: int
+    num_stages: int
+    num_chunks: int
+
+    @property
+    def num_virtual(self) -> int:
+        """The virtual stages, v P."""
+        return self.num_stages * self.num_chunks
+
+    @property
+    def places(self) -> int:
+        """Places for blocks in a chunk, n."""
+        return -(-self.num_blocks // self.num_virtual)
+
+    @property
+    def idle_places(self) -> int:
+        """Places in which no block is run."""
+        return self.num_virtual * self.places - self.num_blocks
+
+    @functools.cached_property
+    def counts(self) -> np.ndarray:
+        """[v P]: blocks of each virtual stage."""
+        least, more = divmod(self.num_blocks, self.num_virtual)
+        return least + (np.arange(self.num_virtual) < more)
+
+    @functools.cached_property
+    def firsts(self) -> np.ndarray:
+        """[v P]: the first block of each virtual stage."""
+        return np.cumsum(self.counts) - self.counts
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the stages' order is the order at rest."""
+        return self.idle_places == 0 and self.num_chunks == 1
+
+    def staged(self, plan: LeafPlan) -> LeafPlan:
+        """The plan of a stacked leaf in the stages' order, which lies over pipe."""
+        if self.in_order:
+            return plan
+        rest = (
+            (PIPE,),
+            *(tuple(a for a in axes if a != PIPE) for axes in plan.placed[1:]),
+        )
+        return dataclasses.replace(
+            plan,
+            shape=(self.num_virtual * self.places, *plan.shape[1:]),
+            compute=(PIPE, *plan.compute[1:]),
+            placed=rest,
+        )
+
+    def to_stages(self, plan: LeafPlan, view: jax.Array) -> jax.Array:
+        """Put the view of a stacked leaf in the stages' order."""
+        if self.in_order:
+            return view
+        P, v, n = self.num_stages, self.num_chunks, self.places
+        # Slices and transposes: XLA 0.11.2 can't partition a gather here (it aborts).
+        chunks = view[: self._num_full * n].reshape(self._num_full, n, *view.shape[1:])
+        if self.idle_places:
+            others = view[self._num_full * n :].reshape(-1, n - 1, *view.shape[1:])
+            others = jnp.concatenate([others, others[:, -1:]], axis=1)
+            chunks = jnp.concatenate([chunks, others])
+        by_stage = chunks.reshape(v, P, n, *view.shape[1:]).swapaxes(0, 1)
+        staged = by_stage.reshape(P * v * n, *view.shape[1:])
+        # Stated, or the compiler moves blocks while it cuts them, and makes them whole.
+        staged = constrain(staged, None, *plan.view_spec(data=False)[1:])
+        return constrain(staged, *self.staged(plan).view_spec(data=False))
+
+    def from_stages(self, plan: LeafPlan, view: jax.Array) -> jax.Array:
+        """Put a view in the stages' order back in the order at rest."""
+        if self.in_order:
+            return view
+        P, v, n = self.num_stages, self.num_chunks, self.places
+        view = constrain(view, None, *plan.view_spec(data=False)[1:])
+        chunks = view.reshape(P, v, n, *view.shape[1:]).swapaxes(0, 1)
+        chunks = chunks.reshape(P * v, n, *view.shape[1:])
+        blocks = chunks[: self._num_full].reshape(-1, *view.shape[1:])
+        if not self.idle_places:
+            return blocks
+        others = chunks[self._num_full :, : n - 1].reshape(-1, *view.shape[1:])
+        return jnp.concatenate([blocks, others])
+
+    def chunk_of(self, blocks: Params, chunk: jax.Array) -> Params:
+        """A chunk's blocks, [n, ...], of one stage's, [v n, ...]."""
+        if self.num_chunks == 1:
+            return blocks
+        n = self.places
+        first = jnp.maximum(chunk, 0) * n
+        return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, n), blocks)
+
+    def add_chunk(self, grads: Params, made: Params, chunk: jax.Array) -> Params:
+        """Add a chunk's gradients, [n, ...], to one stage's, [v n, ...]."""
+        if self.num_chunks == 1:
+            return jax.tree.map(jnp.add, grads, made)
+        n = self.places
+        first = jnp.maximum(chunk, 0) * n
+
+        def add(grads: jax.Array, made: jax.Array) -> jax.Array:
+            old = jax.lax.dynamic_slice_in_dim(grads, first, n)
+            return jax.lax.dynamic_update_slice_in_dim(grads, old + made, first, 0)
+
+        return jax.tree.map(add, grads, made)
+
+    @property
+    def _num_full(self) -> int:
+        """Virtual stages without an idle place."""
+        return self.num_virtual - self.idle_places
+
+
+def is_stacked(name: str) -> bool:
+    """Whether a parameter of a pipelined model is a stack of the blocks'."""
+    return name.startswith("blocks/")

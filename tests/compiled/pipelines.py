@@ -1,0 +1,102 @@
+"""What is compiled of pipelines: training steps of a GPT cut into stages, on H200s."""
+
+import dataclasses
+import re
+import resource
+import time
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxpar
+from jaxpar.mesh import MeshShape, make_mesh
+from jaxpar.models import GPTConfig, gpt_loss, pipeline_gpt
+from jaxpar.plan.deviceless import gpu_devices, prepare_process
+from jaxpar.plan.program import Program, read_program
+from jaxpar.tree import named_leaves, num_elements
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipe:
+    """A pipelined step, in bf16 with AdamW; one row a micro-batch and data shard."""
+
+    schedule: str = "1f1b"
+    microbatches: int = 8
+    data: int = 2
+    pipe: int = 4
+    tensor: int = 2
+    zero: int = 1
+    layers: int = 8
+    width: int = 256
+    vocab: int = 1024
+    length: int = 192
+    heads: int = 4
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of one micro-batch between two blocks."""
+        return self.length * self.width * 2
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledPipe:
+    """What the compiler made of it.
+
+    Attributes:
+      psi: parameters; those of blocks apart.
+      program: the compiled step, read.
+      rings: [places] of every array of activations that the loop carries.
+      seconds: wall-clock time of lowering and compiling.
+      host_bytes: the most memory that the process has had.
+    """
+
+    psi: int
+    psi_blocks: int
+    program: Program
+    rings: tuple[int, ...]
+    seconds: float
+    host_bytes: int
+
+
+def compile_pipe(run: Pipe) -> CompiledPipe:
+    """Make the engine on GPUs that are not here, and compile its step."""
+    prepare_process()
+    gpus = run.data * run.pipe * run.tensor
+    devices = gpu_devices("h200", max(1, gpus // 8), min(8, gpus))
+    mesh = make_mesh(MeshShape(run.data, run.pipe, run.tensor), devices)
+    config = GPTConfig(
+        num_layers=run.layers,
+        num_heads=run.heads,
+        width=run.width,
+        seq_len=run.length,
+        vocab_size=run.vocab,
+        remat="full",
+    )
+    shape = (run.data * run.microbatches, run.length + 1)
+    began = time.perf_counter()
+    engine = jaxpar.initialize(
+        model=pipeline_gpt(config),
+        loss_fn=gpt_loss,
+        optimizer=optax.adamw(1e-3),
+        sample_batch={"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)},
+        mesh=mesh,
+        zero=run.zero,
+        precision="bf16",
+        accumulate=run.microbatches,
+        schedule=run.schedule,
+    )
+    compiled = engine.lower().compile()
+    seconds = time.perf_counter() - began
+    params = named_leaves(engine.state.params)
+    ring = rf"bf16\[1,(\d+),1,{run.length},{run.width}\]"
+    loops = re.findall(r" = \((.*)\) while\(", compiled.as_text())
+    carried = max((re.findall(ring, loop) for loop in loops), key=len)
+    return CompiledPipe(
+        psi=num_elements(engine.state.params),
+        psi_blocks=sum(x.size for k, x in params.items() if k.startswith("blocks/")),
+        program=read_program(compiled, mesh),
+        rings=tuple(sorted(map(int, carried))),
+        seconds=seconds,
+        host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
