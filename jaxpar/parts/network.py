@@ -181,11 +181,15 @@ class WholeModel:
         training: bool,
     ):
         self._network, self._params, self._key = network, params, key
-        self.training = training
+        self._num_calls, self.training = 0, training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Embed, run every block, and the head."""
+        """Embed, run every block, and the head; each call draws masks of its own."""
         network, params, key = self._network, self._params, self._key
+        if self._num_calls:
+            # Behind the numbers that the parts of the first call fold in.
+            key = jax.random.fold_in(key, network.num_blocks + 1 + self._num_calls)
+        self._num_calls += 1
         call = Call(args, kwargs)
         hidden = network.run_embed(params["embed"], call, key, training=self.training)
 

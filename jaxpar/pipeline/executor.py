@@ -161,9 +161,11 @@ class _Executor:
         """The hidden state of the micro-batch that enters."""
 
         def embed() -> PyTree:
-            return self.trunk.embed(
-                self.params["embed"], self.batch, row.embed, self.key
-            )
+            params = self.params["embed"]
+            hidden = self.trunk.embed(params, self.batch, row.embed, self.key)
+            # A branch that ends in a sharding constraint, as that of sequence
+            # parallelism does, aborts XLA 0.11.2 ("inconsistent conditional sharding").
+            return jax.lax.optimization_barrier(hidden)
 
         return jax.lax.cond(
             row.embed != IDLE, embed, lambda: unused_like(jax.eval_shape(embed))

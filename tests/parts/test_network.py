@@ -193,6 +193,17 @@ def test_masks_follow_the_key_alone():
     assert not np.array_equal(one, other)
 
 
+def test_two_calls_draw_masks_of_their_own():
+    def both(model, batch):
+        return model(batch["tokens"]), model(batch["tokens"])
+
+    network = network_of({"embed": Ones, "block": Dropping, "head": AsItIs}, both)
+    variables = network.init(KEY)
+    first, second = network.run(both, variables, KEY, BATCHES[0], training=True)[0]
+    assert not np.array_equal(first, second)
+    np.testing.assert_array_equal(first, drawn(LAYERS, KEY))
+
+
 def test_evaluation_drops_nothing():
     assert np.all(drawn(3, KEY, training=False) == 1)
 
