@@ -7,6 +7,7 @@ docstrings are based on. Needs the compilers (`.ci/setup --compilers yes`); no G
 """
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from rich.table import Table
 import jaxpar
 from benchmarks.record import write_result
 from jaxpar.mesh import MeshShape, make_mesh
-from jaxpar.models import GPT, GPTConfig, gpt_loss
+from jaxpar.models import GPT, GPTConfig, gpt_loss, pipeline_gpt
 from jaxpar.plan.deviceless import gpu_devices, prepare_process
 from jaxpar.plan.program import read_program
 from jaxpar.tree import num_elements
@@ -78,6 +79,47 @@ def measure(
     }
 
 
+def measure_pipeline(schedule: str) -> dict[str, float]:
+    """Compile 175 billion parameters for 512 H200s: data 8 x pipe 16 x tensor 4."""
+    config = GPTConfig(
+        num_layers=96,
+        num_heads=96,
+        width=12_288,
+        seq_len=2048,
+        vocab_size=51_200,
+        remat="full",
+    )
+    mesh = make_mesh(MeshShape(8, 16, 4), gpu_devices("h200", 64, 8))
+    began = time.perf_counter()
+    engine = jaxpar.initialize(
+        model=pipeline_gpt(config),
+        loss_fn=gpt_loss,
+        optimizer=optax.adamw(1e-3),
+        sample_batch={"tokens": jax.ShapeDtypeStruct((8 * 32, 2049), jnp.int32)},
+        mesh=mesh,
+        zero=1,
+        precision="bf16",
+        accumulate=32,
+        schedule=schedule,
+    )
+    program = read_program(engine.lower().compile(), mesh)
+    return {
+        "compiled_in_seconds": time.perf_counter() - began,
+        "state_gb": program.bytes_of("state") / 1e9,
+        "temporaries_gb": program.memory.temporaries / 1e9,
+        "peak_gb": program.memory.peak / 1e9,
+        "sent_over_pipe_gb": program.crossing("collective-permute", "pipe") / 1e9,
+    }
+
+
+def show(console: Console, title: str, measured: dict[str, dict[str, float]]) -> None:
+    """Print a table."""
+    table = Table(title, *next(iter(measured.values())))
+    for name, row in measured.items():
+        table.add_row(name, *(f"{number:.2f}" for number in row.values()))
+    console.print(table)
+
+
 def main() -> None:
     """Compile every case, print and write."""
     prepare_process()
@@ -86,11 +128,14 @@ def main() -> None:
     for name, case in CASES.items():
         measured[name] = measure(**case)
         console.print(f"compiled: {name}")
-    table = Table("160M parameters, 64 H200s", *next(iter(measured.values())))
-    for name, row in measured.items():
-        table.add_row(name, *(f"{number:.2f}" for number in row.values()))
-    console.print(table)
-    console.print(f"written: {write_result('compiled_gpu', measured).name}")
+    show(console, "160M parameters, 64 H200s", measured)
+    pipelines = {}
+    for schedule in ("1f1b", "interleaved"):
+        pipelines[schedule] = measure_pipeline(schedule)
+        console.print(f"compiled: {schedule}")
+    show(console, "175B parameters, 512 H200s, ZeRO 1", pipelines)
+    found = measured | {"175B on 512": pipelines}
+    console.print(f"written: {write_result('compiled_gpu', found).name}")
 
 
 if __name__ == "__main__":

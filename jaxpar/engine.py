@@ -136,15 +136,11 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     )
     eval_fn = eval_fn or loss_fn
     evaluation = execution.make_evaluation(partition, eval_fn, abstract.params)
+    shardings = state_shardings(abstract, plans, stage, mesh)
+    scales_loss = precision.scales_loss
+    settings, notes = choose_settings(mesh, xla_options), execution.notes(stage, plans)
     layout = Layout(
-        mesh,
-        abstract,
-        state_shardings(abstract, plans, stage, mesh),
-        plans,
-        stage,
-        coupled,
-        precision.scales_loss,
-        choose_settings(mesh, xla_options),
+        mesh, abstract, shardings, plans, stage, coupled, scales_loss, settings, notes
     )
     state = layout.initial_state(init, seed)
     return Engine(network, layout, batch_spec, step, evaluation, state)

@@ -33,6 +33,7 @@ class Layout:
       coupled: whether the loss couples examples.
       scales_loss: whether the loss is scaled (fp16).
       settings: the compiler's options.
+      notes: what a pipeline adds to an explanation.
     """
 
     mesh: Mesh
@@ -43,6 +44,7 @@ class Layout:
     coupled: bool
     scales_loss: bool
     settings: tuple[Setting, ...]
+    notes: tuple[str, ...]
 
     @functools.cached_property
     def can_run(self) -> bool:
@@ -89,4 +91,5 @@ class Layout:
             coupled=self.coupled,
             program=read_program(compiled, self.mesh),
             settings=self.settings,
+            notes=self.notes,
         )

@@ -28,10 +28,10 @@ from jaxpar.pipeline.chunks import Chunks
 from jaxpar.pipeline.executor import run_forwards, run_schedule
 from jaxpar.pipeline.interleaved import make_in_groups
 from jaxpar.pipeline.rows import make_plan
-from jaxpar.pipeline.schedule import Schedule
+from jaxpar.pipeline.schedule import Schedule, cost, kept
 from jaxpar.pipeline.stages import Stages, is_stacked
 from jaxpar.pipeline.trunk import Trunk
-from jaxpar.sharding.rules import Spec
+from jaxpar.sharding.rules import Spec, axes_of
 from jaxpar.sharding.zero import LeafPlan, ZeroStage, plan_leaves
 from jaxpar.types import LossFn, Metrics, Params, PyTree
 
@@ -65,6 +65,10 @@ class Execution(Protocol):
         self, partition: Partition, eval_fn: LossFn, params_like: Params
     ) -> Callable[..., Metrics]:
         """As `jaxpar.gradients.make_evaluation`."""
+        ...
+
+    def notes(self, stage: ZeroStage, plans: Mapping[str, LeafPlan]) -> tuple[str, ...]:
+        """What to say of the pipe axis in an explanation."""
         ...
 
 
@@ -113,6 +117,11 @@ class OneStage:
     plan_leaves = staticmethod(plan_leaves)
     make_gradients = staticmethod(make_gradients)
     make_evaluation = staticmethod(make_evaluation)
+
+    def notes(self, stage: ZeroStage, plans: Mapping[str, LeafPlan]) -> tuple[str, ...]:
+        """Nothing to say."""
+        del stage, plans
+        return ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +210,42 @@ class Pipeline:
             return jax.tree.map(partition.exchange.total, sums)
 
         return evaluation_on_shards(partition, body)
+
+    def notes(self, stage: ZeroStage, plans: Mapping[str, LeafPlan]) -> tuple[str, ...]:
+        """The schedule, idle places, what the ends cost, and what a stage pays."""
+        own, cut = self.schedule, self.stages
+        split = {"backward": 1.0, "weight": 1.0} if own.splits_backward else {}
+        lines = [
+            f"pipe: {own.name}: {own.num_microbatches} micro-batches on "
+            f"{own.num_stages} stages take {own.num_ticks} ticks, "
+            f"{cost(own, **split).bubble:.1%} of the time bubble (a backward counts as "
+            f"two forwards); a stage keeps up to {kept(own).inputs.max()} inputs.",
+            "pipe: every tick sends an activation on and a cotangent back; every "
+            "micro-batch all-reduces its last and its first hidden state over pipe, "
+            "and two more over what its vocabulary is split on.",
+        ]
+        if cut.idle_places:
+            places = cut.num_virtual * cut.places
+            lines.append(
+                f"pipe: {cut.num_blocks} blocks on {cut.num_virtual} virtual stages "
+                f"leave {cut.idle_places} of {places} places idle."
+            )
+        if not cut.in_order:
+            lines.append("pipe: blocks move to their stages, and back, once a step.")
+        ends = [plan for name, plan in plans.items() if not is_stacked(name)]
+        if not any(
+            PIPE in axes for plan in ends for axes in map(axes_of, plan.compute)
+        ):
+            lines.append(
+                "pipe: no dim of embedding or head is named 'vocab', so every stage "
+                "does the whole of both."
+            )
+        if stage.number >= 2:
+            lines.append(
+                f"pipe: at ZeRO {stage.number} a stage gathers its parameters, and "
+                "reduces its gradients, once a step as at 1, and holds both whole."
+            )
+        return tuple(lines)
 
     def _chunks(
         self, partition: Partition, fn: LossFn, accumulate: int, *, training: bool

@@ -164,6 +164,7 @@ def make_explanation(
     coupled: bool,
     program: Program,
     settings: tuple[Setting, ...] = (),
+    notes: tuple[str, ...] = (),
 ) -> Explanation:
     """Explain a step.
 
@@ -175,6 +176,7 @@ def make_explanation(
       coupled: whether examples are coupled (data is automatic).
       program: the compiled step, read.
       settings: what it was compiled with.
+      notes: what a pipeline adds; with one, every stage reduces and gathers once.
 
     Returns:
       The explanation.
@@ -185,11 +187,17 @@ def make_explanation(
         plan = plans.get(name.removeprefix("params/"))
         rows.append(_row(name, leaf, placed[name], plan))
     mesh = next(iter(placed.values())).mesh
+    meant = _meant(
+        min(stage.number, 1) if notes else stage.number,
+        mesh.shape[DATA],
+        list(plans.values()),
+        coupled,
+    )
     return Explanation(
         mesh=dict(mesh.shape),
         zero=stage.number,
         leaves=tuple(rows),
-        meant=_meant(stage, mesh.shape[DATA], list(plans.values()), coupled),
+        meant=(*meant, *notes),
         program=program,
         settings=settings,
     )
@@ -214,7 +222,7 @@ def _row(
 
 
 def _meant(
-    stage: ZeroStage, data: int, plans: Sequence[LeafPlan], coupled: bool
+    number: int, data: int, plans: Sequence[LeafPlan], coupled: bool
 ) -> tuple[str, ...]:
     if data == 1:
         lines: tuple[str, ...] = ("data: one device, nothing crosses.",)
@@ -224,6 +232,6 @@ def _meant(
             "gradients are reduced every micro-batch.",
         )
     else:
-        lines = _MEANT[stage.number]
+        lines = _MEANT[number]
     ruled = sum(any(plan.compute) for plan in plans)
     return (*lines, f"tensor: {ruled} parameters are split by rule.")

@@ -1,0 +1,55 @@
+"""Does an explanation say what a pipeline does and costs?"""
+
+import pytest
+
+from jaxpar.pipeline.catalog import make_schedule
+from jaxpar.pipeline.execution import OneStage, Pipeline
+from jaxpar.pipeline.stages import Stages
+from jaxpar.sharding.zero import STAGES
+from tests.parts.toys import BATCHES, loss_fn, make_engine, make_mesh, make_model
+
+
+def explained(**change) -> str:
+    engine = make_engine(
+        make_model(num_blocks=change.pop("num_blocks", 4)),
+        mesh=make_mesh(pipe=2),
+        accumulate=4,
+        **change,
+    )
+    return "\n".join(engine.explain().meant)
+
+
+def test_explanation_tells_schedule_bubble_and_what_is_kept():
+    told = explained(schedule="1f1b", zero=3)
+    assert "1f1b: 4 micro-batches on 2 stages take 6 ticks, 20.0% of" in told
+    assert "a stage keeps up to 3 inputs" in told
+    assert "at ZeRO 3 a stage gathers its parameters" in told
+    assert "every micro-batch, where the backward" not in told
+    assert "idle" not in told
+
+
+@pytest.mark.parametrize(
+    ("blocks", "chunks", "wanted"),
+    [
+        (4, 1, []),
+        (
+            5,
+            1,
+            ["5 blocks on 2 virtual stages leave 1 of 6 places idle"],
+        ),
+        (4, 2, ["blocks move to their stages, and back, once a step"]),
+    ],
+)
+def test_notes_tell_idle_places_and_moved_blocks(blocks, chunks, wanted):
+    schedule = make_schedule(f"interleaved:{chunks}", 2, 4)
+    network = make_model(num_blocks=blocks).make_network(loss_fn, BATCHES[0])
+    notes = Pipeline(network, schedule, Stages(blocks, 2, chunks)).notes(STAGES[1], {})
+    text = "\n".join(notes)
+    for part in wanted:
+        assert part in text
+    assert ("idle" in text) == (blocks == 5)
+    assert "every stage does the whole of both" in text
+
+
+def test_one_stage_says_nothing():
+    assert OneStage().notes(STAGES[3], {}) == ()
