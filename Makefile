@@ -30,6 +30,7 @@ test: compilers ## Run what needs no GPU and takes under 15 minutes on two cores
 
 test-slow: compilers ## Run the long versions as well
 	@$(PYTEST) -o faulthandler_timeout=1800 $(ARGS)
+	@$(PYTEST) --devices 16 tests/equivalence/test_pipeline.py -m slow
 
 lint: setup ## Check style (ruff) and types (pyright)
 	@$(BIN)/ruff check .
