@@ -72,8 +72,8 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
         fp32. Parameters are cast, batches are not: a model given fp32 inputs computes
         in fp32, so cast them in loss_fn.
       accumulate: micro-batches a step.
-      schedule: of the pipeline, where the mesh has one: "1f1b", "gpipe", "interleaved"
-        (":4" for four chunks a stage), or a `jaxpar.pipeline.schedule.Schedule`.
+      schedule: of the pipeline, where the mesh has one: "1f1b", "gpipe", "zero_bubble",
+        "interleaved" (":4" for four chunks a stage), or a `jaxpar.Schedule`.
       clip_norm: the largest global norm of the gradients; None for no clipping.
       seed: of parameters, dropout and whatever else is random.
       rules: logical name -> mesh axis, path pattern -> PartitionSpec.

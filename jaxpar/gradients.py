@@ -84,8 +84,12 @@ class Partition:
         """How arrays cross the data axis."""
         if self.automatic:
             return AutomaticExchange()
-        platform = self.mesh.devices.flat[0].platform
-        return ManualExchange(self.precision.reduce_dtype, platform)
+        return ManualExchange(self.precision.reduce_dtype, self.platform)
+
+    @property
+    def platform(self) -> str:
+        """The mesh's."""
+        return self.mesh.devices.flat[0].platform
 
     def views(self, params: Params) -> list[jax.Array]:
         """The parameters at rest as their plans' views."""

@@ -36,7 +36,7 @@ class Config:
     mesh: jaxpar.MeshShape | None = None
     """Devices by axis; by default accelerators on data, or 2 x 2 x 2 CPU devices."""
     schedule: str = "1f1b"
-    """Of the pipeline: 1f1b, gpipe, interleaved (two chunks a stage), interleaved:4."""
+    """Of the pipeline: 1f1b, gpipe, zero_bubble, interleaved, interleaved:4 chunks."""
     accumulate: int = 4
     """Micro-batches a step; interleaved takes them in multiples of pipe."""
     zero: int = 1

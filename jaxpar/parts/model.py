@@ -46,13 +46,17 @@ class PipelineModel:
       head: likewise.
       tied: parameters that are one array, as (("embed", path), ("head", path)); it
         is kept under its first name.
-      remat: one of `jaxpar.remat.REMAT_POLICIES`, applied to each block.
+      remat: one of `jaxpar.remat.REMAT_POLICIES`, applied to each block. In a pipeline
+        "none" keeps what every block's backward needs, for each micro-batch under way;
+        else only a stage's input is kept, and its backward runs its blocks again:
+        under "full" once, under the others by their policy.
       remat_names: labels to save, for "save-names".
 
     Raises:
       ValueError: if a number, a policy or a tie is not right.
 
     Example:
+      >>> from flax import nnx
       >>> model = PipelineModel(
       ...     embed=lambda rngs: nnx.Linear(4, 8, rngs=rngs),
       ...     block=lambda rngs: nnx.Linear(8, 8, rngs=rngs),

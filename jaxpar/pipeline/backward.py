@@ -8,7 +8,6 @@ them. Between the halves stand the products' operands.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -108,26 +107,6 @@ class Pullback:
             made |= set(eqn.outvars)
         return list(found)
 
-    @property
-    def deferrable(self) -> float:
-        """The fraction of the products for weights that the second half makes.
-
-        Of the multiplications that a joint backward does for weights of two dims or
-        more, at least; counted by their gradients' sizes times what they sum over.
-        """
-        late = sum(
-            _multiplications(self.jaxpr.jaxpr.eqns[number])
-            for number in self.late
-            if self.jaxpr.jaxpr.eqns[number].primitive.name == "dot_general"
-        )
-        every = sum(
-            _multiplications(eqn)
-            for eqn in self.jaxpr.jaxpr.eqns
-            if eqn.primitive.name == "dot_general"
-        )
-        # A joint backward does as much for the weights as for the input.
-        return min(1.0, 2 * late / every) if every else 0.0
-
     def _ins(
         self, kept: Sequence[jax.Array], arguments: tuple, cotangent: PyTree
     ) -> list[Any]:
@@ -216,10 +195,3 @@ def _pulled(
 
 def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-def _multiplications(eqn: core.JaxprEqn) -> int:
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    shape = shape_of(eqn.invars[0]).shape
-    summed = math.prod(shape[dim] for dim in contracted)
-    return summed * math.prod(shape_of(eqn.outvars[0]).shape)

@@ -113,10 +113,6 @@ class Chunks:
 
         return jax.lax.scan(step, None, products)[1]
 
-    def deferrable(self, blocks: Params, hidden: PyTree, work: Work) -> float:
-        """See `Pullback.deferrable`."""
-        return self._pullback(blocks, hidden, work).deferrable
-
     def _run_and_keep(
         self, blocks: Params, hidden: PyTree, work: Work
     ) -> tuple[PyTree, PyTree]:

@@ -250,16 +250,13 @@ class Pipeline:
     def _chunks(
         self, partition: Partition, fn: LossFn, accumulate: int, *, training: bool
     ) -> Chunks:
-        # XLA:CPU aborts on a bf16 reduction over a manual axis while another axis is
-        # automatic (seen on jax 0.10.2, 0.11.2 and 0.12.0.1).
-        on_cpu = partition.mesh.devices.flat[0].platform == "cpu"
         trunk = Trunk(
             self.network,
             fn,
             self.stages,
             accumulate,
             training=training,
-            reduces_wide=on_cpu,
+            platform=partition.platform,
         )
         keeps = self.network.remat == "none"
         return Chunks(trunk, keeps=keeps, splits=self.schedule.splits_backward)

@@ -229,11 +229,11 @@ class _Executor:
         return jax.tree.map(jnp.add, carry.embed, grads)
 
     def _first(self, values: PyTree) -> PyTree:
-        return from_stage(values, 0, wide=self.trunk.reduces_wide)
+        return from_stage(values, 0, platform=self.trunk.platform)
 
     def _last(self, values: PyTree) -> PyTree:
         last = self.trunk.stages.num_stages - 1
-        return from_stage(values, last, wide=self.trunk.reduces_wide)
+        return from_stage(values, last, platform=self.trunk.platform)
 
 
 def _as_arrays(rows: Rows) -> Rows:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.mesh import PIPE
 from jaxpar.pipeline.schedule import IDLE
 from jaxpar.sharding.constrain import constrain
+from jaxpar.sharding.exchange import wire_dtype
 from jaxpar.types import PyTree
 
 UNUSED = 0.0
@@ -39,7 +40,7 @@ def on_stages(body: Callable[..., tuple]) -> Callable[..., tuple]:
     )
 
 
-def from_stage(values: PyTree, stage: int, *, wide: bool) -> PyTree:
+def from_stage(values: PyTree, stage: int, *, platform: str) -> PyTree:
     """One stage's piece of [P, ...], on every stage: an all-reduce over pipe."""
 
     def pick(values: PyTree, numbers: jax.Array) -> PyTree:
@@ -47,8 +48,8 @@ def from_stage(values: PyTree, stage: int, *, wide: bool) -> PyTree:
 
         def sum_up(x: jax.Array) -> jax.Array:
             own = jnp.where(mine, x[0], jnp.zeros_like(x[0]))
-            own = own.astype(jnp.float32) if wide else own
-            return jax.lax.psum(own, PIPE).astype(x.dtype)
+            crossing = own.astype(wire_dtype(x.dtype, platform))
+            return jax.lax.psum(crossing, PIPE).astype(x.dtype)
 
         return jax.tree.map(sum_up, values)
 

@@ -8,7 +8,6 @@ to be kept meanwhile, `cost` times it.
 """
 
 import dataclasses
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -284,10 +283,3 @@ def slots_of(begin: np.ndarray, end: np.ndarray, num_stages: int) -> np.ndarray:
 def empty(num_ticks: int, *shape: int) -> np.ndarray:
     """A table in which nothing is done, [num_ticks, *shape, 2]."""
     return np.full((num_ticks, *shape, 2), IDLE)
-
-
-def virtual_stages(num_stages: int, num_chunks: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (virtual stage, chunk, stage), in the order that activations visit them."""
-    for chunk in range(num_chunks):
-        for stage in range(num_stages):
-            yield chunk * num_stages + stage, chunk, stage

@@ -207,19 +207,6 @@ class Slots:
 
         return on_stages(send)((rings, out, sent_back, _of_stages(row)), None, None)[0]
 
-    def deferrable(self, hidden: PyTree) -> float:
-        """See `jaxpar.pipeline.backward.Pullback.deferrable`."""
-        found: list[float] = []
-
-        def look(stage: jax.Array, blocks: Params, hidden: PyTree) -> tuple:
-            work = self._first_work(stage)
-            blocks = self._stages.chunk_of(blocks, jnp.int32(0))
-            found.append(self.chunks.deferrable(blocks, hidden, work))
-            return stage, None
-
-        jax.eval_shape(on_stages(look), self._numbers, self.blocks, hidden)
-        return found[-1]
-
     @property
     def _stages(self) -> Stages:
         return self.chunks.trunk.stages
@@ -245,10 +232,6 @@ class Slots:
     ) -> Work:
         virtual = jnp.maximum(chunk, 0) * self._stages.num_stages + stage
         return Work(virtual, batch, index, key)
-
-    def _first_work(self, stage: jax.Array) -> Work:
-        first = jnp.int32(0)
-        return self._work(stage, first, self.batch, first, self.key)
 
     def _late(
         self, slot: int, rings: Rings, row: Rows, blocks: Params, work: Work

@@ -26,7 +26,7 @@ class Trunk:
       stages: which blocks are where.
       accumulate: micro-batches.
       training: or evaluating.
-      reduces_wide: whether activations are summed over pipe in fp32.
+      platform: the mesh's.
     """
 
     network: PipelineNetwork
@@ -34,7 +34,7 @@ class Trunk:
     stages: Stages
     accumulate: int
     training: bool
-    reduces_wide: bool
+    platform: str
 
     @property
     def _policy(self) -> str:

@@ -88,9 +88,7 @@ class ManualExchange:
 
     @property
     def _wire_dtype(self) -> jnp.dtype:
-        # XLA:CPU aborts the process on a bf16 reduction over a manual axis while
-        # another axis is automatic (seen on jax 0.10.2, 0.11.2 and 0.12.0.1).
-        return jnp.dtype(jnp.float32) if self.platform == "cpu" else self.reduce_dtype
+        return wire_dtype(self.reduce_dtype, self.platform)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +111,15 @@ class AutomaticExchange:
     def fold_shard(self, key: jax.Array) -> jax.Array:
         """Nothing to fold: masks are drawn for the whole micro-batch."""
         return key
+
+
+def wire_dtype(dtype: jnp.dtype, platform: str) -> jnp.dtype:
+    """The dtype in which a reduction over a manual axis crosses: fp32 on CPUs.
+
+    XLA:CPU aborts the process on one in bf16 while another axis is automatic (seen on
+    jax 0.10.2, 0.11.2 and 0.12.0.1).
+    """
+    return jnp.dtype(jnp.float32) if platform == "cpu" else jnp.dtype(dtype)
 
 
 def _on_placed_shards(
