@@ -113,7 +113,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     batch_spec = make_batch_spec(sample_batch, mesh, accumulate)
     rows = batch_spec.rows(batch_spec.num_rows // (accumulate * mesh.shape[DATA]))
     network = make_network(model, loss_fn, rows)
-    execution = make_execution(network, mesh, schedule, accumulate)
+    execution = make_execution(network, mesh, schedule, accumulate, loss_fn, rows)
     check_trainable(jax.eval_shape(network.init, jax.random.key(seed))[0])
     init = make_init(network, optimizer)
     abstract = jax.eval_shape(init, jax.random.key(seed))

@@ -1,7 +1,8 @@
-"""How is a traced function taken apart: evaluate a jaxpr, equation by equation."""
+"""How is a traced function taken apart: evaluated by equations, its work counted."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -72,3 +73,56 @@ def _evaluate(
             outs = _evaluate(inner, ins, views)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(env, atom) for atom in jaxpr.outvars]
+
+
+def flops(eqns: Iterable[core.JaxprEqn]) -> int:
+    """Count the floating-point operations of the matrix products and convolutions.
+
+    A multiplication and an addition are two. A loop's body counts as often as a scan
+    runs it, and once in a `while`; of a conditional's branches the costliest counts;
+    what runs on every device of a manual mesh axis counts for each.
+
+    Args:
+      eqns: a jaxpr's equations.
+
+    Returns:
+      The operations, of all devices together.
+    """
+    return sum(map(_flops_of, eqns))
+
+
+def _flops_of(eqn: core.JaxprEqn) -> int:
+    name, params = eqn.primitive.name, eqn.params
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        shape = shape_of(eqn.invars[0]).shape
+        return 2 * _size(eqn.outvars[0]) * math.prod(shape[dim] for dim in contracted)
+    if name == "conv_general_dilated":
+        kernel = shape_of(eqn.invars[1]).shape
+        outputs = kernel[params["dimension_numbers"].rhs_spec[0]]
+        return 2 * _size(eqn.outvars[0]) * math.prod(kernel) // outputs
+    inner = [flops(jaxpr.eqns) for jaxpr in _jaxprs_of(params)]
+    if name == "cond":
+        return max(inner)
+    if name == "shard_map":
+        sizes = dict(params["mesh"].shape)
+        return sum(inner) * math.prod(
+            sizes[axis] for axis in params["newly_manual_axes"]
+        )
+    return sum(inner) * (params["length"] if name == "scan" else 1)
+
+
+def _size(var: Any) -> int:
+    return math.prod(shape_of(var).shape)
+
+
+def _jaxprs_of(params: Mapping[str, Any]) -> list[core.Jaxpr]:
+    """The jaxprs that an equation calls."""
+    found = []
+    for value in params.values():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(part, core.ClosedJaxpr):
+                found.append(part.jaxpr)
+            elif isinstance(part, core.Jaxpr):
+                found.append(part)
+    return found

@@ -61,9 +61,7 @@ def make_train_step(
         )
         after = (optax.apply_updates(state.params, updates), model_state, opt_state)
         before = (state.params, state.model_state, state.opt_state)
-        params, model_state, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(applied, new, old), after, before
-        )
+        params, model_state, opt_state = optax.tree.where(applied, after, before)
         loss_scale = update_loss_scale(
             state.loss_scale, finite=finite, applied=applied, scales_loss=scales_loss
         )

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import jax
 import numpy as np
+from jax.extend import core
 
 from jaxpar import tree
 from jaxpar.module import LinenModel, Network
@@ -111,9 +112,18 @@ def inputs_of(loss_fn: LossFn, batch: Batch, *, training: bool) -> Call:
 
     Raises:
       TypeError: if it never calls the model, or with what a model cannot be given.
+      ValueError: if it calls the model inside a transformation.
     """
+    outside = core.get_opaque_trace_state(convention="nnx")
 
     def leave(call: Call) -> Any:
+        if core.get_opaque_trace_state(convention="nnx") != outside:
+            raise ValueError(
+                "loss_fn: it calls the model inside jax.checkpoint, jax.vmap, jax.jit "
+                "or another transformation, but a PipelineModel is taken apart where "
+                "it is called; call it outside of them, and give "
+                "PipelineModel(remat=...) what is to be computed again."
+            )
         raise _Recorded(call)
 
     try:

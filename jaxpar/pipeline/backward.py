@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jaxpar.jaxprs import bind, inlined, read, shape_of
+from jaxpar.jaxprs import bind, flops, inlined, read, shape_of
 from jaxpar.types import Params, PyTree
 
 BlockFn = Callable[..., PyTree]
@@ -93,6 +93,12 @@ class Pullback:
                 late.add(number)
                 made |= set(eqn.outvars)
         return frozenset(late)
+
+    @property
+    def deferred(self) -> float:
+        """Fraction of the backward pass's work that is in the second half."""
+        eqns, late = self.jaxpr.jaxpr.eqns, self.late
+        return flops(eqns[i] for i in late) / (flops(eqns) or 1)
 
     @property
     def products(self) -> list[core.Var]:

@@ -111,7 +111,8 @@ class Chunks:
         def step(_: None, products: Any) -> tuple[None, Params]:
             return None, pullback.run_weights(products)
 
-        return jax.lax.scan(step, None, products)[1]
+        places = self.trunk.stages.places
+        return jax.lax.scan(step, None, products, length=places)[1]
 
     def _run_and_keep(
         self, blocks: Params, hidden: PyTree, work: Work

@@ -23,17 +23,18 @@ from jaxpar.gradients import (
 from jaxpar.mesh import DATA, PIPE
 from jaxpar.module import Network
 from jaxpar.parts.network import PipelineNetwork
+from jaxpar.pipeline.backward import trace_pullback
 from jaxpar.pipeline.catalog import make_schedule
 from jaxpar.pipeline.chunks import Chunks
 from jaxpar.pipeline.executor import run_forwards, run_schedule
 from jaxpar.pipeline.interleaved import make_in_groups
 from jaxpar.pipeline.rows import make_plan
-from jaxpar.pipeline.schedule import Schedule, cost, kept
+from jaxpar.pipeline.schedule import Cost, Schedule, cost, kept
 from jaxpar.pipeline.stages import Stages, is_stacked
 from jaxpar.pipeline.trunk import Trunk
 from jaxpar.sharding.rules import Spec, axes_of
 from jaxpar.sharding.zero import LeafPlan, ZeroStage, plan_leaves
-from jaxpar.types import LossFn, Metrics, Params, PyTree
+from jaxpar.types import Batch, LossFn, Metrics, Params, PyTree
 
 
 @runtime_checkable
@@ -73,7 +74,12 @@ class Execution(Protocol):
 
 
 def make_execution(
-    network: Network, mesh: Mesh, schedule: str | Schedule, accumulate: int
+    network: Network,
+    mesh: Mesh,
+    schedule: str | Schedule,
+    accumulate: int,
+    loss_fn: LossFn,
+    rows: Batch,
 ) -> Execution:
     """Choose how a model runs on a mesh.
 
@@ -82,13 +88,16 @@ def make_execution(
       mesh: the mesh.
       schedule: a name of `jaxpar.pipeline.catalog`, or a table.
       accumulate: micro-batches.
+      loss_fn: the user's.
+      rows: shapes of one micro-batch on one data shard.
 
     Returns:
       What the engine asks.
 
     Raises:
       ValueError: if the mesh has several stages and the model is no PipelineModel, has
-        too few blocks, or the schedule does not fit.
+        too few blocks, or is called twice; or if the schedule does not fit, or, chosen
+        by name, gains nothing by splitting the backward.
     """
     num_stages = mesh.shape[PIPE]
     made = make_schedule(schedule, num_stages, accumulate)
@@ -108,7 +117,59 @@ def make_execution(
             f"pieces, but the model has num_blocks={network.num_blocks}; use at most "
             f"pipe={network.num_blocks // made.num_chunks or 1}."
         )
-    return Pipeline(network, made, stages)
+    deferred = _check_microbatch(network, loss_fn, rows)
+    if made.splits_backward and isinstance(schedule, str):
+        _check_split(made, deferred)
+    return Pipeline(network, made, stages, deferred)
+
+
+def _check_microbatch(network: PipelineNetwork, loss_fn: LossFn, rows: Batch) -> float:
+    """Trace the parts; the fraction of a block's backward that can be deferred."""
+    trunk = Trunk(
+        network,
+        loss_fn,
+        Stages(network.num_blocks, 1, 1),
+        1,
+        training=True,
+        platform="",
+    )
+    found: list[float] = []
+
+    def run(key: jax.Array, rows: Batch) -> None:
+        params, _ = network.init(key)
+        first = jax.numpy.int32(0)
+        hidden = trunk.embed(params["embed"], rows, first, key)
+        shared = (params["head"], network.tied(params["embed"]))
+        trunk.head(shared, hidden, rows, first, key)
+        own, others = trunk.places(first, rows, first, key)
+        block, own = jax.tree.map(lambda x: x[0], (params["blocks"], own))
+        pullback = trace_pullback(trunk.block, block, hidden, *own, *others)
+        found.append(pullback.deferred)
+
+    jax.eval_shape(run, jax.random.key(0), rows)
+    return found[0]
+
+
+def _check_split(schedule: Schedule, deferred: float) -> None:
+    """Refuse to split a backward that cannot be."""
+    plain = make_schedule("1f1b", schedule.num_stages, schedule.num_microbatches)
+    if _cost(schedule, deferred).total < cost(plain).total:
+        return
+    raise ValueError(
+        f"schedule={schedule.name!r}: {deferred:.0%} of the block's backward can wait, "
+        "for its gradients of weights are not matrix products of their own (as inside "
+        "jax.lax.scan), so that it would take as long as '1f1b' and more memory. Use "
+        "'1f1b', or give the table itself to have it anyway: "
+        f"schedule=jaxpar.pipeline.catalog.make_schedule({schedule.name!r}, "
+        f"{schedule.num_stages}, {schedule.num_microbatches})."
+    )
+
+
+def _cost(schedule: Schedule, deferred: float) -> Cost:
+    """Of a schedule whose backwards take two forwards' time."""
+    if not schedule.splits_backward:
+        return cost(schedule)
+    return cost(schedule, backward=2 * (1 - deferred), weight=2 * deferred)
 
 
 class OneStage:
@@ -132,11 +193,13 @@ class Pipeline:
       network: the model's parts.
       schedule: the order of work.
       stages: which blocks are where.
+      deferred: fraction of a block's backward that makes gradients of weights alone.
     """
 
     network: PipelineNetwork
     schedule: Schedule
     stages: Stages
+    deferred: float
 
     def plan_leaves(
         self,
@@ -214,12 +277,12 @@ class Pipeline:
     def notes(self, stage: ZeroStage, plans: Mapping[str, LeafPlan]) -> tuple[str, ...]:
         """The schedule, idle places, what the ends cost, and what a stage pays."""
         own, cut = self.schedule, self.stages
-        split = {"backward": 1.0, "weight": 1.0} if own.splits_backward else {}
         lines = [
             f"pipe: {own.name}: {own.num_microbatches} micro-batches on "
             f"{own.num_stages} stages take {own.num_ticks} ticks, "
-            f"{cost(own, **split).bubble:.1%} of the time bubble (a backward counts as "
-            f"two forwards); a stage keeps up to {kept(own).inputs.max()} inputs.",
+            f"{_cost(own, self.deferred).bubble:.1%} of the time bubble (a backward "
+            "counts as two forwards); a stage keeps up to "
+            f"{kept(own).inputs.max()} inputs.",
             "pipe: every tick sends an activation on and a cotangent back; every "
             "micro-batch all-reduces its last and its first hidden state over pipe, "
             "and two more over what its vocabulary is split on.",
@@ -229,6 +292,12 @@ class Pipeline:
             lines.append(
                 f"pipe: {cut.num_blocks} blocks on {cut.num_virtual} virtual stages "
                 f"leave {cut.idle_places} of {places} places idle."
+            )
+        if own.splits_backward:
+            lines.append(
+                f"pipe: {self.deferred:.0%} of a backward makes gradients of weights "
+                "alone, and waits for idle time; a stage keeps what up to "
+                f"{kept(own).products.max()} of them need."
             )
         if not cut.in_order:
             lines.append("pipe: blocks move to their stages, and back, once a step.")

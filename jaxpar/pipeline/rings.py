@@ -88,6 +88,20 @@ def take(ring: PyTree, place: jax.Array) -> PyTree:
     return jax.tree.map(lambda x: x[index], ring)
 
 
+def take_before(
+    ring: PyTree, places: Sequence[jax.Array], value: PyTree
+) -> tuple[list[PyTree], PyTree]:
+    """Read places of a ring before `value` is put into it.
+
+    XLA copies a ring, every tick, that is read after it was written or might be.
+
+    Returns:
+      What is there; and the value, which waits for it.
+    """
+    there = [take(ring, place) for place in places]
+    return jax.lax.optimization_barrier((there, value))
+
+
 def over_pipe(x: jax.Array) -> jax.Array:
     """Lay [P, ...] out over pipe."""
     return constrain(x, PIPE)

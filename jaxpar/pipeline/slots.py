@@ -10,9 +10,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jaxpar.pipeline.chunks import Chunks, Work
-from jaxpar.pipeline.rings import arrived, on_stages, over_pipe, put, take, unused_like
+from jaxpar.pipeline.rings import (
+    arrived,
+    on_stages,
+    over_pipe,
+    put,
+    take,
+    take_before,
+    unused_like,
+)
 from jaxpar.pipeline.rows import Plan, Rows
 from jaxpar.pipeline.schedule import IDLE
 from jaxpar.pipeline.stages import Stages
@@ -103,8 +112,9 @@ class Slots:
             entered, batch, key = shared
             index, chunk, place = row.forward, row.forward_chunk, row.forward_place
             enters = (stage == 0) & (chunk == 0) & (index != IDLE)
+            (there,), entered = take_before(rings.inputs, [place], entered)
+            hidden = optax.tree.where(enters, entered, there)
             inputs = put(rings.inputs, entered, jnp.where(enters, place, IDLE))
-            hidden = take(inputs, place)
             work = self._work(stage, chunk, batch, index, key)
 
             def run() -> tuple[PyTree, PyTree]:
@@ -162,13 +172,18 @@ class Slots:
                 index, lambda: self.chunks.backward(blocks, *given, work)
             )
             made = _weighed(made, weights, index)
-            products = put(rings.products, products, row.products_place)
-            rings = dataclasses.replace(rings, cotangents=cotangents, products=products)
             grads = self._stages.add_chunk(grads, made, chunk)
-            for slot in range(row.weight.shape[0]):
-                late = self._late(slot, rings, row, blocks, work)
+            waiting, products = take_before(
+                rings.products, list(row.weight_place), products
+            )
+            for slot, there in enumerate(waiting):
+                is_new = row.weight_place[slot] == row.products_place
+                own = optax.tree.where(is_new, products, there)
+                late = self._late(own, sent_back, row.weight[slot], blocks, work)
                 late = _weighed(late, weights, row.weight[slot])
                 grads = self._stages.add_chunk(grads, late, row.weight_chunk[slot])
+            products = put(rings.products, products, row.products_place)
+            rings = dataclasses.replace(rings, cotangents=cotangents, products=products)
             return (rings, sent_back), grads
 
         own = (self._numbers, rings, _of_stages(row))
@@ -234,14 +249,16 @@ class Slots:
         return Work(virtual, batch, index, key)
 
     def _late(
-        self, slot: int, rings: Rings, row: Rows, blocks: Params, work: Work
+        self,
+        products: PyTree,
+        hidden: PyTree,
+        index: jax.Array,
+        blocks: Params,
+        work: Work,
     ) -> Params:
-        """The gradients of weights of one slot."""
-        products = take(rings.products, row.weight_place[slot])
-        hidden = jax.tree.map(lambda x: x[0], rings.inputs)
+        """The gradients of weights of one slot; of `hidden` only the shape counts."""
         return _if_busy(
-            row.weight[slot],
-            lambda: self.chunks.weights(blocks, hidden, products, work),
+            index, lambda: self.chunks.weights(blocks, hidden, products, work)
         )
 
     def _shapes_between(self, hidden: PyTree) -> tuple[PyTree, PyTree]:

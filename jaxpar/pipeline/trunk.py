@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jaxpar.gradients import Sums, loss_sums, microbatch_rows
 from jaxpar.parts.calls import Call, ModelProxy, inputs_of
@@ -99,7 +100,7 @@ class Trunk:
             training=self.training,
             policy=self._policy,
         )
-        return _where(is_run, out, hidden) if self.stages.idle_places else out
+        return optax.tree.where(is_run, out, hidden) if self.stages.idle_places else out
 
     def places(
         self, virtual: jax.Array, batch: Batch, index: jax.Array, key: jax.Array
@@ -115,7 +116,3 @@ class Trunk:
         is_run = places < jnp.asarray(self.stages.counts)[virtual]
         shared = (self.call(batch, index), jax.random.fold_in(key, index))
         return (numbers, is_run), shared
-
-
-def _where(condition: jax.Array, one: PyTree, other: PyTree) -> PyTree:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)

@@ -1,7 +1,9 @@
 """Do bf16 and fp16 reach the loss that fp32 reaches?
 
 A byte-level GPT on the standard library's source, 200 steps on data 2 x tensor 2: the
-held-out loss within 1 % of fp32's.
+held-out loss within 1 % of fp32's. Measured over three seeds each: with these rows and
+this rate runs differ by up to 0.2 %; with 8 rows and twice the rate by 2 %, for a run
+that skips a step takes another way, and fp32's own seeds end 4 % apart.
 """
 
 import functools
@@ -24,12 +26,12 @@ STEPS = 200
 def run(precision: str, zero: int) -> tuple[float, list[float], float]:
     """Held-out loss, training losses, last loss scale."""
     train, heldout = stdlib_source()
-    loader = Loader(train, batch_size=8, seq_len=64, seed=0)
+    loader = Loader(train, batch_size=16, seq_len=64, seed=0)
     engine = jaxpar.initialize(
         model=lambda rngs: GPT(CONFIG, rngs=rngs),
         loss_fn=gpt_loss,
         optimizer=optax.adamw(
-            optax.warmup_cosine_decay_schedule(0.0, 4e-3, 20, STEPS), weight_decay=0.1
+            optax.warmup_cosine_decay_schedule(0.0, 2e-3, 20, STEPS), weight_decay=0.1
         ),
         sample_batch=loader.sample_batch,
         mesh=jaxpar.make_mesh(jaxpar.MeshShape(data=2, tensor=2), jax.devices()[:4]),

@@ -57,12 +57,24 @@ ALL = list(filter(is_allowed, itertools.product(*FACTORS.values())))
 SMALL = [case for case in ALL if num_devices(case) <= 8]
 
 
-def covering_set() -> list[tuple]:
-    """Cases with every pair of values, and every schedule on every mesh."""
+TRIPLES = (
+    ("schedule", "pipe", "microbatches"),
+    ("schedule", "pipe", "mesh"),
+    ("schedule", "pipe", "zero"),
+    ("schedule", "mesh", "zero"),
+    ("schedule", "zero", "remat"),
+)
 
-    def parts(case: tuple) -> set:
-        own = list(enumerate(case))
-        return {*itertools.combinations(own, 2), (own[0], own[1], own[3])}
+
+def parts(case: tuple) -> set:
+    """The pairs of a case's values, and its `TRIPLES`."""
+    own = dict(zip(FACTORS, enumerate(case), strict=True))
+    triples = {tuple(own[name] for name in names) for names in TRIPLES}
+    return {*itertools.combinations(own.values(), 2), *triples}
+
+
+def covering_set() -> list[tuple]:
+    """Cases with every pair and every one of `TRIPLES` that eight devices can run."""
 
     missing, chosen = set().union(*map(parts, SMALL)), []
     while missing:
@@ -302,11 +314,10 @@ def test_rest_of_the_cross_trains_like_one_device(case: tuple) -> None:
     check(case, 1)
 
 
-def test_covering_set_holds_every_pair() -> None:
-    values = list(FACTORS.values())
-    for one, other in itertools.combinations(range(len(values)), 2):
-        for pair in itertools.product(values[one], values[other]):
-            possible = any((c[one], c[other]) == pair for c in SMALL)
-            found = any((c[one], c[other]) == pair for c in COVERING)
-            assert found == possible
-    assert len(TWENTY_STEPS) >= 10
+def test_covering_set_holds_every_pair_and_triple() -> None:
+    for names in (*itertools.combinations(FACTORS, 2), *TRIPLES):
+        at = [list(FACTORS).index(name) for name in names]
+        possible = {tuple(case[i] for i in at) for case in SMALL}
+        assert {tuple(case[i] for i in at) for case in COVERING} == possible
+    assert len(COVERING) >= 40
+    assert len([at for at in TWENTY_STEPS if at < len(COVERING)]) >= 10

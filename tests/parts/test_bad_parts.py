@@ -3,9 +3,11 @@
 Each case is one argument that is wrong in a call that is right but for it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -17,6 +19,7 @@ from tests.parts.toys import (
     WIDTH,
     Block,
     Head,
+    RecurrentBlock,
     cross_entropy,
     loss_fn,
     make_engine,
@@ -208,6 +211,17 @@ def reading_before(model, batch):
     return model.num_layers * loss_fn(model, batch)
 
 
+def calling_under(transform: Callable) -> Callable:
+    def loss(model, batch):
+        return transform(lambda batch: loss_fn(model, batch))(batch)
+
+    return loss
+
+
+def calling_twice(model, batch):
+    return loss_fn(model, batch) + loss_fn(model, batch)
+
+
 KEYWORD = (
     r"loss_fn: it calls the model with positoins=, which no part takes: embed takes "
     r"positions; block takes positions; head takes temperature\. Did you mean 'posit"
@@ -219,6 +233,11 @@ READS = (
 INPUT = (
     r"loss_fn: it calls the model with {}, but a part is given arrays, or Python's "
     r"flags, numbers and strings; make it an array, or give it to the part when that"
+)
+UNDER = (
+    r"loss_fn: it calls the model inside jax\.checkpoint, jax\.vmap, jax\.jit or "
+    r"another transformation, but a PipelineModel is taken apart where it is called; "
+    r"call it outside of them, and give PipelineModel\(remat=\.\.\.\) what is to be"
 )
 LOSSES = {
     "model not called": (
@@ -234,6 +253,10 @@ LOSSES = {
         reading_before, ValueError, READS.format("num_layers"),
     ),
     "model read after the call": (reading_after, ValueError, READS.format("head")),
+    "model called under jax.checkpoint": (
+        calling_under(jax.checkpoint), ValueError, UNDER,
+    ),
+    "model called under jax.jit": (calling_under(jax.jit), ValueError, UNDER),
     "positional argument that is an object": (
         calling(optax.sgd), TypeError, INPUT.format("argument 1 of type function"),
     ),
@@ -276,6 +299,19 @@ PIPES = {
         r"accumulate=3: schedule='interleaved' takes micro-batches in groups of pipe=2;"
         r" use a multiple, such as 2 or 4, or schedule='1f1b', which takes any number",
     ),
+    "model called twice": (
+        {"loss_fn": calling_twice},
+        r"loss_fn: it calls the model twice, but a pipeline runs a model once a micro-"
+        r"batch; call it once, on all its inputs, or use pipe=1",
+    ),
+    "backward that can't be split": (
+        {"schedule": "zero_bubble",
+         "model": make_model(block=RecurrentBlock, num_blocks=4)},
+        r"schedule='zero_bubble': 0% of the block's backward can wait, for its "
+        r"gradients of weights are not matrix products of their own .* Use '1f1b', or "
+        r"give the table itself to have it anyway: schedule=jaxpar\.pipeline\.catalog"
+        r"\.make_schedule\('zero_bubble', 2, 2\)",
+    ),
     "misspelt schedule": (
         {"schedule": "1b1f"},
         r"schedule='1b1f' must be one of .*'1f1b'.*\. Did you mean '1f1b'",
@@ -290,23 +326,6 @@ def test_pipeline_that_cannot_be_is_said_before_anything_compiles(case, compiled
     mesh = make_mesh(pipe=call.pop("pipe"))
     with pytest.raises(ValueError, match=message):
         make_engine(mesh=mesh, **call)
-    assert compiled == []
-
-
-def calling_twice(model, batch):
-    return loss_fn(model, batch) + loss_fn(model, batch)
-
-
-def test_pipeline_runs_a_model_once_a_microbatch(compiled):
-    """Said when the step is traced: initialize traces the loss on one stage."""
-    engine = make_engine(make_model(), loss_fn=calling_twice, mesh=make_mesh(pipe=2))
-    compiled.clear()
-    message = (
-        r"loss_fn: it calls the model twice, but a pipeline runs a model once a micro-"
-        r"batch; call it once, on all its inputs, or use pipe=1"
-    )
-    with pytest.raises(ValueError, match=message):
-        engine.lower()
     assert compiled == []
 
 

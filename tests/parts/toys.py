@@ -46,6 +46,24 @@ class Block(nnx.Module):
         return x + self.down(hidden)
 
 
+class RecurrentBlock(nnx.Module):
+    """Runs step by step over the sequence: gradients of weights are made in a loop."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.inner = nnx.Linear(WIDTH, WIDTH, kernel_init=NORMAL, rngs=rngs)
+
+    def __call__(self, x):
+        kernel, bias = self.inner.kernel[...], self.inner.bias[...]
+
+        def step(state, x):
+            state = jnp.tanh(x + state @ kernel + bias)
+            return state, state
+
+        by_step = x.swapaxes(0, 1)
+        _, out = jax.lax.scan(step, jnp.zeros_like(by_step[0]), by_step)
+        return x + out.swapaxes(0, 1)
+
+
 class Head(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.table = nnx.Param(NORMAL(rngs.params(), (VOCAB, WIDTH)))

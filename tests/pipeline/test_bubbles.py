@@ -9,14 +9,23 @@ import optax
 import pytest
 
 from jaxpar.pipeline import rings
+from jaxpar.pipeline.catalog import make_schedule
 from jaxpar.pipeline.interleaved import make_interleaved
 from jaxpar.pipeline.schedule import IDLE, Schedule
-from tests.parts.toys import BATCHES, make_engine, make_mesh, make_model, params_of
+from tests.parts.toys import (
+    BATCHES,
+    Block,
+    RecurrentBlock,
+    make_engine,
+    make_mesh,
+    make_model,
+    params_of,
+)
 
 
-def stepped(schedule: str | Schedule, remat: str = "full") -> Any:
+def stepped(schedule: str | Schedule, remat: str = "full", block: Any = Block) -> Any:
     engine = make_engine(
-        make_model(num_blocks=5, remat=remat),
+        make_model(num_blocks=5, remat=remat, block=block),
         mesh=make_mesh(pipe=2),
         accumulate=4,
         schedule=schedule,
@@ -61,9 +70,18 @@ def split(late: int) -> Schedule:
     )
 
 
+def test_backward_that_cannot_be_split_trains_alike_where_it_is_asked_for():
+    asked = make_schedule("zero_bubble", 2, 4)
+    right = stepped("1f1b", block=RecurrentBlock)
+    assert_alike(stepped(asked, block=RecurrentBlock), right)
+
+
 @pytest.mark.parametrize("late", [0, 3])
 def test_users_table_with_chunks_and_a_split_backward_trains_alike(late):
-    right, found = stepped("gpipe"), stepped(split(late))
+    assert_alike(stepped(split(late)), stepped("gpipe"))
+
+
+def assert_alike(found: Any, right: Any) -> None:
     assert found[1] == pytest.approx(right[1], rel=1e-6)
     for one, other in zip(
         jax.tree.leaves(found[0]), jax.tree.leaves(right[0]), strict=True
