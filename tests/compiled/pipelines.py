@@ -32,6 +32,7 @@ class Pipe:
     vocab: int = 1024
     length: int = 192
     heads: int = 4
+    remat: str = "full"
 
     @property
     def activation_bytes(self) -> int:
@@ -47,6 +48,8 @@ class CompiledPipe:
       psi: parameters; those of blocks apart.
       program: the compiled step, read.
       rings: [places] of every array of activations that the loop carries.
+      stashes: likewise, of what a stage's blocks keep between forward and backward, or
+        between the halves of a backward.
       seconds: wall-clock time of lowering and compiling.
       host_bytes: the most memory that the process has had.
     """
@@ -55,6 +58,7 @@ class CompiledPipe:
     psi_blocks: int
     program: Program
     rings: tuple[int, ...]
+    stashes: tuple[int, ...]
     seconds: float
     host_bytes: int
 
@@ -71,7 +75,7 @@ def compile_pipe(run: Pipe) -> CompiledPipe:
         width=run.width,
         seq_len=run.length,
         vocab_size=run.vocab,
-        remat="full",
+        remat=run.remat,
     )
     shape = (run.data * run.microbatches, run.length + 1)
     began = time.perf_counter()
@@ -90,13 +94,19 @@ def compile_pipe(run: Pipe) -> CompiledPipe:
     seconds = time.perf_counter() - began
     params = named_leaves(engine.state.params)
     ring = rf"bf16\[1,(\d+),1,{run.length},{run.width}\]"
+    blocks = run.layers // run.pipe
+    stash = rf"bf16\[1,(\d+),{blocks},(?:1,)?{run.length},[\d,]+\]"
     loops = re.findall(r" = \((.*)\) while\(", compiled.as_text())
-    carried = max((re.findall(ring, loop) for loop in loops), key=len)
+    ticks = max(loops, key=lambda loop: len(re.findall(ring, loop)))
+    rings, stashes = (
+        tuple(sorted(map(int, re.findall(kind, ticks)))) for kind in (ring, stash)
+    )
     return CompiledPipe(
         psi=num_elements(engine.state.params),
         psi_blocks=sum(x.size for k, x in params.items() if k.startswith("blocks/")),
         program=read_program(compiled, mesh),
-        rings=tuple(sorted(map(int, carried))),
+        rings=rings,
+        stashes=stashes,
         seconds=seconds,
         host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )

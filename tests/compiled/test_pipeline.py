@@ -6,7 +6,7 @@ from jaxpar.pipeline.catalog import make_schedule
 from jaxpar.pipeline.schedule import kept
 from tests.compiled.pipelines import CompiledPipe, Pipe, compile_pipe
 
-SCHEDULES = ("1f1b", "interleaved")
+SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
 
 
 def largest(step: CompiledPipe, kind: str, *axes: str) -> list[tuple[int, int]]:
@@ -18,10 +18,12 @@ def largest(step: CompiledPipe, kind: str, *axes: str) -> list[tuple[int, int]]:
     ]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_temporaries_do_not_grow_with_the_microbatches(compiled, schedule):
+@pytest.mark.parametrize(
+    ("schedule", "remat"), [*((name, "full") for name in SCHEDULES), ("1f1b", "none")]
+)
+def test_temporaries_do_not_grow_with_the_microbatches(compiled, schedule, remat):
     few, many = (
-        compiled(compile_pipe, Pipe(schedule=schedule, microbatches=m))
+        compiled(compile_pipe, Pipe(schedule=schedule, microbatches=m, remat=remat))
         for m in (8, 128)
     )
     temporaries = [step.program.memory.temporaries for step in (few, many)]
@@ -43,8 +45,17 @@ def test_rings_have_the_places_that_the_schedule_keeps(compiled, schedule):
     needs = kept(make_schedule(schedule, run.pipe, run.microbatches))
     rings = {int(needs.inputs.max()), int(needs.cotangents.max())}
     assert set(step.rings) == rings
+    split = {int(needs.products.max())} if schedule == "zero_bubble" else set()
+    assert set(step.stashes) == split
     if schedule == "1f1b":
         assert needs.inputs.max() == 2 * run.pipe - 1
+
+
+def test_residuals_have_the_places_of_what_is_under_way(compiled):
+    run = Pipe(remat="none")
+    step = compiled(compile_pipe, run)
+    needs = kept(make_schedule(run.schedule, run.pipe, run.microbatches))
+    assert set(step.stashes) == {int(needs.inputs.max())}
 
 
 def test_two_activations_a_tick_are_sent(compiled):
