@@ -1,9 +1,10 @@
 """What does a pipeline cost: each schedule's step beside one stage, and beside GPipe.
 
-On eight CPU devices: a GPT of 8 layers (for the memory, of 4 and 16 too), 32 micro-batches; every schedule on data 2 x
+On eight CPU devices: a GPT of 8 layers, 32 micro-batches; every schedule on data 2 x
 pipe 4, the same batch on data 8 without a pipeline, and GPipe as it is had by
-differentiating a scan of forwards, written here. They take turns in one process. Then,
-from the tables alone, what schedules cost models of 70 and 175 billion parameters.
+differentiating a scan of forwards, written here. They take turns in one process. Then
+the memory with 4, 8 and 16 layers; and, from the tables alone, what schedules cost
+models of 70 and 175 billion parameters.
 
     python benchmarks/pipeline.py
 """
