@@ -29,8 +29,8 @@ test: compilers ## Run what needs no GPU and takes under 15 minutes on two cores
 	@$(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: compilers ## Run the long versions as well
-	@$(PYTEST) -o faulthandler_timeout=1800 $(ARGS)
-	@$(PYTEST) --devices 16 tests/equivalence/test_pipeline.py -m slow
+	@$(PYTEST) --optimized -o faulthandler_timeout=1800 $(ARGS)
+	@$(PYTEST) --optimized --devices 16 tests/equivalence/test_pipeline.py -m slow
 
 lint: setup ## Check style (ruff) and types (pyright)
 	@$(BIN)/ruff check .

@@ -5,6 +5,7 @@ a micro-batch tells whether it gives a scalar, whether a weight depends on param
 and which state the model changes.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import AxisType, Mesh
 from jaxpar import tree
 from jaxpar.dependence import tainted_outputs
 from jaxpar.gradients import make_loss
+from jaxpar.jaxprs import flops
 from jaxpar.mesh import AXES
 from jaxpar.module import Network
 from jaxpar.types import Batch, LossFn, Params, PyTree
@@ -79,9 +81,22 @@ def check_trainable(params: Params) -> None:
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class LossTrace:
+    """What tracing a loss function shows.
+
+    Attributes:
+      changes_state: whether the model changes its mutable state (keys do not count).
+      flops: operations of the matrix products of one forward pass.
+    """
+
+    changes_state: bool
+    flops: int
+
+
 def trace_loss(
     network: Network, loss_fn: LossFn, params: Params, model_state: PyTree, batch: Batch
-) -> bool:
+) -> LossTrace:
     """Trace a loss function on shapes and check what it returns.
 
     Args:
@@ -92,7 +107,7 @@ def trace_loss(
       batch: shapes of one shard of a micro-batch.
 
     Returns:
-      Whether the model changes its mutable state (keys do not count).
+      What the trace shows.
 
     Raises:
       ValueError: if the loss or a metric is not a scalar, metrics are not a dict of
@@ -121,4 +136,4 @@ def trace_loss(
         out is not inp
         for out, inp in zip(jaxpr.outvars[len(names) :], state_in, strict=True)
     )
-    return changed
+    return LossTrace(changed, flops(jaxpr.eqns))

@@ -77,7 +77,60 @@ def _times(args: ShowSchedule, *, splits_backward: bool) -> dict[str, float]:
     }
 
 
+@dataclasses.dataclass(frozen=True)
+class ShowPlan:
+    """Plan a recipe on hardware that you don't have: memory, traffic, time.
+
+    Compiles the recipe's own training step for the target and reads the program;
+    nothing runs, and nothing is allocated. Flags of the recipe follow after --:
+    jaxpar plan recipes/gpt.py --target h200:8x8 -- --model 7b --precision bf16
+
+    Attributes:
+      recipe: a Python file with a dataclass Config and build(config, mesh).
+      target: a100, h100, h200 or b200:HOSTSxGPUS; v5e or v6e:XxY, v5p:XxYxZ; cpu:N.
+      tokens: of the whole run, to say its device-hours.
+      json: write the plan into this file too.
+    """
+
+    recipe: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RECIPE")]
+    target: str
+    tokens: float | None = None
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    flags: tyro.conf.Suppress[tuple[str, ...]] = ()
+
+
+def show_plan(args: ShowPlan) -> None:
+    """Print a plan, and write it where a file is named."""
+    from jaxpar.plan.show import show_plan as show  # noqa: PLC0415 - imports jax
+    from jaxpar.plan.target import parse_target  # noqa: PLC0415
+    from jaxpar.planner import plan_recipe  # noqa: PLC0415
+
+    target = parse_target(args.target)
+    console = Console()
+    with console.status(f"compiling {args.recipe.name} for {target.num_devices:,}"):
+        plan = plan_recipe(args.recipe, target, args.flags)
+    if args.json is not None:
+        args.json.write_text(plan.as_json() + "\n")
+    show(plan, console, tokens=args.tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShowEnvironment:
+    """Show versions, devices and what can be planned here: for a bug report."""
+
+
+def show_environment(args: ShowEnvironment) -> None:
+    """Print the environment."""
+    from jaxpar.environment import describe  # noqa: PLC0415 - imports jax
+
+    del args
+    for name, value in describe().items():
+        print(f"{name:<20} {value}")
+
+
 COMMANDS: dict[str, tuple[type, Callable[[Any], None]]] = {
+    "env": (ShowEnvironment, show_environment),
+    "plan": (ShowPlan, show_plan),
     "schedule": (ShowSchedule, show_schedule),
 }
 """Subcommand -> its arguments, and what is done with them."""
@@ -92,15 +145,27 @@ def main(args: Sequence[str] | None = None) -> None:
     Raises:
       SystemExit: for ``--help`` (0) and for what can't be done (2), after saying why.
     """
+    given = list(sys.argv[1:] if args is None else args)
+    own, flags = _cut(given)
     chosen = tyro.extras.subcommand_cli_from_dict(
         {name: config for name, (config, _) in COMMANDS.items()},
         prog="jaxpar",
         description="Tools beside a training run.",
-        args=args,
+        args=own,
     )
+    if flags:
+        if not isinstance(chosen, ShowPlan):
+            raise SystemExit("jaxpar: only plan takes flags after --.")
+        chosen = dataclasses.replace(chosen, flags=tuple(flags))
     run = dict(COMMANDS.values())[type(chosen)]
     try:
         run(chosen)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"jaxpar: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _cut(args: list[str]) -> tuple[list[str], list[str]]:
+    """Arguments before and after ``--``."""
+    at = args.index("--") if "--" in args else len(args)
+    return args[:at], args[at + 1 :]

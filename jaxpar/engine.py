@@ -18,12 +18,15 @@ from jaxpar.batches import BatchSpec, make_batch_spec
 from jaxpar.checkpoint import Checkpoints, Restored
 from jaxpar.checks import check_arguments, check_trainable, trace_loss
 from jaxpar.gradients import Partition
-from jaxpar.layout import Layout
-from jaxpar.mesh import DATA, MeshShape, lowering_platform, make_mesh
+from jaxpar.layout import Layout, lower_for
+from jaxpar.loss_scale import require_scale
+from jaxpar.mesh import DATA, MeshShape, make_mesh
 from jaxpar.module import Network, make_network
 from jaxpar.pipeline.execution import make_execution
 from jaxpar.pipeline.schedule import Schedule
 from jaxpar.plan.explain import Explanation
+from jaxpar.plan.plan import Plan
+from jaxpar.plan.target import parse_target
 from jaxpar.precision import Precision, make_precision
 from jaxpar.sharding.rules import Rules, compute_specs
 from jaxpar.sharding.zero import zero_stage
@@ -108,8 +111,8 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
       True
     """
     mesh = mesh if isinstance(mesh, Mesh) else make_mesh(mesh or MeshShape())
-    stage, precision = zero_stage(zero), make_precision(precision)
     check_arguments(mesh, optimizer, clip_norm, seed)
+    stage, precision = zero_stage(zero), make_precision(precision)
     batch_spec = make_batch_spec(sample_batch, mesh, accumulate)
     rows = batch_spec.rows(batch_spec.num_rows // (accumulate * mesh.shape[DATA]))
     network = make_network(model, loss_fn, rows)
@@ -122,11 +125,10 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     compute = compute_specs(shapes, names, rules or {}, mesh.shape)
     plans = execution.plan_leaves(leaves, compute, stage, mesh.shape, allow_whole)
     cast = tree.with_dtype(abstract.params, precision.compute_dtype)
-    changes_state = trace_loss(network, loss_fn, cast, abstract.model_state, rows)
-    coupled = coupled_batch or changes_state
+    traced = trace_loss(network, loss_fn, cast, abstract.model_state, rows)
+    coupled = coupled_batch or traced.changes_state
     # XLA rejects reductions over a manual axis of one device (jax 0.11.2).
-    automatic = coupled or mesh.shape[DATA] == 1
-    owned = tuple(plans.values())
+    automatic, owned = coupled or mesh.shape[DATA] == 1, tuple(plans.values())
     partition = Partition(network, owned, stage, precision, mesh, automatic)
     step = make_train_step(
         execution.make_gradients(partition, loss_fn, abstract.params, accumulate),
@@ -136,11 +138,17 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     )
     eval_fn = eval_fn or loss_fn
     evaluation = execution.make_evaluation(partition, eval_fn, abstract.params)
-    shardings = state_shardings(abstract, plans, stage, mesh)
-    scales_loss = precision.scales_loss
-    settings, notes = choose_settings(mesh, xla_options), execution.notes(stage, plans)
     layout = Layout(
-        mesh, abstract, shardings, plans, stage, coupled, scales_loss, settings, notes
+        mesh,
+        abstract,
+        state_shardings(abstract, plans, stage, mesh),
+        plans,
+        stage,
+        coupled,
+        choose_settings(mesh, xla_options),
+        execution,
+        precision,
+        traced.flops * accumulate * mesh.shape[DATA],
     )
     state = layout.initial_state(init, seed)
     return Engine(network, layout, batch_spec, step, evaluation, state)
@@ -178,7 +186,7 @@ class Engine:
         def flat_step(state: list, batch: Batch) -> tuple[list, Metrics, list]:
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
                 new, metrics = step(jax.tree.unflatten(self._structure, state), batch)
-            watched = [new.loss_scale.exhausted] if layout.scales_loss else []
+            watched = [new.loss_scale.exhausted] if layout.precision.scales_loss else []
             return jax.tree.leaves(new), metrics, watched
 
         def evaluate(params: Any, model_state: Any, batch: Batch, key: Any) -> Metrics:
@@ -266,21 +274,34 @@ class Engine:
         """Lower the step for the mesh's devices, which need not be here.
 
         Returns:
-          What ``.compile()`` makes the program from that `step` runs. Its arguments
-          are named ``state[0]``, ``state[1]`` and so on, and ``batch...``.
+          What ``.compile()`` makes `step`'s program from. Its arguments are named
+          ``state[0]``, ``state[1]`` and so on, and ``batch...``.
         """
-        traced = self._step.trace(self._leaves, self._batch_spec.structs())
-        return traced.lower(lowering_platforms=(lowering_platform(self.mesh),))
+        return lower_for(self._traced(), self.mesh)
 
     def explain(self) -> Explanation:
-        """Say what the step costs: every leaf, what crosses which axis, the memory.
-
-        Compiles the step if need be.
+        """Compile the step, and say what every leaf, axis and the memory cost.
 
         Returns:
-          Text when printed, in a terminal or a notebook; `as_json` for programs.
+          Text when printed, also in a notebook; `as_json` for programs.
         """
         return self._layout.explain(self.lower().compile())
+
+    def plan(self, target: str, *, tokens_per_step: int | None = None) -> Plan:
+        """Compile the step, and say what it costs on the mesh's devices.
+
+        Args:
+          target: what the devices are, such as "h200:1x8": the mesh is made of
+            `jaxpar.plan.target.parse_target(target).devices()`.
+          tokens_per_step: what a step trains on, to tell tokens per second.
+
+        Returns:
+          The plan.
+
+        Raises:
+          ValueError: if the mesh has another number of devices.
+        """
+        return self._layout.plan(self._traced(), parse_target(target), tokens_per_step)
 
     def save(
         self,
@@ -350,6 +371,9 @@ class Engine:
         for checkpoints in self._checkpoints.values():
             checkpoints.wait()
 
+    def _traced(self) -> jax.stages.Traced:
+        return self._step.trace(self._leaves, self._batch_spec.structs())
+
     def _put(self, batch: Batch, *, any_size: bool = False) -> Batch:
         self._layout.require_devices("batch")
         return self._batch_spec.put(batch, any_size=any_size)
@@ -363,12 +387,7 @@ class Engine:
     def _check_loss_scale(self, lag: int) -> None:
         """Raise for a step that overflowed at the least scale, `lag` steps ago."""
         while len(self._exhausted) > lag:
-            if bool(self._exhausted.pop(0)):
-                raise FloatingPointError(
-                    "loss scale: gradients overflowed with the scale at its minimum of "
-                    "1, so fp16 cannot hold them. Lower the learning rate, look for "
-                    "non-finite inputs, or use precision='bf16'."
-                )
+            require_scale(self._exhausted.pop(0))
 
 
 def _position_of(restored: Restored, folder: str | os.PathLike[str]) -> Any:

@@ -6,15 +6,25 @@ it places, restores and explains.
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from jaxpar.mesh import are_present
+from jaxpar import tree
+from jaxpar.jaxprs import flops
+from jaxpar.mesh import DATA, PIPE, are_present, lowering_platform
+from jaxpar.pipeline.execution import Execution
 from jaxpar.plan.explain import Explanation, make_explanation
+from jaxpar.plan.hlo import parse
+from jaxpar.plan.plan import Plan, backend_notes, split_memory, step_bytes
 from jaxpar.plan.program import read_program
+from jaxpar.plan.roofline import Work, estimate
+from jaxpar.plan.target import Target
+from jaxpar.plan.work import memory_traffic
+from jaxpar.precision import Precision
 from jaxpar.sharding.zero import LeafPlan, ZeroStage
 from jaxpar.state import TrainState
 from jaxpar.xla_settings import Setting
@@ -31,9 +41,10 @@ class Layout:
       plans: parameter name -> plan.
       stage: the row of the ZeRO table.
       coupled: whether the loss couples examples.
-      scales_loss: whether the loss is scaled (fp16).
       settings: the compiler's options.
-      notes: what a pipeline adds to an explanation.
+      execution: how the model meets the pipe axis.
+      precision: what the step computes in.
+      forward_flops: operations of a step's forward passes, of all devices.
     """
 
     mesh: Mesh
@@ -42,9 +53,10 @@ class Layout:
     plans: dict[str, LeafPlan]
     stage: ZeroStage
     coupled: bool
-    scales_loss: bool
     settings: tuple[Setting, ...]
-    notes: tuple[str, ...]
+    execution: Execution
+    precision: Precision
+    forward_flops: int
 
     @functools.cached_property
     def can_run(self) -> bool:
@@ -91,5 +103,72 @@ class Layout:
             coupled=self.coupled,
             program=read_program(compiled, self.mesh),
             settings=self.settings,
-            notes=self.notes,
+            notes=self.execution.notes(self.stage, self.plans),
         )
+
+    def plan(
+        self, traced: jax.stages.Traced, target: Target, tokens_per_step: int | None
+    ) -> Plan:
+        """Compile the step for its mesh's devices, those of a target, and plan it.
+
+        Raises:
+          ValueError: if the target has another number of devices.
+        """
+        if target.num_devices != self.mesh.size:
+            raise ValueError(
+                f"target={target.name!r} has {target.num_devices} devices, but the "
+                f"mesh has {self.mesh.size}; make the mesh of the target's."
+            )
+        began = time.perf_counter()
+        compiled = lower_for(traced, self.mesh).compile()
+        compile_seconds = time.perf_counter() - began
+        module = parse(compiled.as_text() or "")
+        program = read_program(compiled, self.mesh, module)
+        model_flops = 3 * self.forward_flops
+        data, counted = self.mesh.shape[DATA], flops(traced.jaxpr.eqns)
+        total = self.execution.flops(counted, model_flops, data)
+        work = Work(
+            flops=total / self.mesh.size,
+            model_flops=model_flops / self.mesh.size,
+            dtype=str(self.precision.compute_dtype),
+            traffic=memory_traffic(module),
+            collectives=program.collectives,
+            bubble=self.execution.bubble,
+            zero=self.stage.number,
+        )
+        pipes = self.mesh.shape[PIPE] > 1
+        copies, gradients = step_bytes(
+            self.plans.values(), self.stage, self.precision, once_a_step=pipes
+        )
+        hardware = target.hardware
+        return Plan(
+            target=target.name,
+            compiled_for=self.mesh.devices.flat[0].platform,
+            num_devices=self.mesh.size,
+            mesh=dict(self.mesh.shape),
+            zero=self.stage.number,
+            precision=work.dtype,
+            num_params=tree.num_elements(self.abstract.params),
+            memory=split_memory(
+                program,
+                list(tree.named_leaves(self.abstract)),
+                copies=copies,
+                gradients=gradients,
+            ),
+            device_memory_bytes=hardware.memory_bytes if hardware else None,
+            program=program,
+            flops_per_step=total,
+            model_flops_per_step=model_flops,
+            tokens_per_step=tokens_per_step,
+            compile_seconds=compile_seconds,
+            estimate=estimate(work, target, self.mesh),
+            notes=(
+                *backend_notes(target),
+                *self.execution.notes(self.stage, self.plans),
+            ),
+        )
+
+
+def lower_for(traced: jax.stages.Traced, mesh: Mesh) -> jax.stages.Lowered:
+    """Lower a traced function for a mesh's devices, which need not be here."""
+    return traced.lower(lowering_platforms=(lowering_platform(mesh),))

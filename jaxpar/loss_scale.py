@@ -91,3 +91,20 @@ def update_loss_scale(
         last_overflow=jnp.where(finite, state.last_overflow, state.iteration),
         exhausted=state.exhausted | (halves & (state.scale <= MINIMUM)),
     )
+
+
+def require_scale(exhausted: jax.Array) -> None:
+    """Stop a run whose scale is used up; waits for the step.
+
+    Args:
+      exhausted: a step's `LossScale.exhausted`.
+
+    Raises:
+      FloatingPointError: if it is true.
+    """
+    if bool(exhausted):
+        raise FloatingPointError(
+            "loss scale: gradients overflowed with the scale at its minimum of 1, so "
+            "fp16 cannot hold them. Lower the learning rate, look for non-finite "
+            "inputs, or use precision='bf16'."
+        )

@@ -5,9 +5,11 @@ Three axes, always all three: ``data`` (batch rows and ZeRO shards), ``pipe``
 for its collectives are the most frequent: neighbours in it are neighbours in a host.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +19,8 @@ from jax.sharding import AxisType, Mesh
 
 DATA, PIPE, TENSOR = "data", "pipe", "tensor"
 AXES = (DATA, PIPE, TENSOR)
+
+_ONLY_PLANNED = contextvars.ContextVar("only_planned", default=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,8 +127,20 @@ def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+@contextlib.contextmanager
+def only_planned() -> Iterator[None]:
+    """Inside, devices that are here count as ones to compile for, never to run on."""
+    token = _ONLY_PLANNED.set(True)
+    try:
+        yield
+    finally:
+        _ONLY_PLANNED.reset(token)
+
+
 def are_present(mesh: Mesh) -> bool:
     """Whether the mesh's devices can run programs, and are not just to compile for."""
+    if _ONLY_PLANNED.get():
+        return False
     device = mesh.devices.flat[0]
     try:
         return device in jax.devices(device.platform)

@@ -16,10 +16,10 @@ from rich.console import Console
 
 import jaxpar
 from jaxpar.config import parse
-from jaxpar.data import Loader, Tokens, open_splits
+from jaxpar.data import Loader, open_splits
 from jaxpar.launch import choose_mesh
 from jaxpar.metrics import MetricsLogger
-from jaxpar.models import GPT, generate, gpt_config, gpt_loss
+from jaxpar.models import GPT, continue_text, gpt_config, gpt_loss
 from jaxpar.run import mean_loss, open_run
 
 CPU_MESH = jaxpar.MeshShape(data=2, tensor=2)
@@ -90,6 +90,11 @@ def build(config: Config, mesh: Mesh | None = None) -> jaxpar.Engine:
     )
 
 
+def tokens_per_step(config: Config) -> int:
+    """Tokens that a step learns to predict."""
+    return config.batch_size * gpt_config(config.model).seq_len
+
+
 def main(config: Config) -> None:
     """Train, evaluate, save, reopen on one device, sample."""
     console = Console(highlight=False, soft_wrap=True)
@@ -112,7 +117,7 @@ def main(config: Config) -> None:
     with MetricsLogger(
         folder,
         total_steps=config.steps,
-        tokens_per_step=rows * seq_len,
+        tokens_per_step=tokens_per_step(config),
         tensorboard=config.tensorboard,
         append=True,
         resume_at=start,
@@ -134,16 +139,10 @@ def main(config: Config) -> None:
     if differs > (1e-6 if config.precision == "fp32" else 5e-3):
         raise SystemExit("The reopened checkpoint gives another loss.")
     console.rule("200 bytes by the model")
-    console.print(sample(reopened, heldout), markup=False)
+    text = continue_text(reopened.model(), heldout.read(0, 64), 200)
+    console.print(text, markup=False)
     console.rule()
     console.print(f"files    {folder.resolve()}")
-
-
-def sample(engine: jaxpar.Engine, heldout: Tokens) -> str:
-    """Let the model write 200 tokens after the start of the held-out text."""
-    prompt_BT = jax.numpy.asarray(heldout.read(0, 64)[None], "int32")
-    tokens_BT = generate(engine.model(), prompt_BT, 200, key=jax.random.key(0))
-    return bytes(np.asarray(tokens_BT[0, -200:], np.uint8)).decode(errors="replace")
 
 
 if __name__ == "__main__":

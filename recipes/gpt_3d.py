@@ -17,10 +17,10 @@ from rich.console import Console
 
 import jaxpar
 from jaxpar.config import parse
-from jaxpar.data import Loader, Tokens, open_splits
+from jaxpar.data import Loader, open_splits
 from jaxpar.launch import choose_mesh
 from jaxpar.metrics import MetricsLogger
-from jaxpar.models import GPT, generate, gpt_config, gpt_loss, pipeline_gpt
+from jaxpar.models import continue_text, gpt_config, gpt_loss, pipeline_gpt
 from jaxpar.models.gpt_pipeline import as_gpt
 from jaxpar.run import mean_loss, open_run
 
@@ -89,6 +89,11 @@ def build(config: Config, mesh: Mesh | None = None) -> jaxpar.Engine:
     )
 
 
+def tokens_per_step(config: Config) -> int:
+    """Tokens that a step learns to predict."""
+    return config.batch_size * gpt_config(config.model).seq_len
+
+
 def main(config: Config) -> None:
     """Train, evaluate, save, reopen on one device, sample."""
     console = Console(highlight=False, soft_wrap=True)
@@ -112,7 +117,7 @@ def main(config: Config) -> None:
     with MetricsLogger(
         folder,
         total_steps=config.steps,
-        tokens_per_step=rows * seq_len,
+        tokens_per_step=tokens_per_step(config),
         append=True,
         resume_at=start,
     ) as logger:
@@ -134,16 +139,9 @@ def main(config: Config) -> None:
         raise SystemExit("The reopened checkpoint gives another loss.")
     console.rule("200 bytes by the model")
     model = as_gpt(gpt_config(config.model), reopened.state.params)
-    console.print(sample(model, heldout), markup=False)
+    console.print(continue_text(model, heldout.read(0, 64), 200), markup=False)
     console.rule()
     console.print(f"files    {folder.resolve()}")
-
-
-def sample(model: GPT, heldout: Tokens) -> str:
-    """Let the model write 200 tokens after the start of the held-out text."""
-    prompt_BT = jax.numpy.asarray(heldout.read(0, 64)[None], "int32")
-    tokens_BT = generate(model, prompt_BT, 200, key=jax.random.key(0))
-    return bytes(np.asarray(tokens_BT[0, -200:], np.uint8)).decode(errors="replace")
 
 
 if __name__ == "__main__":

@@ -26,11 +26,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="CPU devices: 16 for the pipeline's cases on data, pipe and tensor",
     )
 
+    parser.addoption(
+        "--optimized",
+        action="store_true",
+        help="compile as users do; else fast, for most tests take one step",
+    )
+
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--gpu"):
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", config.getoption("--devices"))
+        fast = not config.getoption("--optimized")
+        jax.config.update("jax_disable_most_optimizations", fast)
     _cache_compiled_programs()
     # Compiling makes the first example slow, and a failure must come back on every run.
     hypothesis.settings.register_profile("jaxpar", deadline=None, derandomize=True)

@@ -4,12 +4,13 @@ from jaxpar.models.gpt import GPT, gpt_loss
 from jaxpar.models.gpt_config import GPTConfig, num_params
 from jaxpar.models.gpt_pipeline import pipeline_gpt
 from jaxpar.models.presets import PRESETS, gpt_config
-from jaxpar.models.sampling import generate
+from jaxpar.models.sampling import continue_text, generate
 
 __all__ = [
     "GPT",
     "PRESETS",
     "GPTConfig",
+    "continue_text",
     "generate",
     "gpt_config",
     "gpt_loss",

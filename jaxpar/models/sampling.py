@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int
 
@@ -103,3 +104,21 @@ def _generate(
         return tokens_BS.at[:, end].set(next_B.astype(tokens_BS.dtype))
 
     return jax.lax.fori_loop(0, num_tokens, add_token, tokens_BS)
+
+
+def continue_text(model: GPT, prompt_T: Int[np.ndarray, "T"], num_tokens: int) -> str:
+    """Let a byte-level model write on.
+
+    Args:
+      model: the model, of a vocabulary of bytes.
+      prompt_T: bytes to continue.
+      num_tokens: bytes to add.
+
+    Returns:
+      The added bytes as text; those that are no UTF-8 are replaced.
+    """
+    prompt_BT = jnp.asarray(prompt_T[None], jnp.int32)
+    tokens_BT = generate(model, prompt_BT, num_tokens, key=jax.random.key(0))
+    return bytes(np.asarray(tokens_BT[0, -num_tokens:], np.uint8)).decode(
+        errors="replace"
+    )

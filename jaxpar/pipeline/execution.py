@@ -23,15 +23,15 @@ from jaxpar.gradients import (
 from jaxpar.mesh import DATA, PIPE
 from jaxpar.module import Network
 from jaxpar.parts.network import PipelineNetwork
-from jaxpar.pipeline.backward import trace_pullback
 from jaxpar.pipeline.catalog import make_schedule
 from jaxpar.pipeline.chunks import Chunks
 from jaxpar.pipeline.executor import run_forwards, run_schedule
 from jaxpar.pipeline.interleaved import make_in_groups
 from jaxpar.pipeline.rows import make_plan
-from jaxpar.pipeline.schedule import Cost, Schedule, cost, kept
+from jaxpar.pipeline.schedule import Schedule, kept
 from jaxpar.pipeline.stages import Stages, is_stacked
 from jaxpar.pipeline.trunk import Trunk
+from jaxpar.pipeline.work import BlockWork, check_split, cost_of, trace_microbatch
 from jaxpar.sharding.rules import Spec, axes_of
 from jaxpar.sharding.zero import LeafPlan, ZeroStage, plan_leaves
 from jaxpar.types import Batch, LossFn, Metrics, Params, PyTree
@@ -70,6 +70,21 @@ class Execution(Protocol):
 
     def notes(self, stage: ZeroStage, plans: Mapping[str, LeafPlan]) -> tuple[str, ...]:
         """What to say of the pipe axis in an explanation."""
+        ...
+
+    @property
+    def bubble(self) -> float:
+        """Fraction of a step that a device is idle, by the schedule."""
+        ...
+
+    def flops(self, counted: int, model: int, shards: int) -> int:
+        """Operations of all devices' matrix products in a step.
+
+        Args:
+          counted: those in the traced step, each time a loop comes by.
+          model: those of the forward and backward passes, without recomputation.
+          shards: data shards.
+        """
         ...
 
 
@@ -117,64 +132,16 @@ def make_execution(
             f"pieces, but the model has num_blocks={network.num_blocks}; use at most "
             f"pipe={network.num_blocks // made.num_chunks or 1}."
         )
-    deferred = _check_microbatch(network, loss_fn, rows)
+    block = trace_microbatch(network, loss_fn, rows)
     if made.splits_backward and isinstance(schedule, str):
-        _check_split(made, deferred)
-    return Pipeline(network, made, stages, deferred)
-
-
-def _check_microbatch(network: PipelineNetwork, loss_fn: LossFn, rows: Batch) -> float:
-    """Trace the parts; the fraction of a block's backward that can be deferred."""
-    trunk = Trunk(
-        network,
-        loss_fn,
-        Stages(network.num_blocks, 1, 1),
-        1,
-        training=True,
-        platform="",
-    )
-    found: list[float] = []
-
-    def run(key: jax.Array, rows: Batch) -> None:
-        params, _ = network.init(key)
-        first = jax.numpy.int32(0)
-        hidden = trunk.embed(params["embed"], rows, first, key)
-        shared = (params["head"], network.tied(params["embed"]))
-        trunk.head(shared, hidden, rows, first, key)
-        own, others = trunk.places(first, rows, first, key)
-        block, own = jax.tree.map(lambda x: x[0], (params["blocks"], own))
-        pullback = trace_pullback(trunk.block, block, hidden, *own, *others)
-        found.append(pullback.deferred)
-
-    jax.eval_shape(run, jax.random.key(0), rows)
-    return found[0]
-
-
-def _check_split(schedule: Schedule, deferred: float) -> None:
-    """Refuse to split a backward that cannot be."""
-    plain = make_schedule("1f1b", schedule.num_stages, schedule.num_microbatches)
-    if _cost(schedule, deferred).total < cost(plain).total:
-        return
-    raise ValueError(
-        f"schedule={schedule.name!r}: {deferred:.0%} of the block's backward can wait, "
-        "for its gradients of weights are not matrix products of their own (as inside "
-        "jax.lax.scan), so that it would take as long as '1f1b' and more memory. Use "
-        "'1f1b', or give the table itself to have it anyway: "
-        f"schedule=jaxpar.pipeline.catalog.make_schedule({schedule.name!r}, "
-        f"{schedule.num_stages}, {schedule.num_microbatches})."
-    )
-
-
-def _cost(schedule: Schedule, deferred: float) -> Cost:
-    """Of a schedule whose backwards take two forwards' time."""
-    if not schedule.splits_backward:
-        return cost(schedule)
-    return cost(schedule, backward=2 * (1 - deferred), weight=2 * deferred)
+        check_split(made, block.deferred)
+    return Pipeline(network, made, stages, block)
 
 
 class OneStage:
     """No pipeline: the loss function runs as it is."""
 
+    bubble = 0.0
     plan_leaves = staticmethod(plan_leaves)
     make_gradients = staticmethod(make_gradients)
     make_evaluation = staticmethod(make_evaluation)
@@ -183,6 +150,11 @@ class OneStage:
         """Nothing to say."""
         del stage, plans
         return ()
+
+    def flops(self, counted: int, model: int, shards: int) -> int:
+        """All that is traced is run."""
+        del model, shards
+        return counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,13 +165,13 @@ class Pipeline:
       network: the model's parts.
       schedule: the order of work.
       stages: which blocks are where.
-      deferred: fraction of a block's backward that makes gradients of weights alone.
+      block: a block's work.
     """
 
     network: PipelineNetwork
     schedule: Schedule
     stages: Stages
-    deferred: float
+    block: BlockWork
 
     def plan_leaves(
         self,
@@ -280,7 +252,7 @@ class Pipeline:
         lines = [
             f"pipe: {own.name}: {own.num_microbatches} micro-batches on "
             f"{own.num_stages} stages take {own.num_ticks} ticks, "
-            f"{_cost(own, self.deferred).bubble:.1%} of the time bubble (a backward "
+            f"{self.bubble:.1%} of the time bubble (a backward "
             "counts as two forwards); a stage keeps up to "
             f"{kept(own).inputs.max()} inputs.",
             "pipe: every tick sends an activation on and a cotangent back; every "
@@ -295,8 +267,8 @@ class Pipeline:
             )
         if own.splits_backward:
             lines.append(
-                f"pipe: {self.deferred:.0%} of a backward makes gradients of weights "
-                "alone, and waits for idle time; a stage keeps what up to "
+                f"pipe: {self.block.deferred:.0%} of a backward makes gradients of "
+                "weights alone, and waits for idle time; a stage keeps what up to "
                 f"{kept(own).products.max()} of them need."
             )
         if not cut.in_order:
@@ -315,6 +287,22 @@ class Pipeline:
                 "reduces its gradients, once a step as at 1, and holds both whole."
             )
         return tuple(lines)
+
+    @property
+    def bubble(self) -> float:
+        """By the schedule, a backward counted as two forwards."""
+        return cost_of(self.schedule, self.block.deferred).bubble
+
+    def flops(self, counted: int, model: int, shards: int) -> int:
+        """Idle slots do nothing, though they are traced; stages run their blocks again.
+
+        What a policy between "none" and "full" saves of that is not counted.
+        """
+        del counted
+        if self.network.remat == "none":
+            return model
+        times = self.network.num_blocks * self.schedule.num_microbatches * shards
+        return model + times * self.block.flops
 
     def _chunks(
         self, partition: Partition, fn: LossFn, accumulate: int, *, training: bool

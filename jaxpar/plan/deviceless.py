@@ -17,10 +17,9 @@ import jax
 from jax._src import xla_bridge  # TODO(jax issue 23971): no public way, see below.
 from jax.experimental import topologies
 
-_CUDA_PLUGIN = "jax_plugins.xla_cuda13"
+from jaxpar.plan.hardware import Hardware, load_hardware, target_config
 
-GPUS = ("h200",)
-"""GPUs that there is a description of (`targets/NAME.txtpb`)."""
+_CUDA_PLUGIN = "jax_plugins.xla_cuda13"
 
 
 def prepare_process() -> None:
@@ -33,11 +32,11 @@ def prepare_process() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-def gpu_devices(kind: str, hosts: int, gpus: int) -> Sequence[Any]:
+def gpu_devices(kind: str | Hardware, hosts: int, gpus: int) -> Sequence[Any]:
     """Make GPUs to compile for.
 
     Args:
-      kind: such as "h200".
+      kind: such as "h200", or one of your own.
       hosts: how many hosts.
       gpus: GPUs on each.
 
@@ -45,17 +44,14 @@ def gpu_devices(kind: str, hosts: int, gpus: int) -> Sequence[Any]:
       hosts * gpus devices, host by host.
 
     Raises:
-      ValueError: if there is no such GPU.
       ModuleNotFoundError: if jax's CUDA plug-in is not installed.
     """
-    if kind not in GPUS:
-        raise ValueError(f"target: {kind!r} must be one of {', '.join(GPUS)}.")
+    hardware = kind if isinstance(kind, Hardware) else load_hardware(kind)
     _register_cuda()
-    config = (Path(__file__).parent / "targets" / f"{kind}.txtpb").read_text()
     return topologies.get_topology_desc(
         platform="cuda",
         topology_name="",
-        target_config=config,
+        target_config=target_config(hardware),
         topology=f"{hosts}x{gpus}x1",
     ).devices
 

@@ -78,12 +78,13 @@ class Program:
         )
 
 
-def read_program(compiled: Any, mesh: Mesh) -> Program:
+def read_program(compiled: Any, mesh: Mesh, module: Module | None = None) -> Program:
     """Read a compiled program.
 
     Args:
       compiled: a `jax.stages.Compiled`, for any backend, present or not.
       mesh: the mesh that it was traced for.
+      module: its text, where that is parsed already.
 
     Returns:
       Its costs on one device.
@@ -95,7 +96,7 @@ def read_program(compiled: Any, mesh: Mesh) -> Program:
       >>> read_program(double, make_mesh(MeshShape())).bytes_of("x")
       16
     """
-    module = parse(compiled.as_text())
+    module = module or parse(compiled.as_text())
     collectives, unknown = read_collectives(module, dict(mesh.shape))
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     return Program(

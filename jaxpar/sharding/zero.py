@@ -111,6 +111,19 @@ class LeafPlan:
         return self.data_dim is not None and bool(self.placed[self.data_dim])
 
     @property
+    def ways_computed(self) -> int:
+        """Pieces that the leaf is in while computed on."""
+        sizes: dict[str, int] = dict(zip(AXES, self.ways, strict=True))
+        return math.prod(sizes[a] for axes in self.compute for a in axes_of(axes))
+
+    @property
+    def ways_at_rest(self) -> int:
+        """Pieces that the leaf is in at rest."""
+        sizes: dict[str, int] = dict(zip(AXES, self.ways, strict=True))
+        others = math.prod(sizes[axis] for axes in self.placed for axis in axes)
+        return others * (1 if self.data_dim is None else sizes[DATA])
+
+    @property
     def rest_spec(self) -> P:
         """The spec at rest, over the logical shape."""
         entries = list(self.placed)

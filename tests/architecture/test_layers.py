@@ -35,7 +35,7 @@ LAYERS = (
     ("pipeline", "plan", "profile", "compress", "infer"),
     ("config", "layout"),
     ("engine",),
-    ("run",),
+    ("run", "planner", "environment"),
     ("cli",),
     ("__init__", "__main__"),
 )

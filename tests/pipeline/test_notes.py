@@ -5,6 +5,7 @@ import pytest
 from jaxpar.pipeline.catalog import make_schedule
 from jaxpar.pipeline.execution import OneStage, Pipeline
 from jaxpar.pipeline.stages import Stages
+from jaxpar.pipeline.work import BlockWork
 from jaxpar.sharding.zero import STAGES
 from tests.parts.toys import BATCHES, loss_fn, make_engine, make_mesh, make_model
 
@@ -43,7 +44,7 @@ def test_explanation_tells_schedule_bubble_and_what_is_kept():
 def test_notes_tell_idle_places_and_moved_blocks(blocks, chunks, wanted):
     schedule = make_schedule(f"interleaved:{chunks}", 2, 4)
     network = make_model(num_blocks=blocks).make_network(loss_fn, BATCHES[0])
-    pipeline = Pipeline(network, schedule, Stages(blocks, 2, chunks), 0.5)
+    pipeline = Pipeline(network, schedule, Stages(blocks, 2, chunks), BlockWork(1, 0.5))
     text = "\n".join(pipeline.notes(STAGES[1], {}))
     for part in wanted:
         assert part in text

@@ -1,0 +1,108 @@
+"""How much work is a block of a pipeline, and how much of its backward can wait?"""
+
+import dataclasses
+
+import jax
+
+from jaxpar.jaxprs import flops
+from jaxpar.parts.network import PipelineNetwork
+from jaxpar.pipeline.backward import trace_pullback
+from jaxpar.pipeline.catalog import make_schedule
+from jaxpar.pipeline.schedule import Cost, Schedule, cost
+from jaxpar.pipeline.stages import Stages
+from jaxpar.pipeline.trunk import Trunk
+from jaxpar.types import Batch, LossFn
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockWork:
+    """One block's work on a micro-batch of one data shard.
+
+    Attributes:
+      flops: operations of the forward's matrix products.
+      deferred: fraction of the backward that makes gradients of weights alone.
+    """
+
+    flops: int
+    deferred: float
+
+
+def trace_microbatch(
+    network: PipelineNetwork, loss_fn: LossFn, rows: Batch
+) -> BlockWork:
+    """Trace the parts, and refuse what a pipeline can't run.
+
+    Args:
+      network: the model.
+      loss_fn: the user's.
+      rows: shapes of one micro-batch on one data shard.
+
+    Returns:
+      The work of a block.
+
+    Raises:
+      ValueError: if loss_fn calls the model twice.
+    """
+    trunk = Trunk(
+        network,
+        loss_fn,
+        Stages(network.num_blocks, 1, 1),
+        1,
+        training=True,
+        platform="",
+    )
+    found: list[BlockWork] = []
+
+    def run(key: jax.Array, rows: Batch) -> None:
+        params, _ = network.init(key)
+        first = jax.numpy.int32(0)
+        hidden = trunk.embed(params["embed"], rows, first, key)
+        shared = (params["head"], network.tied(params["embed"]))
+        trunk.head(shared, hidden, rows, first, key)
+        own, others = trunk.places(first, rows, first, key)
+        block, own = jax.tree.map(lambda x: x[0], (params["blocks"], own))
+        arguments = (block, hidden, *own, *others)
+        forward = jax.make_jaxpr(trunk.block)(*arguments)
+        deferred = trace_pullback(trunk.block, *arguments).deferred
+        found.append(BlockWork(flops(forward.eqns), deferred))
+
+    jax.eval_shape(run, jax.random.key(0), rows)
+    return found[0]
+
+
+def check_split(schedule: Schedule, deferred: float) -> None:
+    """Refuse to split a backward that cannot be.
+
+    Args:
+      schedule: one that splits.
+      deferred: as of `BlockWork`.
+
+    Raises:
+      ValueError: if it takes as long as 1F1B.
+    """
+    plain = make_schedule("1f1b", schedule.num_stages, schedule.num_microbatches)
+    if cost_of(schedule, deferred).total < cost(plain).total:
+        return
+    raise ValueError(
+        f"schedule={schedule.name!r}: {deferred:.0%} of the block's backward can wait, "
+        "for its gradients of weights are not matrix products of their own (as inside "
+        "jax.lax.scan), so that it would take as long as '1f1b' and more memory. Use "
+        "'1f1b', or give the table itself to have it anyway: "
+        f"schedule=jaxpar.pipeline.catalog.make_schedule({schedule.name!r}, "
+        f"{schedule.num_stages}, {schedule.num_microbatches})."
+    )
+
+
+def cost_of(schedule: Schedule, deferred: float) -> Cost:
+    """The cost of a schedule whose backwards take two forwards' time.
+
+    Args:
+      schedule: the schedule.
+      deferred: as of `BlockWork`.
+
+    Returns:
+      The cost.
+    """
+    if not schedule.splits_backward:
+        return cost(schedule)
+    return cost(schedule, backward=2 * (1 - deferred), weight=2 * deferred)
