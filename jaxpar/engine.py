@@ -126,18 +126,17 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     plans = execution.plan_leaves(leaves, compute, stage, mesh.shape, allow_whole)
     cast = tree.with_dtype(abstract.params, precision.compute_dtype)
     traced = trace_loss(network, loss_fn, cast, abstract.model_state, rows)
-    coupled = coupled_batch or traced.changes_state
+    coupled, like = coupled_batch or traced.changes_state, abstract.params
     # XLA rejects reductions over a manual axis of one device (jax 0.11.2).
     automatic, owned = coupled or mesh.shape[DATA] == 1, tuple(plans.values())
     partition = Partition(network, owned, stage, precision, mesh, automatic)
     step = make_train_step(
-        execution.make_gradients(partition, loss_fn, abstract.params, accumulate),
+        execution.make_gradients(partition, loss_fn, like, accumulate),
         optimizer,
         clip_norm=clip_norm,
         scales_loss=precision.scales_loss,
     )
-    eval_fn = eval_fn or loss_fn
-    evaluation = execution.make_evaluation(partition, eval_fn, abstract.params)
+    evaluation = execution.make_evaluation(partition, eval_fn or loss_fn, like)
     layout = Layout(
         mesh,
         abstract,

@@ -143,7 +143,7 @@ class Layout:
         hardware = target.hardware
         return Plan(
             target=target.name,
-            compiled_for=self.mesh.devices.flat[0].platform,
+            compiled_for=lowering_platform(self.mesh),
             num_devices=self.mesh.size,
             mesh=dict(self.mesh.shape),
             zero=self.stage.number,

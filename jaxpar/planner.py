@@ -76,4 +76,4 @@ def plan_recipe(path: Path, target: Target, args: Sequence[str] = ()) -> Plan:
 def _shape_of(config: Any) -> MeshShape:
     """The config's mesh; all devices on data where it has none."""
     fields = {field.name for field in dataclasses.fields(config)}
-    return (config.mesh if "mesh" in fields else None) or MeshShape()
+    return config.mesh if "mesh" in fields else MeshShape()

@@ -31,7 +31,7 @@ class Config:
 
     model: str = "tiny"
     """A preset: tiny, 124m, 350m, 1.3b, 7b, or a row of Megatron's table."""
-    mesh: jaxpar.MeshShape | None = None
+    mesh: jaxpar.MeshShape = dataclasses.field(default_factory=jaxpar.MeshShape)
     """Devices by axis; by default all accelerators on data, or data 2 x tensor 2."""
     zero: int = 3
     """ZeRO stage: 0, 1, 2 or 3."""

@@ -33,7 +33,7 @@ class Config:
 
     model: str = "tiny"
     """A preset: tiny, 124m, 350m, 1.3b, 7b, or a row of Megatron's table."""
-    mesh: jaxpar.MeshShape | None = None
+    mesh: jaxpar.MeshShape = dataclasses.field(default_factory=jaxpar.MeshShape)
     """Devices by axis; by default accelerators on data, or 2 x 2 x 2 CPU devices."""
     schedule: str = "1f1b"
     """Of the pipeline: 1f1b, gpipe, zero_bubble, interleaved, interleaved:4 chunks."""

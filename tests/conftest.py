@@ -69,6 +69,15 @@ def pytest_collection_modifyitems(
 
 
 @pytest.fixture
+def optimized() -> Iterator[None]:
+    """Compile as users do: for long runs, and results that are to be equal in bits."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
 def unchecked_types(monkeypatch: pytest.MonkeyPatch) -> None:
     """Call jaxpar as users do: without beartype, which raises before our checks."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)

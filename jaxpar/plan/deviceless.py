@@ -9,6 +9,7 @@ disturb ordinary runs: plan in a process of its own, with `JAX_PLATFORMS=cpu` (s
 import functools
 import importlib.util
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,13 @@ _CUDA_PLUGIN = "jax_plugins.xla_cuda13"
 def prepare_process() -> None:
     """Set what a process needs before jax's first device is asked for.
 
-    Hides GPUs and TPUs that are there, for a plug-in that finds one starts it.
+    Hides GPUs and TPUs that are there, for a plug-in that finds one starts it; and
+    finds compilers in the environment's folder ``compilers``, where ordinary processes
+    don't (``pip install --target``).
     """
+    folder = os.path.join(sys.prefix, "compilers")
+    if os.path.isdir(folder) and folder not in sys.path:
+        sys.path.append(folder)
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     jax.config.update("jax_platforms", "cpu")

@@ -90,7 +90,7 @@ def estimate(work: Work, target: Target, mesh: Mesh) -> Estimate | None:
             hidden += seconds
         else:
             exposed += seconds
-    exposed += max(0.0, hidden - products - others)
+    waited, exposed = exposed, exposed + max(0.0, hidden - products - others)
     step = products + others + bubble + exposed
     return Estimate(
         step_seconds=step,
@@ -98,9 +98,7 @@ def estimate(work: Work, target: Target, mesh: Mesh) -> Estimate | None:
         bubble=work.bubble,
         products_seconds=products,
         memory_seconds=others,
-        links_seconds=sum(
-            row.sent_bytes / _link_rate(row, target, mesh) for row in work.collectives
-        ),
+        links_seconds=waited + hidden,
         exposed_seconds=exposed,
         bubble_seconds=bubble,
     )

@@ -26,6 +26,7 @@ _FREE = frozenset(
 
 
 _PRODUCTS = ("dot", "convolution")
+_SLICES = ("dynamic-slice", "slice", "gather")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _moved(instruction: Instruction, around: Computation, module: Module) -> int
     written = sum(array.bytes for array in instruction.types)
     if instruction.opcode.endswith("-start"):
         return written  # The operands are listed beside the results.
-    if instruction.opcode in ("dynamic-slice", "slice", "gather"):
+    if instruction.opcode in _SLICES:
         return 2 * written
     if instruction.opcode == "dynamic-update-slice":
         return 2 * sizes[1]
@@ -136,7 +137,11 @@ def _fusion_bytes(fused: Computation, sizes: list[int], written: int) -> int:
             for user in fused.instructions.values()
             if instruction.name in user.operands
         ]
-        sliced = [u for u in users if u.opcode in ("dynamic-slice", "slice", "gather")]
+        sliced = [
+            user
+            for user in users
+            if user.opcode in _SLICES and user.operands[0] == instruction.name
+        ]
         if users and len(sliced) == len(users):
             read += sum(a.bytes for user in sliced for a in user.types)
         elif instruction.name not in updated:

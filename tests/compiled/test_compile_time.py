@@ -3,11 +3,14 @@
 Processor time of the compiling process: another test beside it takes none of that.
 """
 
+import pytest
+
 from tests.compiled.programs import Run, compile_step
 
 MARGIN = 1.3
 
 
+@pytest.mark.slow
 def test_48_layers_take_little_longer_than_12(compiled):
     compiled(compile_step, Run())  # The first of a process pays for what it loads.
     few, many = (

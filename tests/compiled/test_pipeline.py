@@ -19,7 +19,11 @@ def largest(step: CompiledPipe, kind: str, *axes: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "remat"), [*((name, "full") for name in SCHEDULES), ("1f1b", "none")]
+    ("schedule", "remat"),
+    [
+        *((name, "full") for name in SCHEDULES),
+        pytest.param("1f1b", "none", marks=pytest.mark.slow),
+    ],
 )
 def test_temporaries_do_not_grow_with_the_microbatches(compiled, schedule, remat):
     few, many = (
@@ -30,6 +34,7 @@ def test_temporaries_do_not_grow_with_the_microbatches(compiled, schedule, remat
     assert temporaries[1] <= 1.03 * temporaries[0]
 
 
+@pytest.mark.slow
 def test_temporaries_of_gpipe_grow_by_every_microbatch(compiled):
     few, many = (
         compiled(compile_pipe, Pipe(schedule="gpipe", microbatches=m)) for m in (8, 128)

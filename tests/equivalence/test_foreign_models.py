@@ -112,6 +112,7 @@ def assert_same(tree: Any, other: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, tree, other)
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("name", REQUIRED)
 def test_foreign_model_trains_alike_at_every_stage(name: str) -> None:
     check(name, (0, 1, 2, 3))

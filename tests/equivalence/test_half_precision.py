@@ -47,6 +47,7 @@ def run(precision: str, zero: int) -> tuple[float, list[float], float]:
     return heldout_loss, losses, float(metrics[-1]["loss_scale"])
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
     ("precision", "zero"), [("bf16", 2), ("fp16", 3), ("bf16", 3), ("fp16", 1)]
 )

@@ -61,15 +61,17 @@ TRIPLES = (
     ("schedule", "pipe", "microbatches"),
     ("schedule", "pipe", "mesh"),
     ("schedule", "pipe", "zero"),
-    ("schedule", "mesh", "zero"),
     ("schedule", "zero", "remat"),
 )
+BOTH = (2, 2)
 
 
 def parts(case: tuple) -> set:
-    """The pairs of a case's values, and its `TRIPLES`."""
+    """Pairs and `TRIPLES` of values; schedule with stage where the mesh splits both."""
     own = dict(zip(FACTORS, enumerate(case), strict=True))
     triples = {tuple(own[name] for name in names) for names in TRIPLES}
+    if case[3] == BOTH:
+        triples.add((own["schedule"], own["mesh"], own["zero"]))
     return {*itertools.combinations(own.values(), 2), *triples}
 
 
@@ -319,5 +321,7 @@ def test_covering_set_holds_every_pair_and_triple() -> None:
         at = [list(FACTORS).index(name) for name in names]
         possible = {tuple(case[i] for i in at) for case in SMALL}
         assert {tuple(case[i] for i in at) for case in COVERING} == possible
+    on_both = {(case[0], case[4]) for case in COVERING if case[3] == BOTH}
+    assert len(on_both) == len(FACTORS["schedule"]) * len(FACTORS["zero"])
     assert len(COVERING) >= 40
     assert len([at for at in TWENTY_STEPS if at < len(COVERING)]) >= 10

@@ -43,7 +43,7 @@ def test_recipe_takes_another_schedule_mesh_and_stage(tmp_path: Path) -> None:
         RECIPE,
         *small_run(tmp_path, STEPS),
         *("--schedule", "interleaved", "--zero", "3", "--batch-size", "8"),
-        *("mesh:mesh-shape", "--mesh.data", "2", "--mesh.pipe", "2"),
+        *("--mesh.data", "2", "--mesh.pipe", "2"),
     )
     assert ended.code == 0, ended.text
     assert "mesh     data 2 x pipe 2 x tensor 1" in ended.text
@@ -60,7 +60,6 @@ def test_help_names_every_flag_and_what_it_does(
     for text in (
         "--schedule",
         "interleaved:4",
-        "mesh:mesh-shape",
         "--accumulate",
         "Micro-batches a step",
         "The run's folder",

@@ -1,0 +1,63 @@
+"""Does a plan of a recipe say what the program for its target says?"""
+
+import pytest
+
+from tests.compiled.plans import plan
+
+SMALL = ("--model", "124m", "--precision", "bf16", "--remat", "full")
+
+
+def crossing(found: dict, op: str, axis: str) -> int:
+    return sum(
+        row["bytes"]
+        for row in found["collectives"]
+        if (row["op"], row["axis"]) == (op, axis)
+    )
+
+
+@pytest.mark.parametrize("kind", ["a100", "h100", "b200"])
+def test_every_gpu_that_has_a_file_can_be_planned_for(compiled, kind):
+    found = compiled(plan, "gpt.py", f"{kind}:1x2", "--batch-size", "4")
+    assert found["compiled_for"] == "cuda"
+    assert found["fits"]
+    assert found["estimate"]["step_seconds"] > 0
+
+
+def test_124m_on_64_gpus_holds_and_moves_what_stage_3_does(compiled):
+    flags = (*SMALL, "--batch-size", "64", "--zero", "3")
+    found = compiled(plan, "gpt.py", "h200:8x8", *flags)
+    psi = found["num_params"]
+    memory = found["bytes_per_device"]
+    # Small leaves stay whole over data: 0.1 % of the parameters of GPT-2.
+    assert memory["state"] == pytest.approx(12 * psi / 64, rel=0.07)
+    assert memory["parameters"] + memory["optimizer"] == pytest.approx(
+        memory["state"], rel=1e-3
+    )
+    assert crossing(found, "all-gather", "data") == pytest.approx(4 * psi, rel=0.05)
+    assert crossing(found, "reduce-scatter", "data") == pytest.approx(2 * psi, rel=0.05)
+    tokens = found["tokens_per_step"]
+    assert tokens == 64 * 1024
+    # 6 operations a parameter and token; with attention's, and blocks run again.
+    assert 6 < found["model_flops_per_step"] / psi / tokens < 7
+    again = found["flops_per_step"] / found["model_flops_per_step"]
+    assert 1.2 < again < 1.34
+    own = found["estimate"]
+    assert own["tokens_per_second"] == pytest.approx(tokens / own["step_seconds"])
+    assert 0 < own["mfu"] < 0.8
+
+
+def test_slice_of_tpus_is_planned_with_its_padding(compiled):
+    flags = (*SMALL, "--batch-size", "16", "--zero", "1")
+    found = compiled(plan, "gpt.py", "v5e:4x4", *flags)
+    assert found["compiled_for"] == "tpu"
+    state, psi = found["bytes_per_device"]["state"], found["num_params"]
+    assert 12 * psi / 16 <= state < 1.2 * 12 * psi / 16
+    assert found["device_memory_bytes"] == 16 * 1024**3
+    assert "TPUs pad arrays to tiles" in found["notes"][0]
+
+
+def test_pipeline_of_a_recipe_tells_its_bubble(compiled):
+    flags = ("--mesh.pipe", "4", "--mesh.data", "2", "--accumulate", "8")
+    found = compiled(plan, "gpt_3d.py", "h200:1x8", *flags, "--batch-size", "16")
+    assert found["estimate"]["bubble"] == pytest.approx(3 / (8 + 3))
+    assert any("pipe: 1f1b" in note for note in found["notes"])
