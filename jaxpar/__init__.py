@@ -1,7 +1,8 @@
 """jaxpar: sharded training for Flax models on a named mesh."""
 
 from jaxpar import data
-from jaxpar.engine import Engine, initialize
+from jaxpar.engine import Engine
+from jaxpar.initialization import initialize
 from jaxpar.mesh import MeshShape, make_mesh
 from jaxpar.parts.model import PipelineModel
 from jaxpar.pipeline.schedule import Schedule

@@ -1,156 +1,30 @@
-"""How do the parts become a run: `initialize` binds them, `Engine` holds them.
+"""What is a run: `Engine` binds a model, its optimizer and their state on a mesh.
 
-Everything that can be checked is checked here, before anything compiles. The engine
-keeps the state as flat leaves, for dispatch costs by the nested node.
+It keeps the state as flat leaves, for dispatch costs by the nested node.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import tree
-from jaxpar.batches import BatchSpec, make_batch_spec
+from jaxpar.batches import BatchSpec
 from jaxpar.checkpoint import Checkpoints, Restored
-from jaxpar.checks import check_arguments, check_trainable, trace_loss
-from jaxpar.gradients import Partition
 from jaxpar.layout import Layout, lower_for
 from jaxpar.loss_scale import require_scale
-from jaxpar.mesh import DATA, MeshShape, make_mesh
-from jaxpar.module import Network, make_network
-from jaxpar.pipeline.execution import make_execution
-from jaxpar.pipeline.schedule import Schedule
+from jaxpar.module import Network
 from jaxpar.plan.explain import Explanation
 from jaxpar.plan.plan import Plan
 from jaxpar.plan.target import parse_target
-from jaxpar.precision import Precision, make_precision
-from jaxpar.sharding.rules import Rules, compute_specs
-from jaxpar.sharding.zero import zero_stage
-from jaxpar.state import TrainState, make_init, state_shardings
-from jaxpar.step import make_train_step
-from jaxpar.types import Batch, LossFn, Metrics
-from jaxpar.xla_settings import Value, choose_settings, compiler_options
+from jaxpar.state import TrainState
+from jaxpar.types import Batch, Metrics
+from jaxpar.xla_settings import compiler_options
 
 _LAG = 2
 """Steps dispatched before a step's exhausted loss scale must have been noticed."""
-
-
-def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
-    *,
-    model: Any,
-    loss_fn: LossFn,
-    optimizer: optax.GradientTransformation,
-    sample_batch: Batch,
-    mesh: MeshShape | Mesh | None = None,
-    zero: int = 1,
-    precision: str | Precision = "fp32",
-    accumulate: int = 1,
-    schedule: str | Schedule = "1f1b",
-    clip_norm: float | None = None,
-    seed: int = 0,
-    rules: Rules | None = None,
-    eval_fn: LossFn | None = None,
-    coupled_batch: bool = False,
-    allow_whole: Sequence[str] = (),
-    xla_options: Mapping[str, Value | None] | None = None,
-) -> "Engine":
-    """Make an engine that trains a Flax model on a mesh.
-
-    Args:
-      model: an NNX factory ``lambda rngs: MyModel(rngs=rngs)``, a Linen module, or a
-        `jaxpar.PipelineModel`.
-      loss_fn: ``(model, batch) -> loss`` or ``(loss, metrics)``: a mean over the
-        examples it is given, or a `jaxpar.Weighted`.
-      optimizer: any optax transformation.
-      sample_batch: arrays or `jax.ShapeDtypeStruct`s of a global batch, rows first.
-      mesh: devices by axis (all of them on data by default), or a mesh made by
-        `jaxpar.make_mesh` of some devices.
-      zero: ZeRO stage: 0 replicates, 1 shards the state, 2 gradients too, 3 gathers
-        parameters at use.
-      precision: "fp32", "bf16" or "fp16" compute, or a `jaxpar.Precision`. Masters are
-        fp32. Parameters are cast, batches are not: a model given fp32 inputs computes
-        in fp32, so cast them in loss_fn.
-      accumulate: micro-batches a step.
-      schedule: of the pipeline, where the mesh has one: "1f1b", "gpipe", "zero_bubble",
-        "interleaved" (":4" for four chunks a stage), or a `jaxpar.Schedule`.
-      clip_norm: the largest global norm of the gradients; None for no clipping.
-      seed: of parameters, dropout and whatever else is random.
-      rules: logical name -> mesh axis, path pattern -> PartitionSpec.
-      eval_fn: like loss_fn, for `Engine.evaluate`; None for loss_fn.
-      coupled_batch: the loss couples examples (in-batch negatives): it is given whole
-        micro-batches. Implied by a model that changes its state (batch statistics).
-      allow_whole: path patterns of large parameters that may stay whole over data.
-      xla_options: XLA's option -> value, over those of `jaxpar.xla_settings`; None for
-        XLA's default. `Engine.explain` prints what is set.
-
-    Returns:
-      An engine whose state is initialised, sharded, on the mesh. Where the mesh's
-      devices are only to compile for, the engine can explain and lower its step.
-
-    Raises:
-      ValueError: if arguments do not fit each other; the message says which and why.
-      TypeError: if `model` is not a Flax model, or `optimizer` not an optax
-        transformation.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from flax import nnx
-      >>> engine = initialize(
-      ...     model=lambda rngs: nnx.Linear(4, 1, rngs=rngs),
-      ...     loss_fn=lambda model, batch: jnp.mean((model(batch["x"]) - 1.0) ** 2),
-      ...     optimizer=optax.sgd(0.1),
-      ...     sample_batch={"x": jnp.ones((8, 4))},
-      ...     zero=3,
-      ... )
-      >>> first = engine.step({"x": jnp.ones((8, 4))})
-      >>> bool(engine.step({"x": jnp.ones((8, 4))})["loss"] < first["loss"])
-      True
-    """
-    mesh = mesh if isinstance(mesh, Mesh) else make_mesh(mesh or MeshShape())
-    check_arguments(mesh, optimizer, clip_norm, seed)
-    stage, precision = zero_stage(zero), make_precision(precision)
-    batch_spec = make_batch_spec(sample_batch, mesh, accumulate)
-    rows = batch_spec.rows(batch_spec.num_rows // (accumulate * mesh.shape[DATA]))
-    network = make_network(model, loss_fn, rows)
-    execution = make_execution(network, mesh, schedule, accumulate, loss_fn, rows)
-    check_trainable(jax.eval_shape(network.init, jax.random.key(seed))[0])
-    init = make_init(network, optimizer)
-    abstract = jax.eval_shape(init, jax.random.key(seed))
-    leaves, names = tree.named_leaves(abstract.params), network.dim_names()
-    shapes = {name: leaf.shape for name, leaf in leaves.items()}
-    compute = compute_specs(shapes, names, rules or {}, mesh.shape)
-    plans = execution.plan_leaves(leaves, compute, stage, mesh.shape, allow_whole)
-    cast = tree.with_dtype(abstract.params, precision.compute_dtype)
-    traced = trace_loss(network, loss_fn, cast, abstract.model_state, rows)
-    coupled, like = coupled_batch or traced.changes_state, abstract.params
-    # XLA rejects reductions over a manual axis of one device (jax 0.11.2).
-    automatic, owned = coupled or mesh.shape[DATA] == 1, tuple(plans.values())
-    partition = Partition(network, owned, stage, precision, mesh, automatic)
-    step = make_train_step(
-        execution.make_gradients(partition, loss_fn, like, accumulate),
-        optimizer,
-        clip_norm=clip_norm,
-        scales_loss=precision.scales_loss,
-    )
-    evaluation = execution.make_evaluation(partition, eval_fn or loss_fn, like)
-    layout = Layout(
-        mesh,
-        abstract,
-        state_shardings(abstract, plans, stage, mesh),
-        plans,
-        stage,
-        coupled,
-        choose_settings(mesh, xla_options),
-        execution,
-        precision,
-        traced.flops * accumulate * mesh.shape[DATA],
-    )
-    state = layout.initial_state(init, seed)
-    return Engine(network, layout, batch_spec, step, evaluation, state)
 
 
 class Engine:

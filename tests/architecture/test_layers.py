@@ -35,6 +35,7 @@ LAYERS = (
     ("pipeline", "plan", "profile", "compress", "infer"),
     ("config", "layout"),
     ("engine",),
+    ("initialization",),
     ("run", "planner", "environment"),
     ("cli",),
     ("__init__", "__main__"),
