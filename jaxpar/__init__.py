@@ -6,6 +6,7 @@ from jaxpar.initialization import initialize
 from jaxpar.mesh import MeshShape, make_mesh
 from jaxpar.parts.model import PipelineModel
 from jaxpar.pipeline.schedule import Schedule
+from jaxpar.plan.budget import Budget, BudgetExceeded
 from jaxpar.plan.explain import Explanation
 from jaxpar.precision import Precision, make_precision
 from jaxpar.remat import remat
@@ -14,6 +15,8 @@ from jaxpar.state import TrainState
 from jaxpar.weighted import Weighted
 
 __all__ = [
+    "Budget",
+    "BudgetExceeded",
     "Engine",
     "Explanation",
     "MeshShape",

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
+from jaxpar.cli_plan import ShowPlan, show_plan
 from jaxpar.pipeline.chart import draw, report
 
 
@@ -78,43 +79,6 @@ def _times(args: ShowSchedule, *, splits_backward: bool) -> dict[str, float]:
 
 
 @dataclasses.dataclass(frozen=True)
-class ShowPlan:
-    """Plan a recipe on hardware that you don't have: memory, traffic, time.
-
-    Compiles the recipe's own training step for the target and reads the program;
-    nothing runs, and nothing is allocated. Flags of the recipe follow after --:
-    jaxpar plan recipes/gpt.py --target h200:8x8 -- --model 7b --precision bf16
-
-    Attributes:
-      recipe: a Python file with a dataclass Config and build(config, mesh).
-      target: a100, h100, h200 or b200:HOSTSxGPUS; v5e or v6e:XxY, v5p:XxYxZ; cpu:N.
-      tokens: of the whole run, to say its device-hours.
-      json: write the plan into this file too.
-    """
-
-    recipe: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RECIPE")]
-    target: str
-    tokens: float | None = None
-    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    flags: tyro.conf.Suppress[tuple[str, ...]] = ()
-
-
-def show_plan(args: ShowPlan) -> None:
-    """Print a plan, and write it where a file is named."""
-    from jaxpar.plan.show import show_plan as show  # noqa: PLC0415 - imports jax
-    from jaxpar.plan.target import parse_target  # noqa: PLC0415
-    from jaxpar.planner import plan_recipe  # noqa: PLC0415
-
-    target = parse_target(args.target)
-    console = Console()
-    with console.status(f"compiling {args.recipe.name} for {target.num_devices:,}"):
-        plan = plan_recipe(args.recipe, target, args.flags)
-    if args.json is not None:
-        args.json.write_text(plan.as_json() + "\n")
-    show(plan, console, tokens=args.tokens)
-
-
-@dataclasses.dataclass(frozen=True)
 class ShowEnvironment:
     """Show versions, devices and what can be planned here: for a bug report."""
 
@@ -160,7 +124,7 @@ def main(args: Sequence[str] | None = None) -> None:
     run = dict(COMMANDS.values())[type(chosen)]
     try:
         run(chosen)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except (ValueError, OSError, ModuleNotFoundError, RuntimeError) as error:
         print(f"jaxpar: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

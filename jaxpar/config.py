@@ -1,19 +1,36 @@
 """How does a recipe's config come from the command line: one frozen dataclass, by tyro.
 
 Field names are flags (``--mesh.data 2``), docstrings are the help, and a misspelt flag
-is answered with the near one.
+is answered with the near one. ``--mesh auto --target h200:1x8`` has the mesh, and what
+goes with it, searched by ``jaxpar plan --search`` before the config is read.
 """
 
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import tyro
 
 Config = TypeVar("Config")
 
+_AUTO = (
+    "--mesh auto --target h200:1x8 picks the mesh, and the stage, micro-batches, "
+    "schedule and remat policy that you give no flag for: the fastest for those "
+    "devices by `jaxpar plan --search`."
+)
+
 
 def parse(
-    config: type[Config], description: str | None, args: Sequence[str] | None = None
+    config: type[Config],
+    description: str | None,
+    args: Sequence[str] | None = None,
+    *,
+    prog: str | None = None,
 ) -> Config:
     """Read a config from the command line.
 
@@ -21,6 +38,7 @@ def parse(
       config: a frozen dataclass, every field with a default.
       description: what the program does, for ``--help``.
       args: the arguments; None for the process's own.
+      prog: the program's name; None for the process's own.
 
     Returns:
       The config.
@@ -33,4 +51,49 @@ def parse(
       >>> parse(MeshShape, None, ["--data", "2"])
       MeshShape(data=2, pipe=1, tensor=1)
     """
-    return tyro.cli(config, description=description, args=args)
+    given = list(sys.argv[1:] if args is None else args)
+    if _has_mesh(config):
+        description = "\n\n".join(filter(None, (description, _AUTO)))
+        given = _searched(config, given)
+    return tyro.cli(config, prog=prog, description=description, args=given)
+
+
+def _has_mesh(config: Any) -> bool:
+    fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
+    return any(field.name == "mesh" for field in fields)
+
+
+def _searched(config: Any, given: list[str]) -> list[str]:
+    """The arguments, with the flags of the best choice where ``--mesh auto`` is."""
+    mesh, others = _taken(given, "--mesh")
+    if mesh != "auto":
+        return given
+    target, others = _taken(others, "--target")
+    if target is None:
+        _stop("--mesh auto needs --target: the devices of the run, such as h200:1x8.")
+    recipe = sys.modules[config.__module__].__file__
+    with tempfile.TemporaryDirectory(prefix="jaxpar-mesh-") as folder:
+        file = Path(folder, "search.json")
+        command = [sys.executable, "-m", "jaxpar", "plan", str(recipe), "--search"]
+        command += ["--target", str(target), "--json", str(file), "--", *others]
+        if subprocess.run(command, check=False).returncode:
+            _stop("--mesh auto: no mesh was found; what was tried is said above.")
+        flags = json.loads(file.read_text())["ranking"][0]["flags"]
+    print(f"--mesh auto: {' '.join(flags)}", flush=True)
+    return [*others, *flags]
+
+
+def _taken(args: list[str], flag: str) -> tuple[str | None, list[str]]:
+    """A flag's value, and the arguments without it."""
+    for i, word in enumerate(args):
+        name, equals, value = word.partition("=")
+        if name == flag and equals:
+            return value, args[:i] + args[i + 1 :]
+        if name == flag:
+            return "".join(args[i + 1 : i + 2]), args[:i] + args[i + 2 :]
+    return None, args
+
+
+def _stop(message: str) -> None:
+    print(message, file=sys.stderr)
+    raise SystemExit(2)

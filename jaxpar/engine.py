@@ -4,7 +4,7 @@ It keeps the state as flat leaves, for dispatch costs by the nested node.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +15,10 @@ from jaxpar.batches import BatchSpec
 from jaxpar.checkpoint import Checkpoints, Restored
 from jaxpar.layout import Layout, lower_for
 from jaxpar.loss_scale import require_scale
+from jaxpar.mesh import PIPE, TENSOR, MeshShape
 from jaxpar.module import Network
+from jaxpar.plan.apart import call
+from jaxpar.plan.budget import Budget, BudgetExceeded, check
 from jaxpar.plan.explain import Explanation
 from jaxpar.plan.plan import Plan
 from jaxpar.plan.target import parse_target
@@ -37,6 +40,12 @@ class Engine:
       step: the pure training step.
       evaluation: the pure evaluation.
       state: the state to start from.
+      given: what `initialize` was given, to make the engine again elsewhere.
+
+    Attributes:
+      mesh: the mesh.
+      layout: as given.
+      batch_spec: as given.
     """
 
     def __init__(
@@ -47,9 +56,11 @@ class Engine:
         step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]],
         evaluation: Callable[..., Metrics],
         state: TrainState,
+        given: Mapping[str, Any],
     ):
         self.mesh = batch_spec.mesh
-        self._network, self._layout, self._batch_spec = network, layout, batch_spec
+        self._given = given
+        self._network, self.layout, self.batch_spec = network, layout, batch_spec
         self._leaves, self._structure = jax.tree.flatten(state)
         self._checkpoints: dict[str, Checkpoints] = {}
         self._exhausted: list[jax.Array] = []
@@ -136,7 +147,7 @@ class Engine:
           The nnx.Module (or a `jaxpar.module.LinenModel`) around views of the fp32
           masters, sharded as they rest; the next step donates them.
         """
-        self._layout.require_devices("model")
+        self.layout.require_devices("model")
         state = self.state
         variables = (state.params, state.model_state)
         return self._network.run(
@@ -158,23 +169,76 @@ class Engine:
         Returns:
           Text when printed, also in a notebook; `as_json` for programs.
         """
-        return self._layout.explain(self.lower().compile())
+        return self.layout.explain(self.lower().compile())
 
-    def plan(self, target: str, *, tokens_per_step: int | None = None) -> Plan:
-        """Compile the step, and say what it costs on the mesh's devices.
+    def budget(self) -> Budget:
+        """Compile the step, and record what it holds and moves now.
+
+        Returns:
+          A budget to keep in a file (`Budget.as_json`) and to `verify` against.
+        """
+        return self.layout.measure(self.lower()).budget()
+
+    def verify(self, budget: Budget | None = None) -> Budget:
+        """Compile the step, and hold it to a budget.
+
+        State bytes, bytes that cross each axis by kind of collective, and the peak. A
+        loop whose trip count the program does not tell is counted once.
 
         Args:
-          target: what the devices are, such as "h200:1x8": the mesh is made of
-            `jaxpar.plan.target.parse_target(target).devices()`.
+          budget: what the step may hold and move, such as `budget` recorded; None for
+            what its ZeRO stage, precision and micro-batches mean by design. That
+            bounds the state and what crosses data, not tensor and pipe, and not what
+            an optimizer moves for itself (Muon).
+
+        Returns:
+          What the step holds and moves now, as `budget` does.
+
+        Raises:
+          BudgetExceeded: if it is more; the message names the leaves, or the
+            operations by their lines in the source.
+        """
+        measured = self.layout.measure(self.lower())
+        allowed = budget or self.layout.budget(self._given["accumulate"])
+        violations = check(allowed, measured)
+        if violations:
+            raise BudgetExceeded(violations)
+        return measured.budget()
+
+    def plan(
+        self,
+        target: str,
+        *,
+        mesh: MeshShape | None = None,
+        tokens_per_step: int | None = None,
+    ) -> Plan:
+        """Compile the step for hardware that need not be here, and say what it costs.
+
+        Compiles in a process of its own, which is sent what `jaxpar.initialize` was
+        given, the batch as shapes; nothing is allocated.
+
+        Args:
+          target: the devices, such as "h200:8x8", "v5p:4x4x4" or "cpu:8".
+          mesh: how they are laid out; None for this mesh, its data axis taking the
+            devices left over.
           tokens_per_step: what a step trains on, to tell tokens per second.
 
         Returns:
           The plan.
 
         Raises:
-          ValueError: if the mesh has another number of devices.
+          ValueError: if there is no such target, or the mesh or the batch does not fit
+            it.
+          ApartError: if the compiler fails, crashes, or takes more memory than there
+            is.
         """
-        return self._layout.plan(self._traced(), parse_target(target), tokens_per_step)
+        found = parse_target(target)
+        if not self.layout.can_run and mesh is None:
+            return self.layout.plan(self._traced(), found, tokens_per_step)
+        sizes = self.mesh.shape
+        shape = mesh or MeshShape(pipe=sizes[PIPE], tensor=sizes[TENSOR])
+        args = (self._given, target, shape, tokens_per_step)
+        return call("jaxpar.planner:plan_call", *args, what=f"plan on {target}")
 
     def save(
         self,
@@ -196,7 +260,7 @@ class Engine:
         Raises:
           ValueError: if the folder holds another model's checkpoints.
         """
-        self._layout.require_devices("save")
+        self.layout.require_devices("save")
         self._check_loss_scale(lag=0)
         checkpoints = self._opened(folder)
         checkpoints.set_keep(keep)
@@ -229,8 +293,8 @@ class Engine:
           FileNotFoundError: if there is no checkpoint.
           ValueError: if it is another model's.
         """
-        self._layout.require_devices("restore")
-        restored = self._opened(folder).restore(self._layout.structs(), step=step)
+        self.layout.require_devices("restore")
+        restored = self._opened(folder).restore(self.layout.structs(), step=step)
         if data is not None:
             data.set_state(_position_of(restored, folder))
         self._leaves = jax.tree.leaves(restored.tree)
@@ -245,11 +309,11 @@ class Engine:
             checkpoints.wait()
 
     def _traced(self) -> jax.stages.Traced:
-        return self._step.trace(self._leaves, self._batch_spec.structs())
+        return self._step.trace(self._leaves, self.batch_spec.structs())
 
     def _put(self, batch: Batch, *, any_size: bool = False) -> Batch:
-        self._layout.require_devices("batch")
-        return self._batch_spec.put(batch, any_size=any_size)
+        self.layout.require_devices("batch")
+        return self.batch_spec.put(batch, any_size=any_size)
 
     def _opened(self, folder: str | os.PathLike[str]) -> Checkpoints:
         path = os.path.abspath(folder)

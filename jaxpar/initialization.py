@@ -3,7 +3,7 @@
 Everything that can be checked is checked here, before anything compiles.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,13 +17,13 @@ from jaxpar.engine import Engine
 from jaxpar.gradients import Partition
 from jaxpar.layout import Layout
 from jaxpar.mesh import DATA, MeshShape, make_mesh
-from jaxpar.module import make_network
+from jaxpar.module import Network, make_network
 from jaxpar.pipeline.execution import make_execution
 from jaxpar.pipeline.schedule import Schedule
 from jaxpar.precision import Precision, make_precision
-from jaxpar.sharding.rules import Rules, compute_specs
+from jaxpar.sharding.rules import Rules, Spec, compute_specs
 from jaxpar.sharding.zero import zero_stage
-from jaxpar.state import make_init, state_shardings
+from jaxpar.state import TrainState, make_init, state_shardings
 from jaxpar.step import make_train_step
 from jaxpar.types import Batch, LossFn
 from jaxpar.xla_settings import Value, choose_settings
@@ -100,19 +100,18 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
       >>> bool(engine.step({"x": jnp.ones((8, 4))})["loss"] < first["loss"])
       True
     """
+    given = {**locals(), "mesh": None}
     mesh = mesh if isinstance(mesh, Mesh) else make_mesh(mesh or MeshShape())
     check_arguments(mesh, optimizer, clip_norm, seed)
     stage, precision = zero_stage(zero), make_precision(precision)
     batch_spec = make_batch_spec(sample_batch, mesh, accumulate)
+    given["sample_batch"] = batch_spec.rows(batch_spec.num_rows)  # Shapes, no arrays.
     rows = batch_spec.rows(batch_spec.num_rows // (accumulate * mesh.shape[DATA]))
     network = make_network(model, loss_fn, rows)
     execution = make_execution(network, mesh, schedule, accumulate, loss_fn, rows)
-    check_trainable(jax.eval_shape(network.init, jax.random.key(seed))[0])
-    init = make_init(network, optimizer)
-    abstract = jax.eval_shape(init, jax.random.key(seed))
-    leaves, names = tree.named_leaves(abstract.params), network.dim_names()
-    shapes = {name: leaf.shape for name, leaf in leaves.items()}
-    compute = compute_specs(shapes, names, rules or {}, mesh.shape)
+    init, abstract = _abstract(network, optimizer, seed)
+    leaves = tree.named_leaves(abstract.params)
+    compute = _split(leaves, network, rules, mesh)
     plans = execution.plan_leaves(leaves, compute, stage, mesh.shape, allow_whole)
     cast = tree.with_dtype(abstract.params, precision.compute_dtype)
     traced = trace_loss(network, loss_fn, cast, abstract.model_state, rows)
@@ -137,7 +136,25 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
         choose_settings(mesh, xla_options),
         execution,
         precision,
+        accumulate,
         traced.flops * accumulate * mesh.shape[DATA],
     )
-    state = layout.initial_state(init, seed)
-    return Engine(network, layout, batch_spec, step, evaluation, state)
+    bound = (network, layout, batch_spec, step, evaluation)
+    return Engine(*bound, layout.initial_state(init, seed), given)
+
+
+def _abstract(
+    network: Network, optimizer: optax.GradientTransformation, seed: int
+) -> tuple[Callable[[jax.Array], TrainState], TrainState]:
+    """What makes the state, and its shapes."""
+    check_trainable(jax.eval_shape(network.init, jax.random.key(seed))[0])
+    init = make_init(network, optimizer)
+    return init, jax.eval_shape(init, jax.random.key(seed))
+
+
+def _split(
+    leaves: Mapping[str, Any], network: Network, rules: Rules | None, mesh: Mesh
+) -> dict[str, Spec]:
+    """What the rules split of each leaf."""
+    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    return compute_specs(shapes, network.dim_names(), rules or {}, mesh.shape)

@@ -8,6 +8,10 @@ from typing import Any
 import jax
 from jax.extend import core
 
+PLANNED = "jaxpar.planned"
+"""How the names of foreign calls begin that stand for kernels in a program which is
+compiled and never run; their attribute ``flops`` says what the kernels compute."""
+
 _INNER = {"jit": "jaxpr", "pjit": "jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr"}
 """Primitives that only call a jaxpr, and the parameter that holds it."""
 
@@ -78,7 +82,8 @@ def _evaluate(
 def flops(eqns: Iterable[core.JaxprEqn]) -> int:
     """Count the floating-point operations of the matrix products and convolutions.
 
-    A multiplication and an addition are two. A loop's body counts as often as a scan
+    A multiplication and an addition are two. A foreign call counts as many as its
+    attribute ``flops`` says. A loop's body counts as often as a scan
     runs it, and once in a `while`; of a conditional's branches the costliest counts;
     what runs on every device of a manual mesh axis counts for each.
 
@@ -101,6 +106,8 @@ def _flops_of(eqn: core.JaxprEqn) -> int:
         kernel = shape_of(eqn.invars[1]).shape
         outputs = kernel[params["dimension_numbers"].rhs_spec[0]]
         return 2 * _size(eqn.outvars[0]) * math.prod(kernel) // outputs
+    if name == "ffi_call":
+        return int(dict(params["attributes"]).get("flops", 0))
     inner = [flops(jaxpr.eqns) for jaxpr in _jaxprs_of(params)]
     if name == "cond":
         return max(inner)

@@ -16,17 +16,27 @@ from jax.sharding import Mesh
 from jaxpar import tree
 from jaxpar.jaxprs import flops
 from jaxpar.mesh import DATA, PIPE, are_present, lowering_platform
-from jaxpar.pipeline.execution import Execution
-from jaxpar.plan.explain import Explanation, make_explanation
-from jaxpar.plan.hlo import parse
-from jaxpar.plan.plan import Plan, backend_notes, split_memory, step_bytes
-from jaxpar.plan.program import read_program
+from jaxpar.pipeline.execution import Execution, Pipeline
+from jaxpar.pipeline.stages import is_stacked
+from jaxpar.plan.budget import Budget, Measured, measure
+from jaxpar.plan.expected import Meant, expected_budget
+from jaxpar.plan.explain import Explanation, make_explanation, piece_bytes
+from jaxpar.plan.hlo import Module, parse
+from jaxpar.plan.operations import todays_lines
+from jaxpar.plan.plan import (
+    BytesPerDevice,
+    Plan,
+    backend_notes,
+    split_memory,
+    step_bytes,
+)
+from jaxpar.plan.program import Program, read_program
 from jaxpar.plan.roofline import Work, estimate
 from jaxpar.plan.target import Target
-from jaxpar.plan.work import memory_traffic
+from jaxpar.plan.work import link_bytes, memory_traffic
 from jaxpar.precision import Precision
 from jaxpar.sharding.zero import LeafPlan, ZeroStage
-from jaxpar.state import TrainState
+from jaxpar.state import TrainState, state_shardings
 from jaxpar.xla_settings import Setting
 
 
@@ -44,6 +54,7 @@ class Layout:
       settings: the compiler's options.
       execution: how the model meets the pipe axis.
       precision: what the step computes in.
+      accumulate: micro-batches a step.
       forward_flops: operations of a step's forward passes, of all devices.
     """
 
@@ -56,6 +67,7 @@ class Layout:
     settings: tuple[Setting, ...]
     execution: Execution
     precision: Precision
+    accumulate: int
     forward_flops: int
 
     @functools.cached_property
@@ -93,18 +105,40 @@ class Layout:
                 "lower() its step, not run it. Make the mesh of jax.devices() to run."
             )
 
-    def explain(self, compiled: Any) -> Explanation:
-        """Explain the compiled step."""
+    def explain(self, compiled: Any, module: Module | None = None) -> Explanation:
+        """Explain the compiled step; `module` is its program, where that is parsed."""
         return make_explanation(
             self.abstract,
             self.shardings,
             self.plans,
             self.stage,
             coupled=self.coupled,
-            program=read_program(compiled, self.mesh),
+            program=read_program(compiled, self.mesh, module),
             settings=self.settings,
             notes=self.execution.notes(self.stage, self.plans),
         )
+
+    def measure(self, lowered: jax.stages.Lowered) -> Measured:
+        """Compile the step, and say what it holds and moves, and for which lines."""
+        with todays_lines():
+            compiled = lowered.compile()
+        module = parse(text := compiled.as_text() or "", self.execution.taken)
+        explanation = self.explain(compiled, module)
+        return measure(explanation, module, text, on_cpu=self._platform == "cpu")
+
+    def budget(self, accumulate: int) -> Budget:
+        """What a step of so many micro-batches holds and moves by design."""
+        ruled = state_shardings(self.abstract, self.plans, self.stage, self.mesh)
+        meant = Meant(
+            stage=self.stage,
+            precision=self.precision,
+            accumulate=accumulate,
+            sizes=dict(self.mesh.shape),
+            platform=self._platform,
+            coupled=self.coupled,
+        )
+        at_rest = dataclasses.replace(self, shardings=ruled)._state_bytes()
+        return expected_budget(self._crossing_plans(), meant, sum(at_rest.values()))
 
     def plan(
         self, traced: jax.stages.Traced, target: Target, tokens_per_step: int | None
@@ -122,7 +156,7 @@ class Layout:
         began = time.perf_counter()
         compiled = lower_for(traced, self.mesh).compile()
         compile_seconds = time.perf_counter() - began
-        module = parse(compiled.as_text() or "")
+        module = parse(text := compiled.as_text() or "", self.execution.taken)
         program = read_program(compiled, self.mesh, module)
         model_flops = 3 * self.forward_flops
         data, counted = self.mesh.shape[DATA], flops(traced.jaxpr.eqns)
@@ -136,37 +170,68 @@ class Layout:
             bubble=self.execution.bubble,
             zero=self.stage.number,
         )
-        pipes = self.mesh.shape[PIPE] > 1
-        copies, gradients = step_bytes(
-            self.plans.values(), self.stage, self.precision, once_a_step=pipes
-        )
-        hardware = target.hardware
+        hardware, sizes = target.hardware, dict(self.mesh.shape)
         return Plan(
             target=target.name,
             compiled_for=lowering_platform(self.mesh),
             num_devices=self.mesh.size,
-            mesh=dict(self.mesh.shape),
+            mesh=sizes,
             zero=self.stage.number,
             precision=work.dtype,
             num_params=tree.num_elements(self.abstract.params),
-            memory=split_memory(
-                program,
-                list(tree.named_leaves(self.abstract)),
-                copies=copies,
-                gradients=gradients,
-            ),
+            memory=self._memory(program),
             device_memory_bytes=hardware.memory_bytes if hardware else None,
             program=program,
+            links=hardware
+            and link_bytes(program.collectives, sizes, target.devices_per_host),
             flops_per_step=total,
             model_flops_per_step=model_flops,
             tokens_per_step=tokens_per_step,
             compile_seconds=compile_seconds,
-            estimate=estimate(work, target, self.mesh),
+            estimate=estimate(work, target, sizes),
+            schedule=self.execution.schedule,
+            schedule_times=dict(self.execution.times),
             notes=(
-                *backend_notes(target),
+                *backend_notes(target, text),
                 *self.execution.notes(self.stage, self.plans),
             ),
         )
+
+    @property
+    def _platform(self) -> str:
+        return self.mesh.devices.flat[0].platform
+
+    def _crossing_plans(self) -> list[LeafPlan]:
+        """The parameters' plans as they cross data: stacks in their stages' order."""
+        if not isinstance(self.execution, Pipeline):
+            return list(self.plans.values())
+        staged = self.execution.stages.staged
+        return [
+            staged(plan) if is_stacked(plan.name) else plan
+            for plan in self.plans.values()
+        ]
+
+    def _memory(self, program: Program) -> BytesPerDevice:
+        """A program's memory by kind."""
+        pipes = self.mesh.shape[PIPE] > 1
+        copies, gradients = step_bytes(
+            self.plans.values(),
+            self.stage,
+            self.precision,
+            once_a_step=pipes,
+            accumulates=pipes or self.accumulate > 1,
+        )
+        return split_memory(
+            program, self._state_bytes(), copies=copies, gradients=gradients
+        )
+
+    def _state_bytes(self) -> dict[str, int]:
+        """The state's leaves -> bytes on one device, without padding."""
+        placed = tree.named_leaves(self.shardings)
+        return {
+            name: piece_bytes(leaf, placed[name])
+            for name, leaf in tree.named_leaves(self.abstract).items()
+        }
 
 
 def lower_for(traced: jax.stages.Traced, mesh: Mesh) -> jax.stages.Lowered:

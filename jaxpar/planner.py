@@ -3,16 +3,18 @@
 import dataclasses
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from jaxpar.config import parse
+from jaxpar.initialization import initialize
 from jaxpar.mesh import MeshShape, make_mesh, only_planned
+from jaxpar.plan.apart import Stopped, call
 from jaxpar.plan.deviceless import prepare_process
 from jaxpar.plan.plan import Plan
-from jaxpar.plan.target import Target
+from jaxpar.plan.target import parse_target
 
 
 def load_recipe(path: Path) -> ModuleType:
@@ -47,8 +49,39 @@ def load_recipe(path: Path) -> ModuleType:
     return module
 
 
-def plan_recipe(path: Path, target: Target, args: Sequence[str] = ()) -> Plan:
-    """Plan a recipe; in a process that has not used jax yet.
+def plan_apart(path: Path, target: str, args: Sequence[str] = ()) -> Plan:
+    """Plan a recipe in a process of its own, which nothing else is disturbed by.
+
+    Args:
+      path: the recipe.
+      target: the devices, such as "h200:8x8".
+      args: the recipe's own flags.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: if there is no such target, the recipe is none, or its mesh does not
+        fit the target.
+      ApartError: if the compiler fails, crashes, or takes more memory than there is.
+      SystemExit: if the flags are wrong or ask for help, after printing what they do.
+    """
+    name = parse_target(target).name
+    told = " ".join((path.name, *args, "on", name))
+    return answer_of(call("jaxpar.planner:plan_recipe", path, name, args, what=told))
+
+
+def answer_of(answer: Any) -> Any:
+    """What a process gave; where it left as a command line does, leave as well."""
+    if isinstance(answer, Stopped):
+        print(answer.out, end="")
+        print(answer.err, end="", file=sys.stderr)
+        raise SystemExit(answer.code)
+    return answer
+
+
+def plan_recipe(path: Path, target: str, args: Sequence[str] = ()) -> Plan:
+    """Plan a recipe in this process, which has not used jax yet.
 
     Nothing is allocated: the engine is made of shapes.
 
@@ -64,16 +97,38 @@ def plan_recipe(path: Path, target: Target, args: Sequence[str] = ()) -> Plan:
       ValueError: if the recipe is none, or its mesh does not fit the target.
     """
     prepare_process()
+    found = parse_target(target)
     recipe = load_recipe(path)
-    config = parse(recipe.Config, recipe.__doc__, list(args))
-    mesh = make_mesh(_shape_of(config), target.devices())
+    config = parse(recipe.Config, recipe.__doc__, list(args), prog=str(path))
+    mesh = make_mesh(mesh_of(config), found.devices())
     with only_planned():
         engine = recipe.build(config, mesh)
     tokens = getattr(recipe, "tokens_per_step", None)
-    return engine.plan(target.name, tokens_per_step=tokens and tokens(config))
+    return engine.plan(target, tokens_per_step=tokens and tokens(config))
 
 
-def _shape_of(config: Any) -> MeshShape:
+def plan_call(
+    given: Mapping[str, Any], target: str, shape: MeshShape, tokens: int | None
+) -> Plan:
+    """Plan what `jaxpar.initialize` was given, on a target; as `plan_recipe` does.
+
+    Args:
+      given: its arguments, the batch as shapes.
+      target: the devices.
+      shape: how they are laid out.
+      tokens: of a step.
+
+    Returns:
+      The plan.
+    """
+    prepare_process()
+    mesh = make_mesh(shape, parse_target(target).devices())
+    with only_planned():
+        engine = initialize(**{**given, "mesh": mesh})
+    return engine.plan(target, tokens_per_step=tokens)
+
+
+def mesh_of(config: Any) -> MeshShape:
     """The config's mesh; all devices on data where it has none."""
     fields = {field.name for field in dataclasses.fields(config)}
     return config.mesh if "mesh" in fields else MeshShape()

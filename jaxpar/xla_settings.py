@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from jax.sharding import Mesh
 
-from jaxpar.mesh import DATA
+from jaxpar.mesh import DATA, are_present
 
 Value = bool | int | float | str
 
@@ -67,18 +67,29 @@ def compiler_options(settings: tuple[Setting, ...]) -> dict[str, Value]:
 
 
 def _for_gpus(mesh: Mesh) -> tuple[Setting, ...]:
+    chosen = [] if are_present(mesh) else [_MOCKED]
     data = mesh.shape[DATA]
-    if data == 1:
-        return ()
-    return (
-        Setting(
-            "xla_gpu_reduce_scatter_combine_threshold_bytes",
-            max(1, BUCKET_BYTES // data),
-            "XLA counts the bytes that stay on a device, so that its default merges "
-            f"the gradients of {data} times as much; unscanned layers' gradients "
-            "would all be alive at the peak (benchmarks/compiled_gpu.py: 2.0 bytes of "
-            "temporaries a parameter, 1.1 so)",
-        ),
+    if data > 1:
+        chosen.append(_bucket(data))
+    return tuple(chosen)
+
+
+_MOCKED = Setting(
+    "xla_gpu_mock_custom_calls",
+    True,
+    "a program that is compiled and never run may hold calls that only a GPU at hand "
+    "could fill (jaxpar/models/planned_attention.py)",
+)
+
+
+def _bucket(data: int) -> Setting:
+    return Setting(
+        "xla_gpu_reduce_scatter_combine_threshold_bytes",
+        max(1, BUCKET_BYTES // data),
+        "XLA counts the bytes that stay on a device, so that its default merges "
+        f"the gradients of {data} times as much; unscanned layers' gradients "
+        "would all be alive at the peak (benchmarks/compiled_gpu.py: 2.0 bytes of "
+        "temporaries a parameter, 1.1 so)",
     )
 
 

@@ -16,9 +16,10 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpar.mesh import DATA, TENSOR
 from jaxpar.models.causal_attention import causal_attention
 from jaxpar.models.layers import Dense
+from jaxpar.models.planned_attention import planned_attention
 from jaxpar.sharding.constrain import constrain
 
-Implementation = Literal["xla", "cudnn", "blocked"]
+Implementation = Literal["xla", "cudnn", "blocked", "planned"]
 Rotation = tuple[Float[Array, "#B T half"], Float[Array, "#B T half"]]
 
 
@@ -31,7 +32,8 @@ def attention_implementation(
     fused kernel where this process drives an NVIDIA GPU of at least compute capability
     8.0 and the kernel takes the dtype and the head size; else XLA. With a mask other
     than the causal one a GPU means XLA: cuDNN wants such a mask as a bias, [T, S] per
-    row of the batch.
+    row of the batch. Where no GPU is here, a call stands for cuDNN's kernel, which only
+    a GPU can compile (`jaxpar.models.planned_attention`).
 
     Args:
       choice: "auto", or the answer itself.
@@ -40,7 +42,8 @@ def attention_implementation(
       masked: whether there is a mask besides the causal one.
 
     Returns:
-      "blocked", or "xla" or "cudnn" as `jax.nn.dot_product_attention` takes them.
+      "blocked", "planned", or "xla" or "cudnn" as `jax.nn.dot_product_attention`
+      takes them.
 
     Example:
       >>> attention_implementation(
@@ -57,6 +60,8 @@ def attention_implementation(
     capability = _compute_capability()
     largest = 256 if capability >= 9.0 else 128
     fits = head_size % 8 == 0 and head_size <= largest
+    if fits and _is_planned():
+        return "planned"
     return "cudnn" if capability >= 8.0 and fits else "xla"
 
 
@@ -64,6 +69,12 @@ def _device_kind() -> str:
     """Of the device that the traced program will run on."""
     mesh_device = jax.sharding.get_abstract_mesh().abstract_device
     return (mesh_device or jax.devices()[0]).device_kind
+
+
+def _is_planned() -> bool:
+    """Whether the traced program is for NVIDIA GPUs, and none is here."""
+    here = jax.devices()[0].device_kind
+    return "NVIDIA" in _device_kind() and "NVIDIA" not in here
 
 
 def _compute_capability() -> float:
@@ -145,6 +156,8 @@ def attend(
     """
     if implementation == "blocked":
         return causal_attention(query_BTNH, key_BSKH, value_BSKH, mask_BNTS)
+    if implementation == "planned":
+        return planned_attention(query_BTNH, key_BSKH, value_BSKH)
     attention = functools.partial(
         jax.nn.dot_product_attention, is_causal=True, implementation=implementation
     )

@@ -7,6 +7,7 @@ decides.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -31,7 +32,13 @@ from jaxpar.pipeline.rows import make_plan
 from jaxpar.pipeline.schedule import Schedule, kept
 from jaxpar.pipeline.stages import Stages, is_stacked
 from jaxpar.pipeline.trunk import Trunk
-from jaxpar.pipeline.work import BlockWork, check_split, cost_of, trace_microbatch
+from jaxpar.pipeline.work import (
+    BlockWork,
+    check_split,
+    cost_of,
+    times_of,
+    trace_microbatch,
+)
 from jaxpar.sharding.rules import Spec, axes_of
 from jaxpar.sharding.zero import LeafPlan, ZeroStage, plan_leaves
 from jaxpar.types import Batch, LossFn, Metrics, Params, PyTree
@@ -75,6 +82,21 @@ class Execution(Protocol):
     @property
     def bubble(self) -> float:
         """Fraction of a step that a device is idle, by the schedule."""
+        ...
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The order of a pipeline's work; None without one."""
+        ...
+
+    @property
+    def times(self) -> Mapping[str, float]:
+        """What each kind of its work takes, in forwards of a stage."""
+        ...
+
+    @property
+    def taken(self) -> float:
+        """Fraction of the ticks in which a stage does what it may do in a tick."""
         ...
 
     def flops(self, counted: int, model: int, shards: int) -> int:
@@ -142,6 +164,9 @@ class OneStage:
     """No pipeline: the loss function runs as it is."""
 
     bubble = 0.0
+    taken = 1.0
+    schedule: Schedule | None = None
+    times: Mapping[str, float] = MappingProxyType({})
     plan_leaves = staticmethod(plan_leaves)
     make_gradients = staticmethod(make_gradients)
     make_evaluation = staticmethod(make_evaluation)
@@ -292,6 +317,17 @@ class Pipeline:
     def bubble(self) -> float:
         """By the schedule, a backward counted as two forwards."""
         return cost_of(self.schedule, self.block.deferred).bubble
+
+    @property
+    def taken(self) -> float:
+        """Of a stage's forwards, and of its backwards; the ends' are no more."""
+        own = self.schedule
+        return own.num_microbatches * own.num_chunks / own.num_ticks
+
+    @property
+    def times(self) -> Mapping[str, float]:
+        """By the block's work, a backward counted as two forwards."""
+        return times_of(self.schedule, self.block.deferred)
 
     def flops(self, counted: int, model: int, shards: int) -> int:
         """Idle slots do nothing, though they are traced; stages run their blocks again.

@@ -93,16 +93,20 @@ def check_split(schedule: Schedule, deferred: float) -> None:
     )
 
 
-def cost_of(schedule: Schedule, deferred: float) -> Cost:
-    """The cost of a schedule whose backwards take two forwards' time.
+def times_of(schedule: Schedule, deferred: float) -> dict[str, float]:
+    """What each kind of work takes, in forwards, where a backward takes two.
 
     Args:
       schedule: the schedule.
       deferred: as of `BlockWork`.
 
     Returns:
-      The cost.
+      "forward", "backward" and "weight" -> time.
     """
-    if not schedule.splits_backward:
-        return cost(schedule)
-    return cost(schedule, backward=2 * (1 - deferred), weight=2 * deferred)
+    apart = 2 * deferred if schedule.splits_backward else 0.0
+    return {"forward": 1.0, "backward": 2 - apart, "weight": apart}
+
+
+def cost_of(schedule: Schedule, deferred: float) -> Cost:
+    """The cost of a schedule, by `times_of`."""
+    return cost(schedule, **times_of(schedule, deferred))

@@ -203,20 +203,26 @@ def make_explanation(
     )
 
 
+def piece_bytes(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> int:
+    """Bytes of a leaf's piece on one device, without padding."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return 8
+    piece = sharding.shard_shape(leaf.shape)
+    return tree.num_bytes(jax.ShapeDtypeStruct(piece, leaf.dtype))
+
+
 def _row(
     name: str,
     leaf: jax.ShapeDtypeStruct,
     sharding: NamedSharding,
     plan: LeafPlan | None,
 ) -> LeafReport:
-    struct = jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return LeafReport(
         name=name,
         shape=tuple(leaf.shape),
         dtype=str(leaf.dtype),
         spec=str(tuple(sharding.spec)),
-        bytes_per_device=8 if is_key else tree.num_bytes(struct),
+        bytes_per_device=piece_bytes(leaf, sharding),
         why=plan.why if plan else "",
     )
 

@@ -128,17 +128,21 @@ class Module:
     Attributes:
       computations: by name.
       entry: the one that runs.
+      taken: how often, of the times that a conditional is met, each of its branches
+        is taken; the program does not tell.
     """
 
     computations: Mapping[str, Computation]
     entry: Computation
+    taken: float = 1.0
 
 
-def parse(text: str) -> Module:
+def parse(text: str, taken: float = 1.0) -> Module:
     """Parse HLO text.
 
     Args:
       text: what ``Compiled.as_text()`` gives, on any backend.
+      taken: as of `Module`.
 
     Returns:
       The program.
@@ -171,7 +175,7 @@ def parse(text: str) -> Module:
             "parse: the text has no ENTRY computation, so it is not a compiled "
             "program; pass what Compiled.as_text() gives."
         )
-    return Module(computations, entry)
+    return Module(computations, entry, taken)
 
 
 def arrays(text: str) -> Iterator[ArrayType]:
@@ -225,7 +229,7 @@ def runs_of(module: Module) -> tuple[dict[str, int], tuple[str, ...]]:
     """Count how often each computation runs when the program runs once.
 
     A loop's body runs as often as the loop's trip count says; each branch of a
-    conditional is counted as if it were taken.
+    conditional as often as `Module.taken` says.
 
     Args:
       module: the program.
@@ -234,10 +238,10 @@ def runs_of(module: Module) -> tuple[dict[str, int], tuple[str, ...]]:
       (computation name -> runs, names of the loops whose count is not known, whose
       bodies are counted once).
     """
-    runs: dict[str, int] = {}
+    runs: dict[str, float] = {}
     unknown: list[str] = []
 
-    def visit(computation: Computation, times: int) -> None:
+    def visit(computation: Computation, times: float) -> None:
         runs[computation.name] = runs.get(computation.name, 0) + times
         for instruction in computation.instructions.values():
             inner = times
@@ -246,12 +250,14 @@ def runs_of(module: Module) -> tuple[dict[str, int], tuple[str, ...]]:
                 if trips is None:
                     unknown.append(instruction.name)
                 inner = times * (1 if trips is None else trips)
+            elif instruction.opcode == "conditional":
+                inner = times * module.taken
             for name in instruction.called:
                 if name in module.computations:
                     visit(module.computations[name], inner)
 
-    visit(module.entry, 1)
-    return runs, tuple(unknown)
+    visit(module.entry, 1.0)
+    return {name: round(times) for name, times in runs.items()}, tuple(unknown)
 
 
 def trip_count(

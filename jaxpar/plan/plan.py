@@ -8,11 +8,19 @@ from typing import Any
 
 import numpy as np
 
+from jaxpar.jaxprs import PLANNED
+from jaxpar.pipeline.schedule import Schedule
 from jaxpar.plan.program import Program
 from jaxpar.plan.roofline import Estimate
 from jaxpar.plan.target import Target
+from jaxpar.plan.work import Links
 from jaxpar.precision import Precision
 from jaxpar.sharding.zero import LeafPlan, ZeroStage
+
+_OWN_FORM = frozenset(
+    ("memory", "program", "estimate", "schedule", "schedule_times", "links")
+)
+"""Fields of `Plan` that `Plan.as_dict` writes in a form of their own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +33,7 @@ class BytesPerDevice:
 
     Attributes:
       state: everything that rests between steps, padding included.
+      padding: of the state, what the compiler adds to fill tiles (TPUs).
       parameters: of the state, the fp32 masters.
       optimizer: of the state, the optimizer's.
       batch: the batch.
@@ -36,6 +45,7 @@ class BytesPerDevice:
     """
 
     state: int
+    padding: int
     parameters: int
     optimizer: int
     batch: int
@@ -61,11 +71,15 @@ class Plan:
       memory: bytes of one device by kind.
       device_memory_bytes: of the device; None where that is not known (CPUs).
       program: the compiled step, read.
+      links: bytes that a device sends, by the slowest link they cross; None where that
+        is not known (CPUs).
       flops_per_step: matrix products' operations of all devices, with recomputation.
       model_flops_per_step: three times the forward pass's.
       tokens_per_step: what a step trains on; None where the recipe does not say.
       compile_seconds: lowering and compiling.
       estimate: how long a step takes; None where rates are not known.
+      schedule: the pipeline's; None without one.
+      schedule_times: what each kind of its work takes, in forwards of a stage.
       notes: what to know besides.
     """
 
@@ -79,11 +93,14 @@ class Plan:
     memory: BytesPerDevice
     device_memory_bytes: int | None
     program: Program
+    links: Links | None
     flops_per_step: int
     model_flops_per_step: int
     tokens_per_step: int | None
     compile_seconds: float
     estimate: Estimate | None
+    schedule: Schedule | None
+    schedule_times: Mapping[str, float]
     notes: tuple[str, ...]
 
     @property
@@ -110,7 +127,7 @@ class Plan:
         found = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in ("memory", "program", "estimate")
+            if field.name not in _OWN_FORM
         }
         estimated = self.estimate and {
             **dataclasses.asdict(self.estimate),
@@ -119,6 +136,8 @@ class Plan:
         return {
             **found,
             "mesh": dict(self.mesh),
+            "schedule": self.schedule and self.schedule.name,
+            "links": self.links and dataclasses.asdict(self.links),
             "notes": list(self.notes),
             "fits": self.fits,
             "bytes_per_device": dataclasses.asdict(self.memory),
@@ -145,13 +164,13 @@ class Plan:
 
 
 def split_memory(
-    program: Program, names: list[str], *, copies: int, gradients: int
+    program: Program, state: Mapping[str, int], *, copies: int, gradients: int
 ) -> BytesPerDevice:
     """Split a compiled step's memory by kind.
 
     Args:
       program: the step; its arguments are ``state[i]`` and ``batch...``.
-      names: the state's leaves, in order.
+      state: the state's leaves, in order -> bytes on one device, without padding.
       copies: bytes of the parameters in the compute dtype, by closed form.
       gradients: bytes of the sums of gradients, likewise.
 
@@ -159,7 +178,7 @@ def split_memory(
       The bytes.
     """
     by_kind = {"params": 0, "opt_state": 0}
-    for number, name in enumerate(names):
+    for number, name in enumerate(state):
         kind = name.split("/")[0]
         if kind in by_kind:
             by_kind[kind] += program.parameters.get(f"state[{number}]", 0)
@@ -168,6 +187,7 @@ def split_memory(
     gradients = min(gradients, left - copies)
     return BytesPerDevice(
         state=program.bytes_of("state"),
+        padding=program.bytes_of("state") - sum(state.values()),
         parameters=by_kind["params"],
         optimizer=by_kind["opt_state"],
         batch=program.bytes_of("batch"),
@@ -185,6 +205,7 @@ def step_bytes(
     precision: Precision,
     *,
     once_a_step: bool,
+    accumulates: bool,
 ) -> tuple[int, int]:
     """What a step holds besides the state, by closed form.
 
@@ -194,6 +215,8 @@ def step_bytes(
       precision: of the copies.
       once_a_step: parameters are gathered, and gradients reduced, once a step at every
         stage, as a pipeline does.
+      accumulates: gradients of several micro-batches are added up, in fp32; whole ones
+        of a single one lie in the compute dtype until they are reduced.
 
     Returns:
       Bytes on one device of parameters in the compute dtype, and of the sums of
@@ -208,12 +231,17 @@ def step_bytes(
         as_it_rests = stage.gather == "never" and itemsize == 4
         copies += 0 if at_use or as_it_rests else own * itemsize
         split = stage.reduce == "microbatch" and not once_a_step
-        gradients += 4 * (at_rest if split else own)
+        gradients += 4 * at_rest if split else own * (4 if accumulates else itemsize)
     return copies, gradients
 
 
-def backend_notes(target: Target) -> list[str]:
-    """What the compiler that was used leaves out."""
+def backend_notes(target: Target, text: str) -> list[str]:
+    """What the compiler that was used leaves out.
+
+    Args:
+      target: the devices.
+      text: the compiled program.
+    """
     if target.hardware is None:
         return [
             "XLA:CPU makes all-reduces where GPUs make reduce-scatters, and fuses less "
@@ -225,9 +253,14 @@ def backend_notes(target: Target) -> list[str]:
             "XLA:CPU's program: reduce-scatters are all-reduces, temporaries are "
             f"larger, and padding is missing. {target.remedy} for the real one.",
         ]
-    if target.hardware.platform == "cuda":
+    if target.hardware.platform != "cuda":
+        return ["TPUs pad arrays to tiles: the state's bytes include it."]
+    if PLANNED in text:
         return [
-            "attention is XLA's own: cuDNN's can't be compiled without a GPU. It keeps "
-            "no scores, and nothing of its speed is in the estimate."
+            "attention is a call of the bytes and operations of cuDNN's, which only a "
+            "GPU can compile; blocks of scores above the diagonal are skipped."
         ]
-    return ["TPUs pad arrays to tiles: the state's bytes include it."]
+    return [
+        "attention is XLA's own, which reads and writes the scores: cuDNN's takes bf16 "
+        "or fp16, and no mask but the causal one."
+    ]

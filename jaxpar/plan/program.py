@@ -98,16 +98,16 @@ def read_program(compiled: Any, mesh: Mesh, module: Module | None = None) -> Pro
     """
     module = module or parse(compiled.as_text())
     collectives, unknown = read_collectives(module, dict(mesh.shape))
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    on_gpu = mesh.devices.flat[0].platform == "gpu"
     return Program(
-        memory=_memory(compiled.memory_analysis(), on_cpu=on_cpu),
+        memory=_memory(compiled.memory_analysis(), on_gpu=on_gpu),
         parameters=_parameters(module),
         collectives=collectives,
         unknown_loops=unknown,
     )
 
 
-def _memory(stats: Any, *, on_cpu: bool) -> Memory:
+def _memory(stats: Any, *, on_gpu: bool) -> Memory:
     device = stats.argument_size_in_bytes + stats.output_size_in_bytes
     total = device - stats.alias_size_in_bytes + stats.temp_size_in_bytes
     on_host = (
@@ -121,8 +121,9 @@ def _memory(stats: Any, *, on_cpu: bool) -> Memory:
         outputs=stats.output_size_in_bytes,
         aliased=stats.alias_size_in_bytes,
         temporaries=stats.temp_size_in_bytes,
-        # XLA:CPU's own figure leaves temporaries out (jax 0.10.2 to 0.12.0.1).
-        peak=total if on_cpu else stats.peak_memory_in_bytes,
+        # XLA:CPU's own figure leaves temporaries out (jax 0.10.2 to 0.12.0.1), and
+        # libtpu refuses programs by the whole of their temporaries, not by their peak.
+        peak=stats.peak_memory_in_bytes if on_gpu else total,
         on_host=on_host,
     )
 

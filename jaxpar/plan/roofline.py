@@ -5,8 +5,7 @@ the fraction that large transfers and products reach.
 """
 
 import dataclasses
-
-from jax.sharding import Mesh
+from collections.abc import Mapping
 
 from jaxpar.mesh import DATA
 from jaxpar.plan.target import Target
@@ -62,13 +61,13 @@ class Estimate:
     bubble_seconds: float
 
 
-def estimate(work: Work, target: Target, mesh: Mesh) -> Estimate | None:
+def estimate(work: Work, target: Target, sizes: Mapping[str, int]) -> Estimate | None:
     """Estimate a step.
 
     Args:
       work: what a device does.
       target: the devices.
-      mesh: how they are laid out.
+      sizes: mesh axis -> devices on it, in the mesh's order.
 
     Returns:
       The estimate; None for CPUs, whose rates are not known.
@@ -85,7 +84,7 @@ def estimate(work: Work, target: Target, mesh: Mesh) -> Estimate | None:
     bubble = (products + others) * work.bubble / (1 - work.bubble)
     hidden, exposed = 0.0, 0.0
     for row in work.collectives:
-        seconds = row.sent_bytes / _link_rate(row, target, mesh)
+        seconds = row.sent_bytes / link_rate(row.axes, target, sizes)
         if _is_hidden(row, work.zero):
             hidden += seconds
         else:
@@ -125,13 +124,19 @@ def assumptions(target: Target) -> list[str]:
     ]
 
 
-def _link_rate(row: Collective, target: Target, mesh: Mesh) -> float:
-    """Bytes per second that one device sends in a collective."""
+def link_rate(axes: tuple[str, ...], target: Target, sizes: Mapping[str, int]) -> float:
+    """Bytes per second that one device sends in a collective.
+
+    Args:
+      axes: mesh axes that its groups span.
+      target: the devices, not CPUs.
+      sizes: mesh axis -> devices on it, in the mesh's order.
+    """
     hardware = target.hardware
     assert hardware is not None, "CPUs are not estimated"
-    rate, sizes = hardware.inside_host, dict(mesh.shape)
-    if spans_hosts(row.axes, sizes, target.devices_per_host):
-        members = members_per_host(row.axes, sizes, target.devices_per_host)
+    rate = hardware.inside_host
+    if spans_hosts(axes, sizes, target.devices_per_host):
+        members = members_per_host(axes, sizes, target.devices_per_host)
         rate = min(rate, hardware.between_hosts * members)
     return rate * hardware.links_achieved
 

@@ -64,6 +64,27 @@ class Collective:
         return round(self.bytes * share(self.group_size))
 
 
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One instruction that exchanges.
+
+    Attributes:
+      instruction: the instruction.
+      kind: as of `Collective`.
+      axes: likewise.
+      group_size: likewise.
+      times: how often it runs per step.
+      payload: dtype -> bytes of the whole arrays, on one device, of one run.
+    """
+
+    instruction: Instruction
+    kind: str
+    axes: tuple[str, ...]
+    group_size: int
+    times: int
+    payload: Mapping[str, int]
+
+
 def read_collectives(
     module: Module, sizes: Mapping[str, int]
 ) -> tuple[tuple[Collective, ...], tuple[str, ...]]:
@@ -77,25 +98,64 @@ def read_collectives(
       (collectives, most bytes first; names of the loops whose trip count is not known,
       whose contents are counted once).
     """
-    runs, unknown = runs_of(module)
+    sites, unknown = find_sites(module, sizes)
     found: dict[tuple, list[int]] = collections.defaultdict(lambda: [0, 0, 0])
+    for site in sites:
+        for dtype, payload in site.payload.items():
+            entry = found[site.kind, site.axes, dtype, site.group_size]
+            entry[0] += site.times
+            entry[1] += site.times * payload
+            entry[2] = max(entry[2], payload)
+    rows = [Collective(*key, *value) for key, value in found.items()]
+    return tuple(sorted(rows, key=lambda row: -row.bytes)), unknown
+
+
+def find_sites(
+    module: Module, sizes: Mapping[str, int]
+) -> tuple[list[Site], tuple[str, ...]]:
+    """Find every instruction of a program that exchanges and runs.
+
+    Args:
+      module: the program.
+      sizes: mesh axis -> devices on it, in the mesh's order.
+
+    Returns:
+      (the instructions, names of the loops whose trip count is not known).
+    """
+    runs, unknown = runs_of(module)
+    continued = _continued(module)
+    sites = []
     for name, times in runs.items():
-        computation = module.computations[name]
-        for instruction in computation.instructions.values():
+        if name in continued or not times:
+            continue
+        table = module.computations[name].instructions
+        for instruction in table.values():
             kind = _kind(instruction, name)
             if kind is None:
                 continue
             axes, group_size = _group(instruction, sizes)
-            moved = _operands(instruction, computation.instructions)
+            moved = _operands(instruction, table)
             scale = group_size if kind == "all-gather" else 1
-            for dtype in sorted({array.dtype for array in moved}):
-                payload = sum(a.bytes for a in moved if a.dtype == dtype) * scale
-                entry = found[kind, axes, dtype, group_size]
-                entry[0] += times
-                entry[1] += times * payload
-                entry[2] = max(entry[2], payload)
-    rows = [Collective(*key, *value) for key, value in found.items() if value[0]]
-    return tuple(sorted(rows, key=lambda row: -row.bytes)), unknown
+            payload = {
+                dtype: sum(a.bytes for a in moved if a.dtype == dtype) * scale
+                for dtype in sorted({array.dtype for array in moved})
+            }
+            sites.append(Site(instruction, kind, axes, group_size, times, payload))
+    return sites, unknown
+
+
+def _continued(module: Module) -> set[str]:
+    """Computations that go on with an exchange which is counted where it starts.
+
+    A TPU program writes one that runs beside other work into the fusion that starts it,
+    every fusion that it runs beside, and the one that ends it.
+    """
+    names = {name for name in module.computations if "async_collective_fusion" in name}
+    for computation in module.computations.values():
+        for instruction in computation.instructions.values():
+            if instruction.name.startswith("async-collective-done"):
+                names.update(instruction.called)
+    return names
 
 
 def _kind(instruction: Instruction, computation: str) -> str | None:

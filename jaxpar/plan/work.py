@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Mapping
 
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxpar.plan.hlo import Computation, Instruction, Module, runs_of
 from jaxpar.plan.traffic import Collective
@@ -18,14 +17,14 @@ _FREE = frozenset(
         *("parameter", "constant", "tuple", "get-tuple-element", "bitcast"),
         *("while", "conditional", "call", "after-all", "add-dependency"),
         *("opt-barrier", "partition-id", "replica-id", "domain"),
-        *("async-done", "async-update", "copy-done", "send-done", "recv-done"),
-        *("all-gather-done", "all-reduce-done", "collective-permute-done"),
+        "async-update",
     }
 )
-"""What moves nothing itself: names, control, and the ends of what was counted."""
+"""What moves nothing itself: names and control."""
 
 
 _PRODUCTS = ("dot", "convolution")
+_FUSIONS = ("fusion", "fusion-start")
 _SLICES = ("dynamic-slice", "slice", "gather")
 
 
@@ -47,7 +46,8 @@ class Traffic:
     """Bytes that one device reads from its memory and writes to it in a step.
 
     Attributes:
-      products: by kernels that multiply matrices.
+      products: by kernels that multiply matrices, and by copies that run beside them
+        (XLA's asynchronous fusions).
       others: by all others.
     """
 
@@ -58,8 +58,7 @@ class Traffic:
 def memory_traffic(module: Module) -> Traffic:
     """Count what a program reads from memory and writes to it, on one device.
 
-    A slice of an array counts as the slice, and so does an update in place. Every
-    branch of a conditional counts as if it were taken.
+    A slice of an array counts as the slice, and so does an update in place.
 
     Args:
       module: the program.
@@ -81,17 +80,23 @@ def memory_traffic(module: Module) -> Traffic:
             continue
         computation = module.computations[name]
         for instruction in computation.instructions.values():
-            if instruction.opcode not in _FREE:
+            if not _is_free(instruction):
                 number = times * _moved(instruction, computation, module)
-                moved[_multiplies(instruction, module)] += number
+                beside = instruction.opcode in ("fusion-start", "async-start")
+                moved[beside or _multiplies(instruction, module)] += number
     return Traffic(products=moved[True], others=moved[False])
+
+
+def _is_free(instruction: Instruction) -> bool:
+    """Whether an instruction moves nothing, or ends what was counted at its start."""
+    return instruction.opcode in _FREE or instruction.opcode.endswith("-done")
 
 
 def _multiplies(instruction: Instruction, module: Module) -> bool:
     """Whether a kernel multiplies matrices."""
     if instruction.opcode == "custom-call":
         called = instruction.attribute("custom_call_target").lower()
-        return any(word in called for word in ("gemm", "matmul", "conv"))
+        return any(word in called for word in ("gemm", "matmul", "conv", "attention"))
     if instruction.opcode == "fusion":
         fused = module.computations[instruction.called[0]].instructions.values()
         return any(inner.opcode in _PRODUCTS for inner in fused)
@@ -105,21 +110,24 @@ def _moved(instruction: Instruction, around: Computation, module: Module) -> int
         for name in instruction.operands
     ]
     written = sum(array.bytes for array in instruction.types)
+    if instruction.opcode == "async-start":
+        inner = module.computations[instruction.called[0]]
+        return _moved(inner.root, inner, module)
+    if instruction.opcode in _FUSIONS:
+        return _fusion_bytes(module.computations[instruction.called[0]], sizes)
     if instruction.opcode.endswith("-start"):
         return written  # The operands are listed beside the results.
     if instruction.opcode in _SLICES:
         return 2 * written
     if instruction.opcode == "dynamic-update-slice":
         return 2 * sizes[1]
-    if instruction.opcode != "fusion":
-        return sum(sizes) + written
-    fused = module.computations[instruction.called[0]]
-    return _fusion_bytes(fused, sizes, written)
+    return sum(sizes) + written
 
 
-def _fusion_bytes(fused: Computation, sizes: list[int], written: int) -> int:
+def _fusion_bytes(fused: Computation, sizes: list[int]) -> int:
     """Of operands that are only sliced, the slices; of results in place, updates."""
     updated: set[str] = set()
+    written = sum(array.bytes for array in fused.root.types)
     for instruction in fused.instructions.values():
         if instruction.opcode == "dynamic-update-slice":
             array, update = instruction.operands[:2]
@@ -158,13 +166,15 @@ def _behind_views(computation: Computation, name: str) -> str:
 
 
 def link_bytes(
-    collectives: tuple[Collective, ...], mesh: Mesh, devices_per_host: int
+    collectives: tuple[Collective, ...],
+    sizes: Mapping[str, int],
+    devices_per_host: int,
 ) -> Links:
     """Split what a device sends by whether its groups span hosts.
 
     Args:
       collectives: the program's.
-      mesh: the mesh; its devices are numbered host by host.
+      sizes: mesh axis -> devices on it, in the mesh's order, numbered host by host.
       devices_per_host: devices on each host.
 
     Returns:
@@ -172,9 +182,7 @@ def link_bytes(
     """
     sent = {False: 0, True: 0}
     for row in collectives:
-        sent[spans_hosts(row.axes, dict(mesh.shape), devices_per_host)] += (
-            row.sent_bytes
-        )
+        sent[spans_hosts(row.axes, sizes, devices_per_host)] += row.sent_bytes
     return Links(inside_host=sent[False], between_hosts=sent[True])
 
 

@@ -13,7 +13,7 @@ HOMES = {
     "orbax": ("jaxpar/checkpoint/*",),
     "flax": ("jaxpar/module.py", "jaxpar/module/*", "jaxpar/models/*", "recipes/*"),
     "tensorboardX": ("jaxpar/metrics.py", "jaxpar/metrics/*"),
-    "tyro": ("jaxpar/config.py", "jaxpar/config/*", "jaxpar/cli.py", "recipes/*"),
+    "tyro": ("jaxpar/config.py", "jaxpar/config/*", "jaxpar/cli*.py", "recipes/*"),
 }
 ENVIRONMENT_HOMES = ("jaxpar/launch/*", "jaxpar/plan/*")
 # file: the condition under which its use of JAX's internals goes away

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from jaxpar.plan.target import parse_target
 from jaxpar.planner import plan_recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -11,4 +10,4 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 def plan(recipe: str, target: str, *flags: str) -> dict[str, Any]:
     """A recipe's plan, as JSON's types."""
-    return plan_recipe(RECIPES / recipe, parse_target(target), flags).as_dict()
+    return plan_recipe(RECIPES / recipe, target, flags).as_dict()

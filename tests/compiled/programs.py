@@ -21,8 +21,10 @@ from jax.sharding import PartitionSpec as P
 import jaxpar
 from jaxpar.gradients import Partition
 from jaxpar.mesh import DATA, TENSOR, MeshShape, lowering_platform, make_mesh
+from jaxpar.models import gpt
 from jaxpar.models.gpt import GPT, gpt_loss
 from jaxpar.models.gpt_config import GPTConfig
+from jaxpar.plan.budget import Budget
 from jaxpar.plan.deviceless import gpu_devices, prepare_process, tpu_devices
 from jaxpar.plan.program import Program, read_program
 from jaxpar.sharding import exchange, zero
@@ -31,9 +33,10 @@ from jaxpar.tree import num_elements
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A GPT's training step on H200s, in bf16 with AdamW."""
+    """A GPT's training step on H200s, or a slice of TPUs, in bf16 with AdamW."""
 
     hosts: int = 8
+    tpus: str = ""
     tensor: int = 1
     zero: int = 1
     accumulate: int = 1
@@ -44,6 +47,7 @@ class Run:
     remat: str = "full"
     sequence_parallel: bool = False
     users_model: bool = False
+    coupled: bool = False
     fault: str = ""
 
 
@@ -86,8 +90,36 @@ def squared(model: Any, batch: jax.Array) -> jax.Array:
 
 def compile_step(run: Run) -> Compiled:
     """Make the engine on GPUs that are not here, and compile its step."""
+    arguments = _arguments(run)
+    began = time.process_time()
+    with _FAULTS[run.fault]():
+        engine = jaxpar.initialize(**arguments)
+        compiled = engine.lower().compile()
+    return Compiled(
+        psi=num_elements(engine.state.params),
+        num_devices=engine.mesh.size,
+        data=engine.mesh.shape[DATA],
+        program=read_program(compiled, engine.mesh),
+        seconds=time.process_time() - began,
+    )
+
+
+def verify(run: Run) -> tuple[int, Budget | None, tuple[str, ...]]:
+    """Verify the step: its parameters, what it moves, or what exceeds the budget."""
+    arguments = _arguments(run)
+    with _FAULTS[run.fault]():
+        engine = jaxpar.initialize(**arguments)
+        psi = num_elements(engine.state.params)
+        try:
+            return psi, engine.verify(), ()
+        except jaxpar.BudgetExceeded as error:
+            return psi, None, error.violations
+
+
+def _arguments(run: Run) -> dict[str, Any]:
+    """What the engine on devices that are not here is made of."""
     prepare_process()
-    devices = gpu_devices("h200", run.hosts, 8)
+    devices = tpu_devices(run.tpus) if run.tpus else gpu_devices("h200", run.hosts, 8)
     mesh = make_mesh(MeshShape(data=-1, tensor=run.tensor), devices)
     rows = mesh.shape[DATA] * run.accumulate
     if run.users_model:
@@ -107,26 +139,17 @@ def compile_step(run: Run) -> Compiled:
         model = lambda rngs: GPT(config, rngs=rngs)  # noqa: E731
         loss_fn = gpt_loss
         batch = {"tokens": jax.ShapeDtypeStruct((rows, run.length + 1), jnp.int32)}
-    began = time.process_time()
-    with _FAULTS[run.fault]():
-        engine = jaxpar.initialize(
-            model=model,
-            loss_fn=loss_fn,
-            optimizer=optax.adamw(1e-3),
-            sample_batch=batch,
-            mesh=mesh,
-            zero=run.zero,
-            precision="bf16",
-            accumulate=run.accumulate,
-        )
-        compiled = engine.lower().compile()
-    return Compiled(
-        psi=num_elements(engine.state.params),
-        num_devices=mesh.size,
-        data=mesh.shape[DATA],
-        program=read_program(compiled, mesh),
-        seconds=time.process_time() - began,
-    )
+    return {
+        "model": model,
+        "loss_fn": loss_fn,
+        "optimizer": optax.adamw(1e-3),
+        "sample_batch": batch,
+        "mesh": mesh,
+        "zero": run.zero,
+        "precision": "bf16",
+        "accumulate": run.accumulate,
+        "coupled_batch": run.coupled,
+    }
 
 
 @contextlib.contextmanager
@@ -161,11 +184,23 @@ def _cast_after_gather() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _data_left_out_in_block() -> Iterator[None]:
+    """A block that says how its hidden layer lies over tensor, and not over data."""
+
+    def constrain(x: jax.Array, *axes: Any) -> jax.Array:
+        return jaxpar.constrain(x, *(None if a == DATA else a for a in axes))
+
+    with mock.patch.object(gpt, "constrain", constrain):
+        yield
+
+
 _FAULTS: dict[str, Any] = {
     "": contextlib.nullcontext,
     "constraint dropped": _constraint_dropped,
     "accumulator replicated": _accumulator_replicated,
     "cast after the gather": _cast_after_gather,
+    "data left out in a block": _data_left_out_in_block,
 }
 
 

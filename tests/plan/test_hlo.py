@@ -72,6 +72,36 @@ def test_an_annotated_count_is_believed():
     assert runs_of(parse(text))[0]["body"] == 5
 
 
+def test_branches_run_as_often_as_they_are_said_to_be_taken():
+    text = """
+%idle (x: f32[8]) -> f32[8] {
+  ROOT %x = f32[8]{0} parameter(0)
+}
+
+%busy (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %y = f32[8]{0} add(%x, %x)
+}
+
+ENTRY %main (i: s32[], x: f32[8]) -> f32[8] {
+  %i = s32[] parameter(0)
+  %x = f32[8]{0} parameter(1)
+  ROOT %y = f32[8]{0} conditional(%i, %x, %x), branch_computations={%idle, %busy}
+}
+"""
+    for taken in (0.0, 1.0):
+        runs = runs_of(parse(text, taken))[0]
+        assert runs == {"main": 1, "idle": taken, "busy": taken}
+    looped = text.replace("ENTRY %main", "%body")
+    looped += """
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %y = f32[8]{0} while(%x), condition=%idle, body=%body, backend_config={"known_trip_count":{"n":"11"}}
+}
+"""  # noqa: E501
+    assert runs_of(parse(looped, 8 / 11))[0]["busy"] == 8
+
+
 @pytest.mark.parametrize(
     ("groups", "axes", "size"),
     [

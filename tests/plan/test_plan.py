@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jaxpar
-from jaxpar.mesh import only_planned
+from jaxpar.mesh import MeshShape, only_planned
 from jaxpar.plan.plan import step_bytes
 from jaxpar.precision import make_precision
 from jaxpar.sharding.zero import zero_stage
@@ -24,11 +24,11 @@ KEYS = {
     "target", "compiled_for", "num_devices", "mesh", "zero", "precision", "num_params",
     "bytes_per_device", "device_memory_bytes", "fits", "collectives",
     "collective_bytes_per_device", "flops_per_step", "model_flops_per_step",
-    "tokens_per_step", "compile_seconds", "estimate", "notes",
+    "tokens_per_step", "compile_seconds", "estimate", "notes", "links", "schedule",
 }  # fmt: skip
 MEMORY_KEYS = {
-    "state", "parameters", "optimizer", "batch", "temporaries", "copies", "gradients",
-    "activations", "peak",
+    "state", "padding", "parameters", "optimizer", "batch", "temporaries", "copies",
+    "gradients", "activations", "peak",
 }  # fmt: skip
 
 
@@ -56,9 +56,15 @@ def make_engine(**change) -> jaxpar.Engine:
     return jaxpar.initialize(**(right | change))
 
 
+def planned(make=make_engine, *args, **change) -> jaxpar.Engine:
+    """An engine of shapes, which is planned in this process."""
+    with only_planned():
+        return make(*args, **change)
+
+
 @pytest.fixture(scope="module")
 def plan():
-    return make_engine(zero=1, precision="bf16").plan("cpu:8", tokens_per_step=640)
+    return planned(zero=1, precision="bf16").plan("cpu:8", tokens_per_step=640)
 
 
 def test_keys_are_those_that_programs_rely_on(plan):
@@ -80,7 +86,7 @@ def test_state_is_the_masters_and_both_moments_split_over_data(plan):
     assert 0 <= small < 64
     assert plan.memory.batch == 4 * ROWS * IN // 8
     assert plan.memory.copies == 2 * PSI
-    assert plan.memory.gradients == 4 * PSI
+    assert plan.memory.gradients == 2 * PSI
 
 
 @pytest.mark.parametrize(
@@ -89,20 +95,36 @@ def test_state_is_the_masters_and_both_moments_split_over_data(plan):
 )
 def test_what_a_step_holds_besides_is_its_row_of_the_table(zero, copies, gradients):
     """A copy in fp32 is made by the gather; gradients stay split from stage 2 on."""
-    layout = make_engine(zero=zero)._layout
+    layout = make_engine(zero=zero).layout
     found = step_bytes(
         layout.plans.values(),
         zero_stage(zero),
         make_precision("fp32"),
         once_a_step=False,
+        accumulates=True,
     )
     assert found == (copies, gradients)
+
+
+@pytest.mark.parametrize(("zero", "gradients"), [(1, 2 * PSI), (2, PSI // 2)])
+def test_whole_gradients_of_one_microbatch_lie_in_the_compute_dtype(zero, gradients):
+    layout = make_engine(zero=zero).layout
+    stage, precision = zero_stage(zero), make_precision("bf16")
+    for accumulates, expected in ((False, gradients), (True, (4, 0.5)[zero - 1] * PSI)):
+        _, found = step_bytes(
+            layout.plans.values(),
+            stage,
+            precision,
+            once_a_step=False,
+            accumulates=accumulates,
+        )
+        assert found == expected
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_operations_are_three_products_of_every_weight(accumulate):
     """The input's own gradient is not computed."""
-    found = make_engine(accumulate=accumulate).plan("cpu:8")
+    found = planned(accumulate=accumulate).plan("cpu:8")
     forward = 2 * ROWS * PSI
     assert found.model_flops_per_step == 3 * forward
     assert found.flops_per_step == 3 * forward - 2 * ROWS * IN * MIDDLE
@@ -112,8 +134,8 @@ def test_operations_are_three_products_of_every_weight(accumulate):
 def test_pipeline_counts_every_block_and_no_idle_slot(remat, again):
     model = make_model(num_blocks=4, remat=remat)
     mesh = make_pipes(pipe=2)
-    engine = make_pipelined(model, mesh=mesh, accumulate=4)
-    whole = make_pipelined(model, accumulate=4).plan("cpu:1")
+    engine = planned(make_pipelined, model, mesh=mesh, accumulate=4)
+    whole = planned(make_pipelined, model, accumulate=4).plan("cpu:1")
     found = engine.plan("cpu:2")
     tokens = BATCHES[0]["tokens"].size
     blocks = 2 * tokens * (2 * WIDTH * HIDDEN) * 4
@@ -122,14 +144,35 @@ def test_pipeline_counts_every_block_and_no_idle_slot(remat, again):
     assert any("pipe: 1f1b" in note for note in found.notes)
 
 
-def test_target_of_another_size_is_refused():
+def test_target_of_another_size_takes_another_mesh():
+    engine = make_engine(zero=1)
+    found = engine.plan("cpu:16", mesh=MeshShape(tensor=2))
+    assert found.mesh == {"data": 8, "pipe": 1, "tensor": 2}
+    assert found.num_params == PSI
+
+
+def test_mesh_that_is_not_of_the_target_is_refused():
+    with pytest.raises(ValueError, match=r"needs a multiple of 3 devices, but .* 4\."):
+        make_engine().plan("cpu:4", mesh=MeshShape(tensor=3))
+    engine = planned()
     with pytest.raises(ValueError, match=r"'cpu:4' has 4 devices, but the mesh has 8;"):
-        make_engine().plan("cpu:4")
+        engine.plan("cpu:4")
+
+
+def test_what_can_not_be_sent_to_the_compiling_process_is_said(tmp_path):
+    with (tmp_path / "log").open("w") as log:
+
+        def loss(model, batch):
+            log.write("called")
+            return (model(batch["x"]) ** 2).mean()
+
+        engine = make_engine(loss_fn=loss)
+        with pytest.raises(ValueError, match=r"plan on cpu:8: .*can't be sent.*pickle"):
+            engine.plan("cpu:8")
 
 
 def test_nothing_is_placed_on_devices_that_are_only_planned_for():
-    with only_planned():
-        engine = make_engine()
+    engine = planned()
     assert isinstance(engine.state.params["up"]["kernel"], jax.ShapeDtypeStruct)
     with pytest.raises(RuntimeError, match=r"batch: this engine's mesh is of 8 cpu"):
         engine.step({"x": np.ones((ROWS, IN), np.float32)})

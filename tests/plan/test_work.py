@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpar.mesh import MeshShape, make_mesh
 from jaxpar.plan.hlo import parse
 from jaxpar.plan.traffic import Collective
 from jaxpar.plan.work import (
@@ -79,6 +78,22 @@ def test_bytes_of_a_program_are_those_by_hand():
     )
 
 
+def test_asynchronous_copies_count_once_and_beside_the_products():
+    """A start and a done; the start's result lists its operands too."""
+    starts = PROGRAM.replace(
+        "%put = f32[8,4]{1,0} fusion(%x, %row, %i)",
+        "%begun = ((f32[8,4]{1,0}, f32[4]{0}, s32[]), f32[8,4]{1,0}, u32[]) "
+        "fusion-start(%x, %row, %i)",
+    ).replace(
+        "  %init = ",
+        "  %put = f32[8,4]{1,0} fusion-done(%begun)\n  %init = ",
+    )
+    before, found = memory_traffic(parse(PROGRAM)), memory_traffic(parse(starts))
+    updated = 4 * (4 + 1 + 4)
+    assert found.products == before.products + updated
+    assert found.others == before.others - updated
+
+
 def test_product_of_a_real_program_reads_and_writes_its_arrays():
     x, w = jnp.ones((64, 32)), jnp.ones((32, 16))
     compiled = jax.jit(jnp.matmul).lower(x, w).compile()
@@ -108,11 +123,11 @@ def test_groups_span_hosts_by_where_their_devices_are(axes, per_host, members, s
 
 
 def test_links_are_told_apart():
-    mesh = make_mesh(MeshShape(data=4, tensor=2), jax.devices()[:8])
+    sizes = {"data": 4, "pipe": 1, "tensor": 2}
     rows = (
         Collective("all-gather", ("data",), "bf16", 4, 1, 4000, 4000),
         Collective("all-reduce", ("tensor",), "bf16", 2, 1, 500, 500),
     )
-    inside, between = link_bytes(rows, mesh, 2), link_bytes(rows, mesh, 8)
+    inside, between = link_bytes(rows, sizes, 2), link_bytes(rows, sizes, 8)
     assert (inside.inside_host, inside.between_hosts) == (500, 3000)
     assert (between.inside_host, between.between_hosts) == (3500, 0)

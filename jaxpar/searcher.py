@@ -1,0 +1,315 @@
+"""Which mesh, stage and schedule should a recipe have on a target?
+
+The recipe is surveyed once, in a process of its own: what its step is for every mesh of
+the target's devices, traced and not compiled. Then the most promising choices are
+compiled, each in a process of its own (`jaxpar.plan.search`).
+"""
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxpar import tree
+from jaxpar.config import parse
+from jaxpar.layout import Layout
+from jaxpar.mesh import TENSOR, MeshShape, make_mesh, only_planned
+from jaxpar.plan.apart import call
+from jaxpar.plan.choices import KNOBS, Choice, ShapeFacts, Survey, shapes
+from jaxpar.plan.deviceless import prepare_process
+from jaxpar.plan.explain import piece_bytes
+from jaxpar.plan.plan import Plan, step_bytes
+from jaxpar.plan.search import Search, attempt, run, start
+from jaxpar.plan.target import parse_target
+from jaxpar.planner import answer_of, load_recipe, plan_apart
+from jaxpar.sharding.rules import axes_of
+from jaxpar.sharding.zero import STAGES, LeafPlan, ZeroStage
+from jaxpar.state import state_shardings
+
+COMPILES = 16
+"""Steps that a search compiles, unless told otherwise."""
+
+Tell = Callable[[Choice, Plan | str], None]
+
+
+def search_recipe(
+    path: Path,
+    target: str,
+    args: Sequence[str] = (),
+    *,
+    compiles: int = COMPILES,
+    jobs: int | None = None,
+    tell: Tell = lambda choice, found: None,
+) -> Search:
+    """Search a recipe's fastest choices on a target.
+
+    Args:
+      path: the recipe; the fields mesh, zero, accumulate, schedule and remat of its
+        Config are set, where it has them.
+      target: the devices, not CPUs.
+      args: the recipe's own flags; what they set is not searched.
+      compiles: steps to compile at most.
+      jobs: how many at once; None for one a core, four at most.
+      tell: told of each choice as it is compiled.
+
+    Returns:
+      The search; `Search.ranking` is empty if nothing fits.
+
+    Raises:
+      ValueError: if nothing is possible on the target, or the recipe is none.
+      ApartError: if the recipe can't be surveyed.
+    """
+    search = start(survey_apart(path, target, args), parse_target(target))
+    run(
+        search,
+        lambda choice: plan_choice(path, target, args, search.survey, choice),
+        compiles=compiles,
+        jobs=jobs or min(4, os.cpu_count() or 1),
+        tell=tell,
+    )
+    return search
+
+
+def plan_choice(
+    path: Path, target: str, args: Sequence[str], survey: Survey, choice: Choice
+) -> Plan:
+    """Compile one choice, in a process of its own; raises as `plan_apart` does."""
+    return plan_apart(path, target, (*args, *choice.flags(survey.knobs)))
+
+
+def smallest_target(
+    path: Path, target: str, args: Sequence[str], *, most: int = 8, tell: Tell
+) -> tuple[str, Choice, Plan] | None:
+    """Find a larger target that a recipe fits, doubling its devices.
+
+    Args:
+      path: the recipe.
+      target: where it does not fit.
+      args: its flags.
+      most: doublings to try.
+      tell: told of each choice as it is compiled.
+
+    Returns:
+      The target, a choice that fits, and its plan; None if none was found.
+    """
+    for name in itertools.islice(larger_targets(target), most):
+        try:
+            found = search_recipe(path, name, args, compiles=3, jobs=1, tell=tell)
+        except ValueError:  # No mesh of so many devices for these rows.
+            continue
+        if found.ranking:
+            return (name, *found.ranking[0])
+    return None
+
+
+def what_would_fit(
+    path: Path,
+    plan: Plan,
+    args: Sequence[str],
+    *,
+    compiles: int = 4,
+    tell: Tell = lambda choice, found: None,
+) -> list[tuple[Choice, Plan | str]]:
+    """Compile the choices nearest to one that does not fit, until two do.
+
+    Args:
+      path: the recipe.
+      plan: of it, which does not fit.
+      args: the recipe's flags; any of the knobs may be changed.
+      compiles: steps to compile at most.
+      tell: told of each choice as it is compiled.
+
+    Returns:
+      What was tried, and its plan or why it failed, in that order; nothing where no
+      choice can fit.
+    """
+    target = plan.target
+    found = survey_apart(path, target, args)
+    search = start(dataclasses.replace(found, pinned=frozenset()), parse_target(target))
+    knobs: Mapping[str, Any] = found.knobs
+    data, pipe, tensor = plan.mesh.values()
+    own = Choice(
+        (data, pipe, tensor),
+        plan.zero,
+        knobs.get("accumulate", 1),
+        knobs.get("schedule") if pipe > 1 else None,
+        knobs.get("remat"),
+    )
+    search.left.discard(own)
+    if own.mesh in found.facts:
+        search.plans[own] = plan
+    tried: list[tuple[Choice, Plan | str]] = []
+    while search.left and len(tried) < compiles:
+        search.prune()
+        choice = min(search.left, key=lambda c: _nearness(search, own, c), default=None)
+        if choice is None:
+            break
+        made = attempt(lambda c: plan_choice(path, target, args, found, c), choice)
+        search.note(choice, made)
+        tried.append((choice, made))
+        tell(choice, made)
+        if sum(not isinstance(p, str) and bool(p.fits) for _, p in tried) > 1:
+            break
+    return tried
+
+
+def _nearness(search: Search, own: Choice, choice: Choice) -> tuple[Any, ...]:
+    """What probably fits before what does not; few changes first, then fast ones."""
+    predicted = search.predict(choice)
+    changes = sum(
+        getattr(own, field.name) != getattr(choice, field.name)
+        for field in dataclasses.fields(Choice)
+    )
+    return (predicted.peak > search.memory, changes, predicted.seconds, choice)
+
+
+def larger_targets(target: str) -> Iterator[str]:
+    """Yield the names of targets twice as large, and so on."""
+    found = parse_target(target)
+    kind = target.partition(":")[0]
+    hosts, devices = found.hosts, found.devices_per_host
+    sides = [int(side) for side in found.topology.split("x")] if found.topology else []
+    while True:
+        if sides:
+            sides[sides.index(min(sides))] *= 2
+            yield f"{kind}:{'x'.join(map(str, sorted(sides)))}"
+        elif devices < 8:
+            devices *= 2
+            yield f"{kind}:{hosts}x{devices}"
+        else:
+            hosts *= 2
+            yield f"{kind}:{hosts}x{devices}"
+
+
+def survey_apart(path: Path, target: str, args: Sequence[str]) -> Survey:
+    """Survey in a process of its own; raises as `jaxpar.planner.plan_apart` does."""
+    told = f"survey of {path.name} on {target}"
+    return answer_of(call("jaxpar.searcher:survey", path, target, args, what=told))
+
+
+def survey(path: Path, target: str, args: Sequence[str]) -> Survey:
+    """Survey a recipe in this process, which has not used jax yet.
+
+    Args:
+      path: the recipe.
+      target: the devices.
+      args: its flags.
+
+    Returns:
+      What it is on every mesh of the target's devices.
+
+    Raises:
+      ValueError: if the recipe is none.
+    """
+    prepare_process()
+    goal = parse_target(target)
+    recipe = load_recipe(path)
+    config = parse(recipe.Config, recipe.__doc__, list(args), prog=str(path))
+    fields = [field.name for field in dataclasses.fields(config)]
+    knobs = {name: getattr(config, name) for name in KNOBS if name in fields}
+    pinned = _pinned(args)
+    devices = list(goal.devices())
+    tokens = getattr(recipe, "tokens_per_step", None)
+    facts: dict[tuple[int, int, int], Any] = {}
+    rows, flops, dtype = 0, 0, "bfloat16"
+    for shape in shapes(goal, knobs):
+        sizes = (shape.data, shape.pipe, shape.tensor)
+        if not _as_pinned(shape, knobs, pinned):
+            continue
+        try:
+            layout, rows = _laid_out(recipe, config, knobs, shape, devices)
+        except ValueError as error:
+            facts[sizes] = str(error)
+            continue
+        flops, dtype = 3 * layout.forward_flops, str(layout.precision.compute_dtype)
+        facts[sizes] = {stage.number: _facts(layout, stage) for stage in STAGES}
+    return Survey(
+        rows=rows,
+        tokens=tokens and tokens(config),
+        model_flops=flops,
+        dtype=dtype,
+        knobs=knobs,
+        pinned=pinned,
+        facts=facts,
+    )
+
+
+def _laid_out(
+    recipe: Any, config: Any, knobs: Any, shape: MeshShape, devices: list[Any]
+) -> tuple[Layout, int]:
+    """A recipe's layout on one mesh, and its batch's rows; traced, not compiled."""
+    simple: dict[str, Any] = {"mesh": shape, "accumulate": 1, "schedule": "1f1b"}
+    changed = {name: value for name, value in simple.items() if name in knobs}
+    with only_planned():
+        engine = recipe.build(
+            dataclasses.replace(config, **changed), make_mesh(shape, devices)
+        )
+    return engine.layout, engine.batch_spec.num_rows
+
+
+def _facts(layout: Layout, stage: ZeroStage) -> ShapeFacts:
+    """What one mesh and stage hold, from the plans of its leaves."""
+    sizes = dict(layout.mesh.shape)
+    leaves = tree.named_leaves(layout.abstract.params)
+    compute = {name: plan.compute for name, plan in layout.plans.items()}
+    plans = layout.execution.plan_leaves(leaves, compute, stage, sizes, ("*",))
+    shardings = state_shardings(layout.abstract, plans, stage, layout.mesh)
+    placed = tree.named_leaves(shardings)
+    state = sum(
+        piece_bytes(leaf, placed[name])
+        for name, leaf in tree.named_leaves(layout.abstract).items()
+    )
+    pipes = sizes["pipe"] > 1
+    copies, gradients = step_bytes(
+        plans.values(),
+        stage,
+        layout.precision,
+        once_a_step=pipes,
+        accumulates=pipes,
+    )
+    itemsize = layout.precision.compute_dtype.itemsize
+    owned = sum(_pieces(plan) for plan in plans.values()) * itemsize
+    reduced = sum(_reduced(plan) for plan in plans.values()) * itemsize
+    return ShapeFacts(state, copies, gradients, owned, reduced)
+
+
+def _pieces(plan: LeafPlan) -> int:
+    number = 1
+    for size in plan.shape:
+        number *= size
+    return number // plan.ways_computed
+
+
+def _reduced(plan: LeafPlan) -> int:
+    """Elements of a token's activations that a leaf split over tensor sums up.
+
+    A matrix split along its inputs sums its outputs in the forward pass; one split
+    along its outputs the gradients of its inputs in the backward pass: what is not
+    split, once for every layer of a stack.
+    """
+    split = [TENSOR in axes_of(axes) for axes in plan.compute]
+    if sum(split) != 1 or len(plan.shape) < 2:
+        return 0
+    kept = [n for n, is_split in zip(plan.shape, split, strict=True) if not is_split]
+    return kept[0] * kept[-1] if len(kept) > 1 else kept[0]
+
+
+def _pinned(args: Sequence[str]) -> frozenset[str]:
+    """Names of the flags given."""
+    return frozenset(
+        word.partition("=")[0].lstrip("-").replace("-", "_")
+        for word in args
+        if word.startswith("--")
+    )
+
+
+def _as_pinned(shape: MeshShape, knobs: Any, pinned: frozenset[str]) -> bool:
+    """Whether a shape is one that the user's flags allow."""
+    given = knobs.get("mesh", MeshShape())
+    return all(
+        getattr(given, axis) in (-1, size)
+        for axis, size in dataclasses.asdict(shape).items()
+        if f"mesh.{axis}" in pinned
+    ) and ("mesh" in knobs or shape.pipe * shape.tensor == 1)

@@ -1,0 +1,57 @@
+"""Does `Engine.verify` pass what is right at 64 GPUs, and name what is planted?"""
+
+import re
+
+import pytest
+
+from tests.compiled.programs import Run, verify
+
+COUPLED = Run(zero=3, coupled=True)
+"""The compiler places what crosses data: a model must say where activations lie."""
+
+LEFT_OUT = Run(zero=3, coupled=True, fault="data left out in a block")
+
+
+def test_step_whose_collectives_the_compiler_places_keeps_to_its_stage(compiled):
+    psi, step, violations = compiled(verify, COUPLED)
+    assert violations == ()
+    assert step.crossing["data"]["all-gather"] == pytest.approx(4 * psi, rel=2e-2)
+    assert step.crossing["data"]["reduce-scatter"] == pytest.approx(2 * psi, rel=2e-2)
+    # The table that embeds tokens makes logits too: its gradient crosses twice.
+    table = 2 * COUPLED.vocab * COUPLED.width
+    assert step.crossing["data"]["all-reduce"] == pytest.approx(table, rel=2e-2)
+    assert step.state_bytes == pytest.approx(12 * psi / 64, rel=1e-3)
+
+
+def test_constraint_without_data_in_a_block_is_seen_and_the_operation_named(compiled):
+    psi, _, (violation,) = compiled(verify, LEFT_OUT)
+    allowed, factor = re.match(
+        r"data: all-gather moves [\d,]+ bytes a step, but the budget is ([\d,]+) "
+        r"\(([\d.]+) times as much\)",
+        violation,
+    ).groups()
+    assert int(allowed.replace(",", "")) == pytest.approx(4 * psi, rel=2e-2)
+    assert float(factor) > 5
+    rows, width = 64 * LEFT_OUT.length, 4 * LEFT_OUT.width
+    hidden = rf"{LEFT_OUT.layers} x all-gather of bf16\[{rows},{width}\], "
+    assert re.search(rf"  - [\d,]+ bytes: {hidden}\S+/add at ", violation)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_step_on_tpus_keeps_to_its_stage(compiled, zero):
+    run = Run(zero=zero, tpus="v5e:2x4", layers=4, width=512, vocab=4096)
+    psi, step, violations = compiled(verify, run)
+    assert violations == ()
+    gathers = {1: 1, 3: 2}[zero]
+    gathered = step.crossing["data"]["all-gather"]
+    assert gathered == pytest.approx(2 * gathers * psi, rel=3e-2)
+    # Without the tiles' padding.
+    assert step.state_bytes == pytest.approx(12 * psi / 8, rel=2e-2)
+
+
+def test_step_that_gathers_in_fp32_is_seen(compiled):
+    run = Run(zero=1, fault="cast after the gather")
+    _, _, (violation,) = compiled(verify, run)
+    assert "data: all-gather moves" in violation
+    assert "(2.0 times as much)" in violation
+    assert "all-gather of f32[" in violation

@@ -1,0 +1,123 @@
+"""Does the table of model states say DeepSpeed's numbers, and what our steps hold?"""
+
+import dataclasses
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from jaxpar.plan.traffic import Collective
+from recipes.zero_memory_table import (
+    DEEPSPEEDS_ELEMENTS,
+    Config,
+    deepspeed_bytes,
+    elements_crossing,
+    make_plans,
+    model_states,
+)
+from tests.compiled import compilers
+from tests.plan.handmade import MEMORY, make_plan, make_program
+from tests.recipes.programs import ROOT, told
+
+RECIPE = "recipes/zero_memory_table.py"
+PSI, DEVICES = 1000, 8
+
+
+def row(kind: str, dtype: str, elements: int, axes=("data",)) -> Collective:
+    each = {"bf16": 2, "f32": 4}[dtype]
+    return Collective(kind, axes, dtype, DEVICES, 1, each * elements, each * elements)
+
+
+def test_deepspeeds_closed_forms_give_its_table():
+    in_gb = [f"{number / 1e9:.3g}" for number in deepspeed_bytes(7.5e9, 64)]
+    assert in_gb == ["120", "31.4", "16.6", "1.88"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "rows"),
+    [
+        (0, [row("all-reduce", "bf16", PSI)]),
+        (1, [row("all-gather", "bf16", PSI), row("reduce-scatter", "f32", PSI)]),
+        (2, [row("all-gather", "f32", PSI), row("reduce-scatter", "bf16", PSI)]),
+        (3, [row("all-gather", "bf16", 2 * PSI), row("reduce-scatter", "bf16", PSI)]),
+    ],
+)
+def test_what_crosses_is_counted_in_elements_over_data(stage, rows):
+    others = [
+        row("all-reduce", "bf16", PSI, axes=("tensor",)),
+        row("collective-permute", "bf16", PSI, axes=("pipe",)),
+        row("all-reduce", "f32", PSI, axes=("data", "tensor")),
+    ]
+    assert elements_crossing(rows + others) == DEEPSPEEDS_ELEMENTS[stage] * PSI
+
+
+@pytest.mark.parametrize(
+    ("planned", "held"), [(4 * PSI, 2 * PSI), (4 * PSI // DEVICES, 4 * PSI // DEVICES)]
+)
+def test_gradients_are_whole_as_they_cross_or_the_sums_shards(planned, held):
+    """With one micro-batch, what is reduced once a step was never added up."""
+    crossing = (row("all-gather", "bf16", PSI), row("reduce-scatter", "bf16", PSI))
+    memory = dataclasses.replace(MEMORY, gradients=planned)
+    plan = make_plan(memory=memory, program=make_program(*crossing))
+    found = model_states(plan)
+    assert found.pop("grads") == held
+    assert list(found.values()) == [memory.parameters, memory.optimizer, memory.copies]
+
+
+@pytest.fixture(scope="module")
+def plans():
+    config = Config(model="tiny", target=f"cpu:{DEVICES}", batch_size=DEVICES)
+    return make_plans(config, Console())
+
+
+@pytest.mark.slow
+def test_states_are_deepspeeds_and_what_is_counted_besides(plans):
+    """On CPUs, gradients cross in fp32; our shards of them are fp32 everywhere."""
+    psi = plans[0].num_params
+    besides = (2 * psi, 2 * psi, 2 * psi / DEVICES, 0)
+    for plan, theirs, more in zip(
+        plans, deepspeed_bytes(psi, DEVICES), besides, strict=True
+    ):
+        own, shards = model_states(plan), DEVICES if plan.zero else 1
+        assert sum(own.values()) == pytest.approx(theirs + more, rel=5e-3)
+        assert sum(own.values()) <= plan.memory.peak
+        assert own["masters"] == pytest.approx(4 * psi / shards, rel=5e-3)
+        assert own["Adam"] == pytest.approx(8 * psi / shards, rel=5e-3)
+
+
+@pytest.mark.slow
+def test_elements_that_cross_are_deepspeeds(plans):
+    for plan in plans:
+        crossing = elements_crossing(plan.program.collectives) / plan.num_params
+        assert crossing == pytest.approx(DEEPSPEEDS_ELEMENTS[plan.zero], rel=0.01)
+
+
+@pytest.mark.slow
+def test_command_prints_both_tables_and_draws_them(monkeypatch, capsys, tmp_path: Path):
+    """Ours at or below DeepSpeed's; at stage 2, but for shards in fp32: 2 Psi/N."""
+    if not compilers.FOLDER.is_dir():
+        pytest.skip(f"no compilers for GPUs in {compilers.FOLDER.name}/")
+    chart = tmp_path / "new" / "chart.png"
+    args = ["--model", "124m", "--png", str(chart)]
+    monkeypatch.setattr(sys, "argv", [RECIPE, *args])
+    runpy.run_path(str(ROOT / RECIPE), run_name="__main__")
+    text = capsys.readouterr().out
+    rows = re.findall(r"^ *([0-3]) +(\S+) +(\S+) .* (\S+) \((\d)\)", text, re.M)
+    assert [int(number) for number, *_ in rows] == [0, 1, 2, 3]
+    for number, theirs, ours, crosses, elements in rows:
+        shards = 2 * 0.1245 / 64 if number == "2" else 0
+        assert float(ours) <= 1.01 * float(theirs) + shards
+        assert float(crosses) == pytest.approx(float(elements), rel=0.01)
+    assert "Stage 2 is above DeepSpeed's by 0.0039 GB, which is 2 Psi/N" in text
+    assert text.count("is above DeepSpeed's") == 1
+    assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+def test_help_names_every_flag_and_what_it_does(monkeypatch, capsys):
+    ended = told(monkeypatch, capsys, RECIPE, "--help")
+    assert ended.code == 0
+    for text in ("--target", "--model", "--png", "The chart's file"):
+        assert text in ended.text
