@@ -1,9 +1,9 @@
 """Does a plan say what Megatron-LM measured? Its ten models, planned for A100s.
 
-Every row is planned with recipes/gpt_3d.py on the row's GPUs: tensor and pipe as there,
-every layer run again, 1F1B, bf16. Nothing is fitted: the error is what the rates of
-`jaxpar.plan.hardware` and the compiled step give. Needs the compilers (`.ci/setup
---compilers yes`); no GPU.
+Every row is planned with benchmarks/megatron_gpt.py on the row's GPUs: tensor and pipe
+as there, every layer run again, attention's scores written, 1F1B, bf16. Nothing is
+fitted: the error is what the rates of `jaxpar.plan.hardware` and the compiled step
+give. Needs the compilers (`.ci/setup --compilers yes`); no GPU.
 
     python benchmarks/plan_megatron.py
     python benchmarks/plan_megatron.py --rows 1.7b 39.1b
@@ -35,7 +35,7 @@ from jaxpar.plan.plan import Plan
 from jaxpar.plan.roofline import Estimate
 from jaxpar.planner import plan_apart
 
-RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "gpt_3d.py"
+RECIPE = Path(__file__).resolve().parent / "megatron_gpt.py"
 GPUS_PER_HOST = 8
 A100 = load_hardware("a100")
 PEAK = A100.peak["bfloat16"]
@@ -171,8 +171,7 @@ def plan_row(row: Row) -> Planned:
     found = None
     for zero, microbatch in choices(row):
         accumulate = row.batch // row.mesh["data"] // microbatch
-        flags = ["--model", row.model, "--precision", "bf16", "--remat", "full"]
-        flags += ["--schedule", "1f1b", "--accumulate", str(accumulate)]
+        flags = ["--model", row.model, "--accumulate", str(accumulate)]
         flags += ["--zero", str(zero), "--batch-size", str(row.batch)]
         for axis, size in row.mesh.items():
             flags += [f"--mesh.{axis}", str(size)]
@@ -226,10 +225,9 @@ pipelines, else the most of 8 that fit. measured, predicted: of the peak of {pea
 TFLOP/s, both by Megatron's count of operations, so that the ratio is one of times. Then
 what the predicted step is made of: products, all other kernels at the memory's rate,
 links that are waited for, the pipeline's idle time. Nothing is fitted.
-Too fast: every product runs at the rate of the largest, no kernel takes time to start,
-and attention by cuDNN keeps no scores, as Megatron's did then. Too slow: Megatron's
-fused kernels pass less through memory, and its vocabulary is not split over pipe, for
-which ours pays two all-reduces a tick."""
+Too fast: every product runs at the rate of the largest, and no kernel takes time to
+start. Too slow: Megatron's fused kernels pass less through memory, and its vocabulary
+is not split over pipe, for which ours pays two all-reduces a micro-batch."""
 
 
 def main(config: Config) -> None:

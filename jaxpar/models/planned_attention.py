@@ -47,7 +47,7 @@ def planned_attention(
 def _forward(
     query_BTNH: jax.Array, key_BSKH: jax.Array, value_BSKH: jax.Array
 ) -> tuple[jax.Array, Saved]:
-    def call(query: jax.Array, key: jax.Array, value: jax.Array) -> list[jax.Array]:
+    def call(query: jax.Array, key: jax.Array, value: jax.Array) -> Sequence[jax.Array]:
         batch, length, heads, _ = query.shape
         sums = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
         return _call("forward", 2, query, key, value, results=(query, sums))
@@ -63,7 +63,7 @@ def _forward(
 def _backward(
     saved: Saved, cotangent_BTNH: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    def call(*args: jax.Array) -> list[jax.Array]:
+    def call(*args: jax.Array) -> Sequence[jax.Array]:
         return _call("backward", 5, *args, results=args[:3])
 
     query, key, *_ = saved
@@ -79,7 +79,7 @@ planned_attention.defvjp(_forward, _backward)
 
 def _call(
     name: str, products: int, *args: jax.Array, results: Sequence[Any]
-) -> list[jax.Array]:
+) -> Sequence[jax.Array]:
     batch, length, heads, size = args[0].shape
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
     # Half of two operations per score and feature.
@@ -103,11 +103,11 @@ def _split(query: jax.Array, key: jax.Array) -> tuple[str | None, str | None]:
 
 
 def _on_pieces(
-    call: Callable[..., list[jax.Array]],
+    call: Callable[..., Sequence[jax.Array]],
     ins: tuple[P, ...],
     outs: tuple[P, ...],
     *axes: str | None,
-) -> Callable[..., list[jax.Array]]:
+) -> Callable[..., Sequence[jax.Array]]:
     """A call on each device's piece, for the compiler can't split it."""
     names = {axis for axis in axes if axis is not None}
     if not names:

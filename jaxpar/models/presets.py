@@ -52,6 +52,20 @@ PRESETS: dict[str, GPTConfig] = {
         bias=False,
         tied_embedding=False,
     ),
+    "70b": GPTConfig(
+        vocab_size=32_000,
+        seq_len=4096,
+        num_layers=80,
+        num_heads=64,
+        num_kv_heads=8,
+        width=8192,
+        mlp_width=28_672,
+        positions="rotary",
+        norm="rmsnorm",
+        activation="swiglu",
+        bias=False,
+        tied_embedding=False,
+    ),
     "1.7b": _megatron(2304, 24, 24),
     "3.6b": _megatron(3072, 30, 32),
     "7.5b": _megatron(4096, 36, 32),
@@ -67,7 +81,7 @@ PRESETS: dict[str, GPTConfig] = {
 
 "tiny" reads bytes and trains on a CPU. "124m", "350m" and "1.3b" are GPT-2's and
 GPT-3's shapes, with the vocabulary rounded up so that a tensor axis divides it; "7b" is
-Llama's. The rest are Megatron-LM's, whose runs recompute every layer.
+Llama's and "70b" Llama 2's. The rest are Megatron-LM's, whose runs recompute every layer.
 
 Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
 Clusters" (2021), table 1, for "1.7b" to "1008b".
