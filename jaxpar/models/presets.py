@@ -80,8 +80,9 @@ PRESETS: dict[str, GPTConfig] = {
 """GPT configs by name.
 
 "tiny" reads bytes and trains on a CPU. "124m", "350m" and "1.3b" are GPT-2's and
-GPT-3's shapes, with the vocabulary rounded up so that a tensor axis divides it; "7b" is
-Llama's and "70b" Llama 2's. The rest are Megatron-LM's, whose runs recompute every layer.
+GPT-3's shapes, with the vocabulary rounded up so that a tensor axis divides it; "7b"
+and "70b" are Llama's and Llama 2's. The rest are Megatron-LM's, whose runs recompute
+every layer.
 
 Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
 Clusters" (2021), table 1, for "1.7b" to "1008b".

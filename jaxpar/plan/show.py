@@ -4,6 +4,8 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from jaxpar.pipeline.chart import chart
+from jaxpar.pipeline.schedule import Schedule
 from jaxpar.plan.plan import Plan
 from jaxpar.plan.roofline import assumptions
 from jaxpar.plan.target import parse_target
@@ -11,6 +13,7 @@ from jaxpar.plan.target import parse_target
 _KINDS = (
     ("parameters", "fp32 masters"),
     ("optimizer", "optimizer state"),
+    ("padding", "of both, padding to tiles"),
     ("batch", "batch"),
     ("copies", "parameters in the compute dtype (derived)"),
     ("gradients", "gradients, fp32 (derived)"),
@@ -32,7 +35,14 @@ def show_plan(plan: Plan, console: Console, *, tokens: float | None = None) -> N
         f"{plan.zero}, {plan.precision}; {plan.num_params:,} parameters"
     )
     console.print(Group(_memory(plan), _verdict(plan), _traffic(plan)))
+    if plan.links is not None:
+        console.print(
+            f"a device sends {plan.links.inside_host / 1e9:.3f} GB inside its host, "
+            f"{plan.links.between_hosts / 1e9:.3f} GB in groups that span hosts"
+        )
     console.print(_time(plan, tokens))
+    if plan.schedule is not None:
+        console.print(_schedule(plan.schedule, console.width))
     for line in (*plan.notes, *assumptions(parse_target(plan.target))):
         console.print(f"- {line}", highlight=False)
 
@@ -44,12 +54,21 @@ def _memory(plan: Plan) -> Table:
     whole = plan.device_memory_bytes or plan.memory.peak
     for name, label in _KINDS:
         number = getattr(plan.memory, name)
+        if name == "padding" and not number:
+            continue
         table.add_row(label, f"{number / 1e9:.2f}", _bar(number / whole))
     table.add_section()
     table.add_row(
         "peak", f"{plan.memory.peak / 1e9:.2f}", _bar(plan.memory.peak / whole)
     )
     return table
+
+
+def _schedule(schedule: Schedule, width: int) -> RenderableType:
+    """The chart, where it fits."""
+    if schedule.num_ticks * len(f" {schedule.num_microbatches}") > width:
+        return f"{schedule.name}: {schedule.num_ticks} ticks; --png and --html draw it"
+    return Group(f"{schedule.name}:", chart(schedule, width))
 
 
 def _bar(fraction: float, width: int = 40) -> str:
