@@ -20,7 +20,7 @@ from rich.console import Console
 from benchmarks.record import write_result
 from jaxpar.config import parse
 from jaxpar.plan.apart import ApartError
-from jaxpar.plan.choices import Choice
+from jaxpar.plan.choices import KNOBS, Choice
 from jaxpar.plan.plan import Plan
 from jaxpar.plan.search import seconds_of
 from jaxpar.plan.show_search import show_search
@@ -28,7 +28,7 @@ from jaxpar.planner import plan_apart
 from jaxpar.searcher import search_recipe
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "gpt_3d.py"
-KNOBS: dict[str, object] = dict.fromkeys(("mesh", "zero", "accumulate", "schedule", "remat"))
+SETS: dict[str, Any] = dict.fromkeys(KNOBS)
 CASES: dict[str, tuple[str, int, tuple[Choice, ...]]] = {
     "1.3b": (
         "h100:1x8",
@@ -114,7 +114,7 @@ def measure(name: str, compiles: int, console: Console) -> dict[str, Any]:
 
 def _planned(choice: Choice, target: str, flags: tuple[str, ...]) -> Plan | str:
     try:
-        return plan_apart(RECIPE, target, (*flags, *choice.flags(KNOBS)))
+        return plan_apart(RECIPE, target, (*flags, *choice.flags(SETS)))
     except (ValueError, ApartError) as error:
         return str(error)
 

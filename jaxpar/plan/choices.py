@@ -17,7 +17,7 @@ REMATS = ("none", "dots", "full")
 SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
 """GPipe's has the bubble of 1f1b and keeps more: never the better choice."""
 
-KNOBS = ("mesh", "zero", "accumulate", "schedule", "remat")
+KNOBS: tuple[str, ...] = ("mesh", "zero", "accumulate", "schedule", "remat")
 """Fields of a recipe's config that a search sets, where the config has them."""
 
 
