@@ -21,7 +21,7 @@ from jaxpar.plan.choices import KNOBS, Choice, ShapeFacts, Survey, shapes
 from jaxpar.plan.deviceless import prepare_process
 from jaxpar.plan.explain import piece_bytes
 from jaxpar.plan.plan import Plan, step_bytes
-from jaxpar.plan.search import Search, attempt, run, start
+from jaxpar.plan.search import Search, attempt, require_rates, run, start
 from jaxpar.plan.target import parse_target
 from jaxpar.planner import answer_of, load_recipe, plan_apart
 from jaxpar.sharding.rules import axes_of
@@ -61,7 +61,9 @@ def search_recipe(
       ValueError: if nothing is possible on the target, or the recipe is none.
       ApartError: if the recipe can't be surveyed.
     """
-    search = start(survey_apart(path, target, args), parse_target(target))
+    goal = parse_target(target)
+    require_rates(goal)
+    search = start(survey_apart(path, target, args), goal)
     run(
         search,
         lambda choice: plan_choice(path, target, args, search.survey, choice),

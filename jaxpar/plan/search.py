@@ -245,17 +245,26 @@ class Search:
         return soonest > seconds_of(best[TOP - 1][1])
 
 
-def start(survey: Survey, target: Target) -> Search:
-    """Begin a search: list the choices, and let fall what no compiler need see.
+def require_rates(target: Target) -> None:
+    """Refuse targets whose choices can't be ranked.
 
     Raises:
-      ValueError: if the target has no rates, or no choice is possible at all.
+      ValueError: if the target is of CPUs.
     """
     if target.hardware is None:
         raise ValueError(
             f"target={target.name!r}: no rates are known of CPUs to rank choices by; "
             "search on a GPU or TPU, such as h200:1x8."
         )
+
+
+def start(survey: Survey, target: Target) -> Search:
+    """Begin a search: list the choices, and let fall what no compiler need see.
+
+    Raises:
+      ValueError: if the target has no rates, or no choice is possible at all.
+    """
+    require_rates(target)
     found = Search(survey, target, set(choices(survey)), {}, {})
     if not found.left:
         said = sorted({f for f in survey.facts.values() if isinstance(f, str)})
