@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend import core
+from jax.extend import core, source_info_util
 
 PLANNED = "jaxpar.planned"
 """How the names of foreign calls begin that stand for kernels in a program which is
@@ -20,11 +20,12 @@ _VIEWS = frozenset({"reshape", "transpose", "squeeze", "convert_element_type"})
 
 
 def bind(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
-    """Evaluate one equation as it was traced, in its context and scope."""
+    """Evaluate one equation as it was traced: in its context, scope and source line."""
     params = eqn.primitive.get_bind_params(eqn.params)
     scope = str(eqn.source_info.name_stack)
     named = jax.named_scope(scope) if scope else contextlib.nullcontext()
-    with named, eqn.ctx.manager:
+    traced_at = source_info_util.user_context(eqn.source_info.traceback)
+    with traced_at, named, eqn.ctx.manager:
         outs = eqn.primitive.bind(*ins, **params)
     return list(outs) if eqn.primitive.multiple_results else [outs]
 

@@ -17,7 +17,15 @@ from jaxpar.config import parse
 from jaxpar.layout import Layout
 from jaxpar.mesh import TENSOR, MeshShape, make_mesh, only_planned
 from jaxpar.plan.apart import call
-from jaxpar.plan.choices import KNOBS, Choice, ShapeFacts, Survey, shapes
+from jaxpar.plan.choices import (
+    KNOBS,
+    REMATS,
+    Choice,
+    ShapeFacts,
+    Survey,
+    live_rows,
+    shapes,
+)
 from jaxpar.plan.deviceless import prepare_process
 from jaxpar.plan.explain import piece_bytes
 from jaxpar.plan.plan import Plan, step_bytes
@@ -86,6 +94,8 @@ def smallest_target(
 ) -> tuple[str, Choice, Plan] | None:
     """Find a larger target that a recipe fits, doubling its devices.
 
+    On each, the choices that should need the least memory are compiled, three at most.
+
     Args:
       path: the recipe.
       target: where it does not fit.
@@ -98,12 +108,34 @@ def smallest_target(
     """
     for name in itertools.islice(larger_targets(target), most):
         try:
-            found = search_recipe(path, name, args, compiles=3, jobs=1, tell=tell)
+            search = start(survey_apart(path, name, args), parse_target(name))
         except ValueError:  # No mesh of so many devices for these rows.
             continue
-        if found.ranking:
-            return (name, *found.ranking[0])
+        for _ in range(3):
+            choice = min(search.left, key=lambda c: _need(search, c), default=None)
+            if choice is None:
+                break
+            tell(choice, _tried(search, choice, path, args))
+            search.prune()
+        if search.ranking:
+            return (name, *search.ranking[0])
     return None
+
+
+def _tried(
+    search: Search, choice: Choice, path: Path, args: Sequence[str]
+) -> Plan | str:
+    """Compile a choice for a search; why it failed, if it does."""
+    target, survey = search.target.name, search.survey
+    made = attempt(lambda c: plan_choice(path, target, args, survey, c), choice)
+    search.note(choice, made)
+    return made
+
+
+def _need(search: Search, choice: Choice) -> tuple[Any, ...]:
+    """The least memory first: predicted, then by what is kept of how many rows."""
+    kept = -REMATS.index(choice.remat) if choice.remat in REMATS else 0
+    return search.predict(choice).peak, kept, live_rows(search.survey, choice), choice
 
 
 def what_would_fit(
@@ -148,8 +180,7 @@ def what_would_fit(
         choice = min(search.left, key=lambda c: _nearness(search, own, c), default=None)
         if choice is None:
             break
-        made = attempt(lambda c: plan_choice(path, target, args, found, c), choice)
-        search.note(choice, made)
+        made = _tried(search, choice, path, args)
         tried.append((choice, made))
         tell(choice, made)
         if sum(not isinstance(p, str) and bool(p.fits) for _, p in tried) > 1:

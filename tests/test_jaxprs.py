@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend import source_info_util
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.jaxprs import flops
+from jaxpar.jaxprs import bind, flops
 from jaxpar.mesh import MeshShape, make_mesh
 
 ROWS, WIDTH, OUT = 4, 8, 16
@@ -92,3 +93,14 @@ def test_convolution_counts_its_kernel_at_every_output(groups):
 
     found = flops(jax.make_jaxpr(convolve)(image, kernel).eqns)
     assert found == 2 * (2 * 6 * 100) * (4 // groups * 3 * 3)
+
+
+def test_equation_bound_again_keeps_the_line_that_it_was_traced_at():
+    def doubled(x):
+        return 2 * x
+
+    (eqn,) = jax.make_jaxpr(doubled)(1.0).eqns
+    (again,) = jax.make_jaxpr(lambda x: bind(eqn, [2.0, x]))(1.0).eqns
+    line = source_info_util.summarize(again.source_info)
+    assert line == source_info_util.summarize(eqn.source_info)
+    assert "doubled" in line

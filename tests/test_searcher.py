@@ -125,7 +125,7 @@ def test_model_that_is_too_large_is_told_the_smallest_target_that_would_do():
 
 @pytest.mark.slow
 def test_plan_that_does_not_fit_shows_what_was_tried():
-    flags = ("--model", "1.3b", "--precision", "bf16", "--batch-size", "256")
+    flags = ("--model", "1.3b", "--precision", "bf16", "--batch-size", "1024")
     done = run(RECIPE, "--target", "h100:1x8", "--", *flags)
     assert done.returncode == 0
     said = " ".join(done.stdout.split())

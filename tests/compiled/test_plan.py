@@ -37,10 +37,15 @@ def test_124m_on_64_gpus_holds_and_moves_what_stage_3_does(compiled):
     assert crossing(found, "reduce-scatter", "data") == pytest.approx(2 * psi, rel=0.05)
     tokens = found["tokens_per_step"]
     assert tokens == 64 * 1024
-    # 6 operations a parameter and token; with attention's, and blocks run again.
+    # 6 operations a parameter and token, with attention's on whole scores; blocks run
+    # again, not the head (a third of this model) nor the scores above the diagonal.
     assert 6 < found["model_flops_per_step"] / psi / tokens < 7
     again = found["flops_per_step"] / found["model_flops_per_step"]
-    assert 1.2 < again < 1.34
+    assert 1.12 < again < 1.25
+    assert (
+        "attention is a call of the bytes and operations of cuDNN's"
+        in (found["notes"][0])
+    )
     own = found["estimate"]
     assert own["tokens_per_second"] == pytest.approx(tokens / own["step_seconds"])
     assert 0 < own["mfu"] < 0.8

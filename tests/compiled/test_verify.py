@@ -34,7 +34,8 @@ def test_constraint_without_data_in_a_block_is_seen_and_the_operation_named(comp
     assert float(factor) > 5
     rows, width = 64 * LEFT_OUT.length, 4 * LEFT_OUT.width
     hidden = rf"{LEFT_OUT.layers} x all-gather of bf16\[{rows},{width}\], "
-    assert re.search(rf"  - [\d,]+ bytes: {hidden}\S+/add at ", violation)
+    product = r"\S+/add at jaxpar/models/layers\.py:\d+\n"
+    assert re.search(rf"  - [\d,]+ bytes: {hidden}{product}", violation)
 
 
 @pytest.mark.parametrize("zero", [1, 3])

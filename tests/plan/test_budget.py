@@ -339,7 +339,7 @@ def test_step_is_compiled_for_todays_lines():
         make_engine().layout.measure(Lowered())
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_planted_collective_is_named_by_its_line(zero):
     engine = make_engine(zero=zero, loss_fn=planted, coupled_batch=True)
     with pytest.raises(jaxpar.BudgetExceeded) as caught:
