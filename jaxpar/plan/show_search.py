@@ -36,8 +36,9 @@ def show_search(search: Search, console: Console) -> None:
 
 def _ranking(best: Sequence[tuple[Choice, Plan]], search: Search) -> Table:
     caption = "mesh: data x pipe x tensor; step in seconds, peak in GB of one device"
-    table = Table("", "mesh", "ZeRO", "accumulate", box=box.SIMPLE, caption=caption)
-    table.add_column("schedule", no_wrap=True)
+    table = Table(box=box.SIMPLE, caption=caption, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("", "mesh", "ZeRO", "accumulate", "schedule"):
+        table.add_column(name, no_wrap=True)
     table.add_column("remat")
     for name in ("step", "tokens/s", "MFU", "peak"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -107,7 +107,7 @@ def test_no_live_array_is_as_large_as_a_whole_leaf(engine: jaxpar.Engine) -> Non
 
 
 def test_compiled_step_takes_its_share_of_the_state(engine: jaxpar.Engine) -> None:
-    placed = engine._batch_spec.put(BATCH)
+    placed = engine.batch_spec.put(BATCH)
     memory = engine._step.lower(engine._leaves, placed).compile().memory_analysis()
     psi = tree.num_elements(engine.state.params)
     batch_bytes = tree.num_bytes(BATCH) / engine.mesh.shape["data"]
@@ -120,7 +120,7 @@ def test_no_stack_of_layers_is_whole_while_the_step_runs(
     engine: jaxpar.Engine,
 ) -> None:
     """Layers are gathered one by one, forward and backward; so are their gradients."""
-    placed = engine._batch_spec.put(BATCH)
+    placed = engine.batch_spec.put(BATCH)
     program = engine._step.lower(engine._leaves, placed).compile().as_text()
     assert program is not None
     assert f"f32[{WIDTH},{HIDDEN}]" in program
@@ -130,7 +130,7 @@ def test_no_stack_of_layers_is_whole_while_the_step_runs(
 
 def test_init_makes_shards_only(engine: jaxpar.Engine) -> None:
     init = make_init(engine._network, optax.adamw(1e-3))
-    shardings = engine._layout.shardings
+    shardings = engine.layout.shardings
     compiled = jax.jit(init, out_shardings=shardings).lower(jax.random.key(0)).compile()
     made = jax.tree.leaves(compiled.output_shardings)
     for one, other, leaf in zip(

@@ -14,10 +14,10 @@ from jaxpar.plan.target import parse_target
 from tests.plan.worlds import World
 
 WORLDS = {
-    "fits easily": World(),
+    "fits easily": World(rows=16),
     "little memory": World(psi=5e9, rows=32),
     "needs to be split": World(psi=13e9, rows=32),
-    "two hosts": World(target="a100:2x8", psi=7e9, rows=128),
+    "two hosts": World(target="a100:2x8", psi=7e9, rows=32),
     "no pipeline": World(knobs={"mesh": None, "zero": 0, "accumulate": 1}),
 }
 
