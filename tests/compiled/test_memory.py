@@ -30,6 +30,7 @@ def test_a_replicated_accumulator_is_seen(compiled):
         check_stage_2_memory(step, run)
 
 
+@pytest.mark.slow
 def test_stage_3_grows_by_the_stashed_inputs_not_by_the_model(compiled):
     short, long = STEPS["zero3-512"], Run(zero=3, hosts=64, layers=32)
     few, many = (compiled(compile_step, run) for run in (short, long))

@@ -15,7 +15,10 @@ def crossing(found: dict, op: str, axis: str) -> int:
     )
 
 
-@pytest.mark.parametrize("kind", ["a100", "h100", "b200"])
+@pytest.mark.parametrize(
+    "kind",
+    ["h100", *(pytest.param(k, marks=pytest.mark.slow) for k in ("a100", "b200"))],
+)
 def test_every_gpu_that_has_a_file_can_be_planned_for(compiled, kind):
     found = compiled(plan, "gpt.py", f"{kind}:1x2", "--batch-size", "4")
     assert found["compiled_for"] == "cuda"
@@ -51,6 +54,7 @@ def test_124m_on_64_gpus_holds_and_moves_what_stage_3_does(compiled):
     assert 0 < own["mfu"] < 0.8
 
 
+@pytest.mark.slow
 def test_slice_of_tpus_is_planned_with_its_padding(compiled):
     flags = (*SMALL, "--batch-size", "16", "--zero", "1")
     found = compiled(plan, "gpt.py", "v5e:4x4", *flags)
