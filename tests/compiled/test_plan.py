@@ -17,7 +17,10 @@ def crossing(found: dict, op: str, axis: str) -> int:
 
 @pytest.mark.parametrize(
     "kind",
-    ["h100", *(pytest.param(k, marks=pytest.mark.slow) for k in ("a100", "b200"))],
+    [
+        "h100",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("a100", "b200")),
+    ],
 )
 def test_every_gpu_that_has_a_file_can_be_planned_for(compiled, kind):
     found = compiled(plan, "gpt.py", f"{kind}:1x2", "--batch-size", "4")
