@@ -6,8 +6,8 @@ cuDNN's attention, and a torch.compile'd GPT with flash attention and fused Adam
 takes its turn alone on the GPU, in a process of its own, in one order and then in the
 other.
 
-Without a GPU the engine's step is compiled for an H200 instead, with XLA's attention,
-for cuDNN's can't be compiled there.
+Without a GPU the engine's step is compiled for an H200 instead; where a GPU would run
+cuDNN's attention stands a call of its size.
 
     python benchmarks/train_gpu.py --part 124m
 """

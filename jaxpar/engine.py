@@ -199,7 +199,7 @@ class Engine:
             operations by their lines in the source.
         """
         measured = self.layout.measure(self.lower())
-        allowed = budget or self.layout.budget(self._given["accumulate"])
+        allowed = budget or self.layout.budget()
         violations = check(allowed, measured)
         if violations:
             raise BudgetExceeded(violations)

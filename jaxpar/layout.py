@@ -126,13 +126,13 @@ class Layout:
         explanation = self.explain(compiled, module)
         return measure(explanation, module, text, on_cpu=self._platform == "cpu")
 
-    def budget(self, accumulate: int) -> Budget:
-        """What a step of so many micro-batches holds and moves by design."""
+    def budget(self) -> Budget:
+        """What the step holds and moves by design."""
         ruled = state_shardings(self.abstract, self.plans, self.stage, self.mesh)
         meant = Meant(
             stage=self.stage,
             precision=self.precision,
-            accumulate=accumulate,
+            accumulate=self.accumulate,
             sizes=dict(self.mesh.shape),
             platform=self._platform,
             coupled=self.coupled,

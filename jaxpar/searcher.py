@@ -7,6 +7,7 @@ compiled, each in a process of its own (`jaxpar.plan.search`).
 
 import dataclasses
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,9 @@ from jaxpar.state import state_shardings
 
 COMPILES = 16
 """Steps that a search compiles, unless told otherwise."""
+
+_USUAL_HOST = 8
+"""GPUs of a host: up to so many are added to it before there is another."""
 
 Tell = Callable[[Choice, Plan | str], None]
 
@@ -160,8 +164,8 @@ def what_would_fit(
       choice can fit.
     """
     target = plan.target
-    found = survey_apart(path, target, args)
-    search = start(dataclasses.replace(found, pinned=frozenset()), parse_target(target))
+    found = survey_apart(path, target, args, pins=False)
+    search = start(found, parse_target(target))
     knobs: Mapping[str, Any] = found.knobs
     data, pipe, tensor = plan.mesh.values()
     own = Choice(
@@ -171,9 +175,8 @@ def what_would_fit(
         knobs.get("schedule") if pipe > 1 else None,
         knobs.get("remat"),
     )
-    search.left.discard(own)
     if own.mesh in found.facts:
-        search.plans[own] = plan
+        search.note(own, plan)
     tried: list[tuple[Choice, Plan | str]] = []
     while search.left and len(tried) < compiles:
         search.prune()
@@ -208,7 +211,7 @@ def larger_targets(target: str) -> Iterator[str]:
         if sides:
             sides[sides.index(min(sides))] *= 2
             yield f"{kind}:{'x'.join(map(str, sorted(sides)))}"
-        elif devices < 8:
+        elif devices < _USUAL_HOST:
             devices *= 2
             yield f"{kind}:{hosts}x{devices}"
         else:
@@ -216,19 +219,23 @@ def larger_targets(target: str) -> Iterator[str]:
             yield f"{kind}:{hosts}x{devices}"
 
 
-def survey_apart(path: Path, target: str, args: Sequence[str]) -> Survey:
+def survey_apart(
+    path: Path, target: str, args: Sequence[str], *, pins: bool = True
+) -> Survey:
     """Survey in a process of its own; raises as `jaxpar.planner.plan_apart` does."""
     told = f"survey of {path.name} on {target}"
-    return answer_of(call("jaxpar.searcher:survey", path, target, args, what=told))
+    asked = (path, target, args, pins)
+    return answer_of(call("jaxpar.searcher:survey", *asked, what=told))
 
 
-def survey(path: Path, target: str, args: Sequence[str]) -> Survey:
+def survey(path: Path, target: str, args: Sequence[str], pins: bool = True) -> Survey:
     """Survey a recipe in this process, which has not used jax yet.
 
     Args:
       path: the recipe.
       target: the devices.
       args: its flags.
+      pins: whether what they set stays as it is, or may be varied.
 
     Returns:
       What it is on every mesh of the target's devices.
@@ -242,7 +249,7 @@ def survey(path: Path, target: str, args: Sequence[str]) -> Survey:
     config = parse(recipe.Config, recipe.__doc__, list(args), prog=str(path))
     fields = [field.name for field in dataclasses.fields(config)]
     knobs = {name: getattr(config, name) for name in KNOBS if name in fields}
-    pinned = _pinned(args)
+    pinned = _pinned(args) if pins else frozenset()
     devices = list(goal.devices())
     tokens = getattr(recipe, "tokens_per_step", None)
     facts: dict[tuple[int, int, int], Any] = {}
@@ -303,16 +310,11 @@ def _facts(layout: Layout, stage: ZeroStage) -> ShapeFacts:
         accumulates=pipes,
     )
     itemsize = layout.precision.compute_dtype.itemsize
-    owned = sum(_pieces(plan) for plan in plans.values()) * itemsize
+    owned = itemsize * sum(
+        math.prod(plan.shape) // plan.ways_computed for plan in plans.values()
+    )
     reduced = sum(_reduced(plan) for plan in plans.values()) * itemsize
     return ShapeFacts(state, copies, gradients, owned, reduced)
-
-
-def _pieces(plan: LeafPlan) -> int:
-    number = 1
-    for size in plan.shape:
-        number *= size
-    return number // plan.ways_computed
 
 
 def _reduced(plan: LeafPlan) -> int:

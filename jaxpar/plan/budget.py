@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxpar.plan.explain import Explanation, LeafReport
 from jaxpar.plan.hlo import Module
-from jaxpar.plan.operations import Operation, op_name, read_operations
+from jaxpar.plan.operations import Operation, read_operations
 
 REDUCTION = "reduction"
 """A kind of a budget: all-reduces and reduce-scatters together."""
@@ -171,7 +171,7 @@ def measure(
     held: dict[str, int] = collections.defaultdict(int)
     for instruction in module.entry.instructions.values():
         if instruction.opcode == "parameter":
-            held[op_name(instruction)] += sum(a.bytes for a in instruction.types)
+            held[instruction.op_name] += sum(a.bytes for a in instruction.types)
     names = {f"state[{i}]": leaf.name for i, leaf in enumerate(explanation.leaves)}
     return Measured(
         mesh=explanation.mesh,

@@ -23,6 +23,7 @@ _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([^\]]*)\](?:\{([^}]*)\})?")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"\s([a-z][\w\-]*)\(")
+_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _CALLED = re.compile(
     r"\b(?:calls|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
     r"|\b(?:branch_computations|called_computations)=\{([^}]*)\}"
@@ -93,6 +94,12 @@ class Instruction:
             return ""
         rest = self.attributes[found.end() :]
         return rest[: _end_of_value(rest)]
+
+    @property
+    def op_name(self) -> str:
+        """The name that jax gave the operation; empty if it has none."""
+        named = _OP_NAME.search(self.attributes)
+        return named.group(1).replace("\\'", "'") if named else ""
 
     @property
     def called(self) -> tuple[str, ...]:

@@ -24,7 +24,6 @@ _LIBRARIES = re.compile(
     r"|^<@beartype"
 )
 _FRAME_ID = re.compile(r"\bstack_frame_id=(\d+)")
-_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _OLD_LINE = re.compile(r'\bsource_file="([^"]*)".*?\bsource_line=(\d+)')
 _LONGEST_NAME = 90
 _METADATA_IN_KEY = "jax_compilation_cache_include_metadata_in_key"
@@ -105,17 +104,11 @@ def read_operations(
             num_arrays=len(arrays),
             times=site.times,
             bytes=site.times * sum(site.payload.values()),
-            name=op_name(site.instruction),
+            name=site.instruction.op_name,
             line=_line(site.instruction, stacks),
         )
         found.append(operation)
     return tuple(sorted(found, key=lambda operation: -operation.bytes))
-
-
-def op_name(instruction: Instruction) -> str:
-    """The name that jax gave the operation; empty if it has none."""
-    named = _NAME.search(instruction.attributes)
-    return named.group(1).replace("\\'", "'") if named else ""
 
 
 def read_stacks(text: str) -> Mapping[int, tuple[Frame, ...]]:

@@ -39,7 +39,7 @@ class BytesPerDevice:
       batch: the batch.
       temporaries: what lives within the step.
       copies: of these, derived: parameters in the compute dtype.
-      gradients: of these, derived: fp32 sums.
+      gradients: of these, derived: as they are summed or reduced.
       activations: of these, derived: what is left.
       peak: the most alive at once.
     """

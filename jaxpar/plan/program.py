@@ -133,8 +133,7 @@ def _parameters(module: Module) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for instruction in module.entry.instructions.values():
         if instruction.opcode == "parameter":
-            named = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.attributes)
-            name = named.group(1).replace("\\'", "'") if named else instruction.name
+            name = instruction.op_name or instruction.name
             padded = sum(array.padded_bytes for array in instruction.types)
             sizes[name] = sizes.get(name, 0) + padded
     return sizes

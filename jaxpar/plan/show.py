@@ -16,7 +16,7 @@ _KINDS = (
     ("padding", "of both, padding to tiles"),
     ("batch", "batch"),
     ("copies", "parameters in the compute dtype (derived)"),
-    ("gradients", "gradients, fp32 (derived)"),
+    ("gradients", "gradients (derived)"),
     ("activations", "activations and all else (derived)"),
 )
 

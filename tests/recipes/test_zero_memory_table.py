@@ -99,7 +99,10 @@ def test_elements_that_cross_are_deepspeeds(plans):
 def test_command_prints_both_tables_and_draws_them(monkeypatch, capsys, tmp_path: Path):
     """Ours at or below DeepSpeed's; at stage 2, but for shards in fp32: 2 Psi/N."""
     if not compilers.FOLDER.is_dir():
-        pytest.skip(f"no compilers for GPUs in {compilers.FOLDER.name}/")
+        pytest.skip(
+            f"no compilers for GPUs in {compilers.FOLDER.name}/ beside the "
+            "environment: `make test` on the main lane installs them"
+        )
     chart = tmp_path / "new" / "chart.png"
     args = ["--model", "124m", "--png", str(chart)]
     monkeypatch.setattr(sys, "argv", [RECIPE, *args])
