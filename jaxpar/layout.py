@@ -16,8 +16,7 @@ from jax.sharding import Mesh
 from jaxpar import tree
 from jaxpar.jaxprs import flops
 from jaxpar.mesh import DATA, PIPE, are_present, lowering_platform
-from jaxpar.pipeline.execution import Execution, Pipeline
-from jaxpar.pipeline.stages import is_stacked
+from jaxpar.pipeline.execution import Execution
 from jaxpar.plan.budget import Budget, Measured, measure
 from jaxpar.plan.expected import Meant, expected_budget
 from jaxpar.plan.explain import Explanation, make_explanation, piece_bytes
@@ -138,7 +137,8 @@ class Layout:
             coupled=self.coupled,
         )
         at_rest = dataclasses.replace(self, shardings=ruled)._state_bytes()
-        return expected_budget(self._crossing_plans(), meant, sum(at_rest.values()))
+        crossing = self.execution.crossing(list(self.plans.values()))
+        return expected_budget(crossing, meant, sum(at_rest.values()))
 
     def plan(
         self, traced: jax.stages.Traced, target: Target, tokens_per_step: int | None
@@ -200,16 +200,6 @@ class Layout:
     @property
     def _platform(self) -> str:
         return self.mesh.devices.flat[0].platform
-
-    def _crossing_plans(self) -> list[LeafPlan]:
-        """The parameters' plans as they cross data: stacks in their stages' order."""
-        if not isinstance(self.execution, Pipeline):
-            return list(self.plans.values())
-        staged = self.execution.stages.staged
-        return [
-            staged(plan) if is_stacked(plan.name) else plan
-            for plan in self.plans.values()
-        ]
 
     def _memory(self, program: Program) -> BytesPerDevice:
         """A program's memory by kind."""

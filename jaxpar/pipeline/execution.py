@@ -75,6 +75,10 @@ class Execution(Protocol):
         """As `jaxpar.gradients.make_evaluation`."""
         ...
 
+    def crossing(self, plans: Sequence[LeafPlan]) -> list[LeafPlan]:
+        """The parameters' plans as they cross data."""
+        ...
+
     def notes(self, stage: ZeroStage, plans: Mapping[str, LeafPlan]) -> tuple[str, ...]:
         """What to say of the pipe axis in an explanation."""
         ...
@@ -171,6 +175,10 @@ class OneStage:
     make_gradients = staticmethod(make_gradients)
     make_evaluation = staticmethod(make_evaluation)
 
+    def crossing(self, plans: Sequence[LeafPlan]) -> list[LeafPlan]:
+        """They cross as they are."""
+        return list(plans)
+
     def notes(self, stage: ZeroStage, plans: Mapping[str, LeafPlan]) -> tuple[str, ...]:
         """Nothing to say."""
         del stage, plans
@@ -227,7 +235,7 @@ class Pipeline:
         structure = jax.tree.structure(params_like)
         chunks = self._chunks(partition, loss_fn, accumulate, training=True)
         plan = make_plan(self.schedule, training=True, keeps=chunks.keeps)
-        plans = self._staged_plans(partition)
+        plans = self.crossing(partition.plans)
 
         def body(shards, batch, model_state, key, scale):
             key = partition.exchange.fold_shard(key)
@@ -354,17 +362,17 @@ class Pipeline:
         keeps = self.network.remat == "none"
         return Chunks(trunk, keeps=keeps, splits=self.schedule.splits_backward)
 
-    def _staged_plans(self, partition: Partition) -> list[LeafPlan]:
+    def crossing(self, plans: Sequence[LeafPlan]) -> list[LeafPlan]:
         """The plans by which whole leaves are made, and gradients reduced."""
         return [
             self.stages.staged(plan) if is_stacked(plan.name) else plan
-            for plan in partition.plans
+            for plan in plans
         ]
 
     def _whole(self, partition: Partition, shards: Sequence[Any]) -> list[jax.Array]:
         """Cast, put in the stages' order, gather: once a step."""
         whole = []
-        staged = self._staged_plans(partition)
+        staged = self.crossing(partition.plans)
         for plan, own, shard in zip(partition.plans, staged, shards, strict=True):
             view = shard.astype(partition.precision.compute_dtype)
             if is_stacked(plan.name):
