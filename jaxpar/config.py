@@ -69,9 +69,16 @@ def _searched(config: Any, given: list[str]) -> list[str]:
     if mesh != "auto":
         return given
     target, others = _taken(others, "--target")
+    if {"-h", "--help"} & set(others):
+        return others
     if target is None:
         _stop("--mesh auto needs --target: the devices of the run, such as h200:1x8.")
-    recipe = sys.modules[config.__module__].__file__
+    recipe = getattr(sys.modules[config.__module__], "__file__", None)
+    if recipe is None:
+        _stop(
+            f"--mesh auto: {config.__qualname__} must be in a file, the recipe that is "
+            "planned; of a notebook, give the mesh in numbers."
+        )
     with tempfile.TemporaryDirectory(prefix="jaxpar-mesh-") as folder:
         file = Path(folder, "search.json")
         command = [sys.executable, "-m", "jaxpar", "plan", str(recipe), "--search"]

@@ -19,7 +19,7 @@ from jaxpar.mesh import DATA, PIPE, are_present, lowering_platform
 from jaxpar.pipeline.execution import Execution
 from jaxpar.plan.budget import Budget, Measured, measure
 from jaxpar.plan.expected import Meant, expected_budget
-from jaxpar.plan.explain import Explanation, make_explanation, piece_bytes
+from jaxpar.plan.explain import Explanation, make_explanation, state_bytes
 from jaxpar.plan.hlo import Module, parse
 from jaxpar.plan.operations import todays_lines
 from jaxpar.plan.plan import (
@@ -136,7 +136,7 @@ class Layout:
             platform=self._platform,
             coupled=self.coupled,
         )
-        at_rest = dataclasses.replace(self, shardings=ruled)._state_bytes()
+        at_rest = state_bytes(self.abstract, ruled)
         crossing = self.execution.crossing(list(self.plans.values()))
         return expected_budget(crossing, meant, sum(at_rest.values()))
 
@@ -211,17 +211,8 @@ class Layout:
             once_a_step=pipes,
             accumulates=pipes or self.accumulate > 1,
         )
-        return split_memory(
-            program, self._state_bytes(), copies=copies, gradients=gradients
-        )
-
-    def _state_bytes(self) -> dict[str, int]:
-        """The state's leaves -> bytes on one device, without padding."""
-        placed = tree.named_leaves(self.shardings)
-        return {
-            name: piece_bytes(leaf, placed[name])
-            for name, leaf in tree.named_leaves(self.abstract).items()
-        }
+        at_rest = state_bytes(self.abstract, self.shardings)
+        return split_memory(program, at_rest, copies=copies, gradients=gradients)
 
 
 def lower_for(traced: jax.stages.Traced, mesh: Mesh) -> jax.stages.Lowered:

@@ -12,7 +12,6 @@ from jaxpar.config import parse
 from jaxpar.initialization import initialize
 from jaxpar.mesh import MeshShape, make_mesh, only_planned
 from jaxpar.plan.apart import Stopped, call
-from jaxpar.plan.deviceless import prepare_process
 from jaxpar.plan.plan import Plan
 from jaxpar.plan.target import parse_target
 
@@ -81,7 +80,7 @@ def answer_of(answer: Any) -> Any:
 
 
 def plan_recipe(path: Path, target: str, args: Sequence[str] = ()) -> Plan:
-    """Plan a recipe in this process, which has not used jax yet.
+    """Plan a recipe in this process, one that is prepared for compilers.
 
     Nothing is allocated: the engine is made of shapes.
 
@@ -96,7 +95,6 @@ def plan_recipe(path: Path, target: str, args: Sequence[str] = ()) -> Plan:
     Raises:
       ValueError: if the recipe is none, or its mesh does not fit the target.
     """
-    prepare_process()
     found = parse_target(target)
     recipe = load_recipe(path)
     config = parse(recipe.Config, recipe.__doc__, list(args), prog=str(path))
@@ -121,7 +119,6 @@ def plan_call(
     Returns:
       The plan.
     """
-    prepare_process()
     mesh = make_mesh(shape, parse_target(target).devices())
     with only_planned():
         engine = initialize(**{**given, "mesh": mesh})

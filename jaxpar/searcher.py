@@ -27,8 +27,7 @@ from jaxpar.plan.choices import (
     live_rows,
     shapes,
 )
-from jaxpar.plan.deviceless import prepare_process
-from jaxpar.plan.explain import piece_bytes
+from jaxpar.plan.explain import state_bytes
 from jaxpar.plan.plan import Plan, step_bytes
 from jaxpar.plan.search import Search, attempt, require_rates, run, start
 from jaxpar.plan.target import parse_target
@@ -229,7 +228,7 @@ def survey_apart(
 
 
 def survey(path: Path, target: str, args: Sequence[str], pins: bool = True) -> Survey:
-    """Survey a recipe in this process, which has not used jax yet.
+    """Survey a recipe in this process, one that is prepared for compilers.
 
     Args:
       path: the recipe.
@@ -243,7 +242,6 @@ def survey(path: Path, target: str, args: Sequence[str], pins: bool = True) -> S
     Raises:
       ValueError: if the recipe is none.
     """
-    prepare_process()
     goal = parse_target(target)
     recipe = load_recipe(path)
     config = parse(recipe.Config, recipe.__doc__, list(args), prog=str(path))
@@ -296,11 +294,7 @@ def _facts(layout: Layout, stage: ZeroStage) -> ShapeFacts:
     compute = {name: plan.compute for name, plan in layout.plans.items()}
     plans = layout.execution.plan_leaves(leaves, compute, stage, sizes, ("*",))
     shardings = state_shardings(layout.abstract, plans, stage, layout.mesh)
-    placed = tree.named_leaves(shardings)
-    state = sum(
-        piece_bytes(leaf, placed[name])
-        for name, leaf in tree.named_leaves(layout.abstract).items()
-    )
+    state = sum(state_bytes(layout.abstract, shardings).values())
     pipes = sizes["pipe"] > 1
     copies, gradients = step_bytes(
         plans.values(),

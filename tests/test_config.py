@@ -1,6 +1,8 @@
 """Does the command line say what it takes, and what a misspelt flag should be?"""
 
 import dataclasses
+import sys
+import types
 
 import pytest
 
@@ -97,3 +99,20 @@ def test_help_tells_of_mesh_auto_where_there_is_a_mesh(capsys):
     assert "--mesh auto --target h200:1x8 picks the mesh" in " ".join(
         capsys.readouterr().out.replace("│", " ").split()
     )
+
+
+def test_help_is_not_searched_for(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse(Config, "Trains.", ["--mesh", "auto", "--target", "h200:8x8", "--help"])
+    assert stopped.value.code == 0
+    assert "--steps" in capsys.readouterr().out
+
+
+def test_mesh_auto_is_of_files(capsys, monkeypatch):
+    """What a notebook defines has no file to plan."""
+    monkeypatch.setitem(sys.modules, "a_notebook", types.ModuleType("a_notebook"))
+    defined = type("Defined", (Config,), {"__module__": "a_notebook"})
+    with pytest.raises(SystemExit) as stopped:
+        parse(defined, None, ["--mesh", "auto", "--target", "h100:1x8"])
+    assert stopped.value.code == 2
+    assert "Defined must be in a file" in capsys.readouterr().err

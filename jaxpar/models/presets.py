@@ -18,6 +18,30 @@ def _megatron(width: int, num_layers: int, num_heads: int) -> GPTConfig:
     )
 
 
+def _llama(
+    width: int,
+    num_layers: int,
+    num_heads: int,
+    *,
+    mlp_width: int,
+    num_kv_heads: int | None = None,
+) -> GPTConfig:
+    return GPTConfig(
+        vocab_size=32_000,
+        seq_len=4096,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        width=width,
+        mlp_width=mlp_width,
+        positions="rotary",
+        norm="rmsnorm",
+        activation="swiglu",
+        bias=False,
+        tied_embedding=False,
+        num_kv_heads=num_kv_heads,
+    )
+
+
 PRESETS: dict[str, GPTConfig] = {
     "tiny": GPTConfig(
         vocab_size=256,
@@ -39,33 +63,8 @@ PRESETS: dict[str, GPTConfig] = {
     "1.3b": GPTConfig(
         vocab_size=50_304, seq_len=2048, num_layers=24, num_heads=16, width=2048
     ),
-    "7b": GPTConfig(
-        vocab_size=32_000,
-        seq_len=4096,
-        num_layers=32,
-        num_heads=32,
-        width=4096,
-        mlp_width=11_008,
-        positions="rotary",
-        norm="rmsnorm",
-        activation="swiglu",
-        bias=False,
-        tied_embedding=False,
-    ),
-    "70b": GPTConfig(
-        vocab_size=32_000,
-        seq_len=4096,
-        num_layers=80,
-        num_heads=64,
-        num_kv_heads=8,
-        width=8192,
-        mlp_width=28_672,
-        positions="rotary",
-        norm="rmsnorm",
-        activation="swiglu",
-        bias=False,
-        tied_embedding=False,
-    ),
+    "7b": _llama(4096, 32, 32, mlp_width=11_008),
+    "70b": _llama(8192, 80, 64, mlp_width=28_672, num_kv_heads=8),
     "1.7b": _megatron(2304, 24, 24),
     "3.6b": _megatron(3072, 30, 32),
     "7.5b": _megatron(4096, 36, 32),

@@ -19,14 +19,10 @@ from typing import Any
 
 import cloudpickle
 
-_QUIET = {
-    "JAX_PLATFORMS": "cpu",
-    "CUDA_VISIBLE_DEVICES": "-1",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-}
-"""What the process is started with; nothing of it is for a run."""
+from jaxpar.plan.deviceless import prepare_process
+
+_QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
+"""What a compiler reads as it is loaded: only what ends the process is logged."""
 
 _SERVE = """
 import pathlib, sys
@@ -141,12 +137,13 @@ def _how_it_died(code: int, complained: Path) -> str:
 
 
 def serve(asked: Path, answered: Path) -> None:
-    """Be the process of `call`: call, and write what came of it.
+    """Be the process of `call`: prepare it, call, and write what came of it.
 
     Args:
       asked: the file that holds the function and what it takes.
       answered: the file to write.
     """
+    prepare_process()
     function, args = pickle.loads(asked.read_bytes())
     module, _, name = function.partition(":")
     answer: Any

@@ -7,10 +7,13 @@ taken from the choices that have been compiled (`jaxpar.plan.search`).
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping
 
 from jaxpar.mesh import DATA, PIPE, TENSOR, MeshShape
+from jaxpar.pipeline.catalog import make_schedule
+from jaxpar.pipeline.schedule import cost
 from jaxpar.plan.target import Target
 
 REMATS = ("none", "dots", "full")
@@ -38,11 +41,6 @@ class Choice:
     accumulate: int
     schedule: str | None = None
     remat: str | None = None
-
-    @property
-    def shape(self) -> MeshShape:
-        """The mesh."""
-        return MeshShape(*self.mesh)
 
     def flags(self, knobs: Mapping[str, object]) -> tuple[str, ...]:
         """The recipe's flags that make this choice.
@@ -148,13 +146,17 @@ def choices(survey: Survey) -> Iterator[Choice]:
 
 
 def bubble_of(choice: Choice) -> float:
-    """Idle fraction of a pipeline, where a backward takes two forwards."""
-    stages, micro = choice.mesh[1], choice.accumulate
-    if stages == 1:
+    """Idle fraction of the choice's schedule, where a backward takes two forwards."""
+    if choice.schedule is None:
         return 0.0
-    idle = {"interleaved": (stages - 1) / 2, "zero_bubble": (stages - 1) / 3}
-    waits = idle.get(choice.schedule or "", stages - 1)
-    return waits / (micro + waits)
+    return _bubble(choice.schedule, choice.mesh[1], choice.accumulate)
+
+
+@functools.cache
+def _bubble(name: str, stages: int, microbatches: int) -> float:
+    schedule = make_schedule(name, stages, microbatches)
+    weight = 1.0 if schedule.splits_backward else 0.0
+    return cost(schedule, backward=2 - weight, weight=weight).bubble
 
 
 def live_rows(survey: Survey, choice: Choice) -> float:

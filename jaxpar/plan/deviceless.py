@@ -35,6 +35,7 @@ def prepare_process() -> None:
         sys.path.append(folder)
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # Plans may be made side by side.
     jax.config.update("jax_platforms", "cpu")
 
 

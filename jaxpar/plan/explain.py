@@ -203,8 +203,16 @@ def make_explanation(
     )
 
 
-def piece_bytes(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> int:
-    """Bytes of a leaf's piece on one device, without padding."""
+def state_bytes(abstract: PyTree, shardings: PyTree) -> dict[str, int]:
+    """The leaves of a state -> bytes on one device, without padding."""
+    placed = tree.named_leaves(shardings)
+    return {
+        name: _piece_bytes(leaf, placed[name])
+        for name, leaf in tree.named_leaves(abstract).items()
+    }
+
+
+def _piece_bytes(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> int:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return 8
     piece = sharding.shard_shape(leaf.shape)
@@ -222,7 +230,7 @@ def _row(
         shape=tuple(leaf.shape),
         dtype=str(leaf.dtype),
         spec=str(tuple(sharding.spec)),
-        bytes_per_device=piece_bytes(leaf, sharding),
+        bytes_per_device=_piece_bytes(leaf, sharding),
         why=plan.why if plan else "",
     )
 

@@ -79,7 +79,9 @@ def verdict(plan: Plan) -> str:
     if whole is None:
         return f"peak {quantity(peak, 'B')}; the device's memory is not known"
     if peak > whole:
-        return f"does not fit by {quantity(peak - whole, 'B')}"
+        return (
+            f"does not fit: {quantity(peak - whole, 'B')} over {quantity(whole, 'B')}"
+        )
     return f"fits: {quantity(whole - peak, 'B')} of {quantity(whole, 'B')} are left"
 
 

@@ -7,6 +7,7 @@ predictions of the others follow it.
 
 import concurrent.futures
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -52,6 +53,15 @@ class Prediction:
     peak: float
 
 
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    """Bytes by rows; those of more than `most` rows are not predicted to be more."""
+
+    slope: float
+    fixed: float
+    most: float
+
+
 @dataclasses.dataclass
 class Search:
     """A search under way, and what it has found.
@@ -69,9 +79,7 @@ class Search:
     left: set[Choice]
     plans: dict[Choice, Plan]
     fallen: dict[Choice, str]
-    _lines: dict[Any, tuple[float, float] | None] = dataclasses.field(
-        default_factory=dict
-    )
+    _lines: dict[Any, _Line | None] = dataclasses.field(default_factory=dict)
     _predicted: dict[Choice, Prediction] = dataclasses.field(default_factory=dict)
     _rates: dict[Any, float] = dataclasses.field(default_factory=dict)
 
@@ -135,40 +143,26 @@ class Search:
         piped = [seconds for own, seconds in known if own[1] == kind[1]]
         return min(alike or piped or [seconds for _, seconds in known], default=0.0)
 
-    def _line(self, kind: tuple[str | None, bool]) -> tuple[float, float] | None:
-        """Bytes of activations by rows, through what was compiled of a kind."""
+    def _line(self, kind: tuple[str | None, bool]) -> _Line | None:
+        """Activations by rows, through what was compiled of a kind."""
         if kind not in self._lines:
             points = {
                 live_rows(self.survey, own): float(plan.memory.activations)
                 for own, plan in self.plans.items()
                 if _kind(own) == kind
             }
-            line: tuple[float, float] | None = None
-            if len(points) == 1:
-                ((rows, number),) = points.items()
-                line = (number / rows, 0.0)
-            elif points:
-                slope, fixed = np.polyfit(list(points), list(points.values()), 1)
-                line = (max(0.0, float(slope)), max(0.0, float(fixed)))
-            self._lines[kind] = line
+            self._lines[kind] = _through(points) if points else None
         return self._lines[kind]
 
     def _activations(self, choice: Choice) -> float:
-        """Bytes; a policy that keeps more needs at least what one that keeps less does.
-
-        With one step compiled of a kind, no more is predicted than it takes, for part
-        of that does not grow with the rows.
-        """
+        """Bytes; at least those of a policy that keeps less, where only it is known."""
         remat, piped = _kind(choice)
         policies = REMATS[REMATS.index(remat) :] if remat in REMATS else (remat,)
         rows = live_rows(self.survey, choice)
         for policy in policies:
             line = self._line((policy, piped))
             if line is not None:
-                slope, fixed = line
-                known = [o for o in self.plans if _kind(o) == (policy, piped)]
-                most = live_rows(self.survey, known[0]) if len(known) == 1 else rows
-                return slope * min(rows, most) + fixed
+                return line.slope * min(rows, line.most) + line.fixed
         return 0.0
 
     def prune(self) -> None:
@@ -322,6 +316,19 @@ def seconds_of(plan: Plan) -> float:
     """A plan's estimate."""
     assert plan.estimate is not None, "searches are of targets with rates"
     return plan.estimate.step_seconds
+
+
+def _through(points: Mapping[float, float]) -> _Line:
+    """Rows -> bytes, as a line.
+
+    Of a single point, part does not grow with the rows, and it can't be said how much:
+    no more is predicted than the point's.
+    """
+    if len(points) == 1:
+        ((rows, number),) = points.items()
+        return _Line(number / rows, 0.0, rows)
+    slope, fixed = np.polyfit(list(points), list(points.values()), 1)
+    return _Line(max(0.0, float(slope)), max(0.0, float(fixed)), math.inf)
 
 
 def _kind(choice: Choice) -> tuple[str | None, bool]:

@@ -6,19 +6,13 @@ from rich.table import Table
 
 from jaxpar.pipeline.chart import chart
 from jaxpar.pipeline.schedule import Schedule
+from jaxpar.plan.panels import memory_pieces, verdict
 from jaxpar.plan.plan import Plan
 from jaxpar.plan.roofline import assumptions
 from jaxpar.plan.target import parse_target
 
-_KINDS = (
-    ("parameters", "fp32 masters"),
-    ("optimizer", "optimizer state"),
-    ("padding", "of both, padding to tiles"),
-    ("batch", "batch"),
-    ("copies", "parameters in the compute dtype (derived)"),
-    ("gradients", "gradients (derived)"),
-    ("activations", "activations and all else (derived)"),
-)
+_MOOD = {None: "bold", True: "bold green", False: "bold red"}
+"""Whether it fits -> how that is written."""
 
 
 def show_plan(plan: Plan, console: Console, *, tokens: float | None = None) -> None:
@@ -34,7 +28,9 @@ def show_plan(plan: Plan, console: Console, *, tokens: float | None = None) -> N
         f"[bold]{plan.target}[/]: {plan.num_devices:,} devices, {shape}, ZeRO "
         f"{plan.zero}, {plan.precision}; {plan.num_params:,} parameters"
     )
-    console.print(Group(_memory(plan), _verdict(plan), _traffic(plan)))
+    console.print(_memory(plan))
+    console.print(verdict(plan), style=_MOOD[plan.fits], highlight=False)
+    console.print(_traffic(plan))
     if plan.links is not None:
         console.print(
             f"a device sends {plan.links.inside_host / 1e9:.3f} GB inside its host, "
@@ -52,15 +48,18 @@ def _memory(plan: Plan) -> Table:
     table.add_column("GB", justify="right")
     table.add_column("")
     whole = plan.device_memory_bytes or plan.memory.peak
-    for name, label in _KINDS:
-        number = getattr(plan.memory, name)
-        if name == "padding" and not number:
-            continue
-        table.add_row(label, f"{number / 1e9:.2f}", _bar(number / whole))
+    rows = [
+        (piece.name + " (derived)" * piece.derived, piece.value)
+        for piece in memory_pieces(plan)
+        if piece.value
+    ]
+    if plan.memory.padding:
+        rows.append(("of the state, padding to tiles", plan.memory.padding))
+    for name, number in rows:
+        table.add_row(name, f"{number / 1e9:.2f}", _bar(number / whole))
     table.add_section()
-    table.add_row(
-        "peak", f"{plan.memory.peak / 1e9:.2f}", _bar(plan.memory.peak / whole)
-    )
+    peak = plan.memory.peak
+    table.add_row("peak", f"{peak / 1e9:.2f}", _bar(peak / whole))
     return table
 
 
@@ -74,16 +73,6 @@ def _schedule(schedule: Schedule, width: int) -> RenderableType:
 def _bar(fraction: float, width: int = 40) -> str:
     filled = min(width, round(width * fraction))
     return "█" * filled + ("+" if fraction > 1 else "")
-
-
-def _verdict(plan: Plan) -> str:
-    if plan.device_memory_bytes is None:
-        return "memory of a CPU device is not limited by itself: no verdict"
-    room = plan.device_memory_bytes - plan.memory.peak
-    whole = plan.device_memory_bytes / 1e9
-    if room >= 0:
-        return f"[bold green]fits[/]: {room / 1e9:.1f} of {whole:.1f} GB are left"
-    return f"[bold red]does not fit[/]: {-room / 1e9:.1f} GB over {whole:.1f} GB"
 
 
 def _traffic(plan: Plan) -> Table:

@@ -12,7 +12,7 @@ import optax
 import jaxpar
 from jaxpar.mesh import MeshShape, make_mesh
 from jaxpar.models import GPTConfig, gpt_loss, pipeline_gpt
-from jaxpar.plan.deviceless import gpu_devices, prepare_process
+from jaxpar.plan.deviceless import gpu_devices
 from jaxpar.plan.program import Program, read_program
 from jaxpar.tree import named_leaves, num_elements
 
@@ -65,7 +65,6 @@ class CompiledPipe:
 
 def compile_pipe(run: Pipe) -> CompiledPipe:
     """Make the engine on GPUs that are not here, and compile its step."""
-    prepare_process()
     gpus = run.data * run.pipe * run.tensor
     devices = gpu_devices("h200", max(1, gpus // 8), min(8, gpus))
     mesh = make_mesh(MeshShape(run.data, run.pipe, run.tensor), devices)

@@ -25,7 +25,7 @@ from jaxpar.models import gpt
 from jaxpar.models.gpt import GPT, gpt_loss
 from jaxpar.models.gpt_config import GPTConfig
 from jaxpar.plan.budget import Budget
-from jaxpar.plan.deviceless import gpu_devices, prepare_process, tpu_devices
+from jaxpar.plan.deviceless import gpu_devices, tpu_devices
 from jaxpar.plan.program import Program, read_program
 from jaxpar.sharding import exchange, zero
 from jaxpar.tree import num_elements
@@ -118,7 +118,6 @@ def verify(run: Run) -> tuple[int, Budget | None, tuple[str, ...]]:
 
 def _arguments(run: Run) -> dict[str, Any]:
     """What the engine on devices that are not here is made of."""
-    prepare_process()
     devices = tpu_devices(run.tpus) if run.tpus else gpu_devices("h200", run.hosts, 8)
     mesh = make_mesh(MeshShape(data=-1, tensor=run.tensor), devices)
     rows = mesh.shape[DATA] * run.accumulate
@@ -206,7 +205,6 @@ _FAULTS: dict[str, Any] = {
 
 def calls_refused() -> dict[str, str]:
     """What an engine on GPUs that are not here says to calls that run something."""
-    prepare_process()
     mesh = make_mesh(MeshShape(data=-1), gpu_devices("h200", 1, 8))
     engine = jaxpar.initialize(
         model=lambda rngs: nnx.Linear(4, 4, rngs=rngs),
@@ -255,7 +253,6 @@ def _known(x: jax.Array, kernels: jax.Array, y: jax.Array) -> tuple:
 
 def read_known(platform: str) -> Program:
     """Compile the known program for 4 x 2 devices of a platform, and read it."""
-    prepare_process()
     devices = {
         "cpu": lambda: jax.devices()[:8],
         "gpu": lambda: gpu_devices("h200", 1, 8),

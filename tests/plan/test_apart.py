@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 
+import jax
 import pytest
 
 from jaxpar.plan.apart import ApartError, Stopped, call
@@ -22,8 +23,12 @@ def test_functions_of_this_file_are_sent_whole():
 
 
 def test_process_is_prepared_for_compilers():
-    assert call("os:getenv", "JAX_PLATFORMS", what="env") == "cpu"
+    def platform():
+        return jax.default_backend(), jax.config.jax_platforms
+
+    assert call("operator:call", platform, what="jax") == ("cpu", "cpu")
     assert call("os:getenv", "CUDA_VISIBLE_DEVICES", what="env") == "-1"
+    assert call("os:getenv", "ALLOW_MULTIPLE_LIBTPU_LOAD", what="env") == "1"
 
 
 def test_wrong_input_is_the_callers_error():

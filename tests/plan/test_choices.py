@@ -5,8 +5,6 @@ import dataclasses
 import pytest
 
 from jaxpar.mesh import MeshShape
-from jaxpar.pipeline.catalog import make_schedule
-from jaxpar.pipeline.schedule import cost
 from jaxpar.plan.choices import (
     Choice,
     bubble_of,
@@ -65,14 +63,23 @@ def test_flags_are_the_recipes_own():
     assert str(choice).startswith("data 4 x pipe 2 x tensor 1, ZeRO 1, accumulate 8")
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize(
+    ("name", "shorter"), [("1f1b", 1), ("interleaved", 2), ("zero_bubble", 3)]
+)
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8), (4, 32), (8, 16)])
-def test_bubble_is_the_schedules(name, stages, microbatches):
-    schedule = make_schedule(name, stages, microbatches)
-    apart = 1.0 if schedule.splits_backward else 0.0
-    found = cost(schedule, backward=2 - apart, weight=apart).bubble
+def test_bubble_is_the_schedules(name, shorter, stages, microbatches):
+    """P - 1 idle micro-batches; half with two chunks, a third if backwards split."""
+    idle = (stages - 1) / shorter
     choice = Choice((1, stages, 1), 1, microbatches, name)
-    assert bubble_of(choice) == pytest.approx(found, abs=0.035)
+    assert bubble_of(choice) == pytest.approx(idle / (microbatches + idle))
+
+
+def test_bubble_of_split_backwards_needs_micro_batches_to_fill_it():
+    third = 3 / (4 * 3 + 3)
+    assert bubble_of(Choice((1, 4, 1), 1, 4, "zero_bubble")) > 1.4 * third
+
+
+def test_no_bubble_without_a_pipeline():
     assert bubble_of(Choice((8, 1, 1), 1, 4)) == 0.0
 
 

@@ -90,7 +90,7 @@ def test_plan_that_does_not_fit_says_by_how_much_in_red():
     plan = make_plan(device_memory_bytes=60 * GB)
     axes = panel(plan, "memory")
     assert lines(axes) == {RED: 60 * GB, INK: 75 * GB}
-    assert panels(plan)["memory"].finding == "does not fit by 15.0 GB"
+    assert panels(plan)["memory"].finding == ("does not fit: 15.0 GB over 60.0 GB")
     assert panels(plan)["memory"].colour == RED
     over = axes.patches[-1]
     assert (over.get_x(), to_hex(over.get_facecolor())) == (60 * GB, RED)

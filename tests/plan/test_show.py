@@ -5,8 +5,16 @@ import dataclasses
 import pytest
 from rich.console import Console
 
+from jaxpar.plan.panels import memory_pieces
 from jaxpar.plan.show import show_plan
-from tests.plan.handmade import CASES, GB, MEMORY, make_piped_plan, make_plan
+from tests.plan.handmade import (
+    CASES,
+    GB,
+    MEMORY,
+    make_cpu_plan,
+    make_piped_plan,
+    make_plan,
+)
 
 
 def shown(plan, capsys, width=100, **options) -> str:
@@ -23,12 +31,20 @@ def test_every_kind_of_plan_can_be_shown_narrow_and_wide(name, capsys):
 
 def test_verdict_links_and_cost_are_told(capsys):
     said = shown(make_plan(), capsys, tokens=1e12)
-    assert "fits: 75.0 of 150.0 GB are left" in said
+    assert "fits: 75.0 GB of 150 GB are left" in said
     assert "sends 5.000 GB inside its host, 33.000 GB in groups that span" in said
     # 1e12 tokens at 1e6 in 5 s, on 64 devices.
     assert "88,889 device-hours" in said
     over = shown(make_plan(device_memory_bytes=60 * GB), capsys)
     assert "does not fit: 15.0 GB over 60.0 GB" in over
+    assert "the device's memory is not known" in shown(make_cpu_plan(), capsys)
+
+
+def test_kinds_of_memory_are_those_of_the_picture(capsys):
+    plan = make_plan()
+    said = shown(plan, capsys)
+    for piece in memory_pieces(plan):
+        assert (piece.name in said) == (piece.value > 0)
 
 
 def test_padding_is_a_row_of_its_own_where_there_is_some(capsys):

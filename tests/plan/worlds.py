@@ -80,11 +80,14 @@ class World:
         under_way = min(2 * pipe - 1, choice.accumulate) / pipe if pipe > 1 else 1
         kept = KEPT[choice.remat or "none"] * (self.psi / 1.3e9)
         live = rows * 2048 * under_way * kept / 24 / tensor
-        return self.facts(choice.shape, choice.zero).least + live + 1e9
+        return self.facts(MeshShape(*choice.mesh), choice.zero).least + live + 1e9
 
     def plan(self, choice: Choice) -> Plan:
         """What compiling the choice would tell."""
-        found, seconds = self.facts(choice.shape, choice.zero), self.seconds(choice)
+        found, seconds = (
+            self.facts(MeshShape(*choice.mesh), choice.zero),
+            self.seconds(choice),
+        )
         peak = int(self.peak(choice))
         memory = dataclasses.replace(
             MEMORY,
