@@ -46,61 +46,65 @@ class Deferred:
 
     Args:
       plan: its layout.
-      shard: the fp32 view at rest; gradients are taken with respect to it.
-      whole: the leaf already gathered in the compute dtype, or None to gather at use.
+      slot: what gradients are taken with respect to: of the shape of the view at rest,
+        in the dtype that gradients cross in. Its values are not read.
+      source: what it is made of: the fp32 view at rest, or itself, gathered already.
       exchange: how it is gathered and its gradient reduced.
       dtype: the compute dtype.
+      is_whole: whether the source is the leaf itself.
     """
 
     def __init__(
         self,
         plan: LeafPlan,
-        shard: jax.Array,
-        whole: jax.Array | None,
+        slot: jax.Array,
+        source: jax.Array,
         exchange: Exchange,
         dtype: jnp.dtype,
+        *,
+        is_whole: bool,
     ):
-        self.plan, self.shard, self.whole = plan, shard, whole
-        self.exchange, self.dtype = exchange, dtype
+        self.plan, self.slot, self.source = plan, slot, source
+        self.exchange, self.dtype, self.is_whole = exchange, dtype, is_whole
         self._made: jax.Array | None = None
 
     @property
-    def arrays(self) -> tuple[jax.Array, ...]:
-        """What stands for the leaf while it travels: its shard, and itself if whole."""
-        return (self.shard,) if self.whole is None else (self.shard, self.whole)
+    def arrays(self) -> tuple[jax.Array, jax.Array]:
+        """What stands for the leaf while it travels."""
+        return self.slot, self.source
 
     def rebuilt(self, arrays: Sequence[jax.Array], plan: LeafPlan) -> "Deferred":
         """The same leaf (or a slice of it) around other tracers."""
-        whole = None if self.whole is None else arrays[1]
-        return Deferred(plan, arrays[0], whole, self.exchange, self.dtype)
+        return Deferred(
+            plan, *arrays, self.exchange, self.dtype, is_whole=self.is_whole
+        )
 
     def make(self) -> jax.Array:
         """The leaf, whole, in the compute dtype; made once."""
         if self._made is None:
-            made = _use(self.plan, self.exchange, self.dtype)(*self.arrays)
-            self._made = made
+            self._made = self._use()(*self.arrays)
         return self._made
 
+    def _use(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        """``use(slot, source) -> whole`` whose backward pass reduces into the slot."""
+        plan, exchange, slot_dtype = self.plan, self.exchange, self.slot.dtype
 
-def _use(
-    plan: LeafPlan, exchange: Exchange, dtype: jnp.dtype
-) -> Callable[..., jax.Array]:
-    """``use(shard[, whole]) -> whole`` whose backward pass reduces into the shard."""
+        def make(_: jax.Array, source: jax.Array) -> jax.Array:
+            if self.is_whole:
+                return source
+            return exchange.gather(plan, source.astype(self.dtype))
 
-    def make(shard: jax.Array, *whole: jax.Array) -> jax.Array:
-        return whole[0] if whole else exchange.gather(plan, shard.astype(dtype))
+        def forward(slot: jax.Array, source: jax.Array) -> tuple[jax.Array, None]:
+            # Not by a call of `use`: a scan would take its result for something new,
+            # and keep a second stack of all layers for the backward pass.
+            return make(slot, source), None
 
-    def forward(shard: jax.Array, *whole: jax.Array) -> tuple[jax.Array, bool]:
-        # Not by a call of `use`: a scan would take its result for something new, and
-        # keep a second stack of all layers for the backward pass.
-        return make(shard, *whole), bool(whole)
+        def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array, None]:
+            return exchange.reduce(plan, cotangent).astype(slot_dtype), None
 
-    def backward(was_whole: bool, cotangent: jax.Array) -> tuple:
-        return (exchange.reduce(plan, cotangent), *((None,) if was_whole else ()))
-
-    use = jax.custom_vjp(make)
-    use.defvjp(forward, backward)
-    return use
+        use = jax.custom_vjp(make)
+        use.defvjp(forward, backward)
+        return use
 
 
 def call_deferred(
@@ -131,7 +135,7 @@ def call_deferred(
         ]
         return _evaluate(closed, [*deferred, *flat_args])
 
-    if any(leaf.whole is None for leaf in leaves):
+    if not all(leaf.is_whole for leaf in leaves):
         body = jax.checkpoint(body, policy=_refuse_layout_ops)
     outs = body([leaf.arrays for leaf in leaves], flat_args)
     # A constant output is a NumPy literal in the jaxpr.
@@ -220,7 +224,7 @@ def _scan(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
         outs = _evaluate(eqn.params["jaxpr"], [*consts, *carry, *layer])
         return outs[:num_carry], outs[num_carry:]
 
-    if any(isinstance(x, Deferred) and x.whole is None for x in xs):
+    if any(isinstance(x, Deferred) and not x.is_whole for x in xs):
         # Else the backward pass finds every layer gathered, as one stack of residuals.
         body = jax.checkpoint(body, policy=_refuse_layout_ops, prevent_cse=False)
     carry, ys = jax.lax.scan(

@@ -96,10 +96,10 @@ class Partition:
         leaves = jax.tree.leaves(params)
         return [to_view(*x) for x in zip(self.plans, leaves, strict=True)]
 
-    def prepare(self, shards: Sequence[jax.Array]) -> list[jax.Array | None]:
+    def prepare(self, shards: Sequence[jax.Array]) -> list[jax.Array]:
         """Do what is done to the parameters once a step: cast, gather, or nothing."""
         if self.stage.gather == "use":
-            return [None] * len(shards)
+            return list(shards)
         cast = [x.astype(self.precision.compute_dtype) for x in shards]
         return [
             self.exchange.gather(p, x) for p, x in zip(self.plans, cast, strict=True)
@@ -109,24 +109,27 @@ class Partition:
         self,
         fn: Callable[..., Any],
         leaves: Sequence[jax.Array],
-        prepared: Sequence[jax.Array | None],
+        prepared: Sequence[jax.Array],
         *args: Any,
     ) -> Any:
         """Evaluate ``fn(whole leaves, *args)`` from what `differentiated` gives."""
         if self.stage.reduce == "step":
             return fn(list(leaves), *args)
-        dtype = self.precision.compute_dtype
+        dtype, is_whole = self.precision.compute_dtype, self.stage.gather != "use"
         deferred = [
-            Deferred(plan, shard, whole, self.exchange, dtype)
-            for plan, shard, whole in zip(self.plans, leaves, prepared, strict=True)
+            Deferred(plan, slot, source, self.exchange, dtype, is_whole=is_whole)
+            for plan, slot, source in zip(self.plans, leaves, prepared, strict=True)
         ]
         return call_deferred(fn, deferred, *args)
 
     def differentiated(
-        self, shards: Sequence[jax.Array], prepared: Sequence[jax.Array | None]
-    ) -> list[Any]:
-        """What gradients are taken of: the whole leaves, or their shards."""
-        return list(prepared if self.stage.reduce == "step" else shards)
+        self, shards: Sequence[jax.Array], prepared: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """What gradients are taken of: the whole leaves, or slots for their shards."""
+        if self.stage.reduce == "step":
+            return list(prepared)
+        dtype = self.exchange.crossing_dtype(self.precision.compute_dtype)
+        return [jnp.zeros(shard.shape, dtype) for shard in shards]
 
     def seed_weight(self, weight: jax.Array) -> jax.Array:
         """The weight that a micro-batch's backward pass is divided by."""

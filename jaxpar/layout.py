@@ -15,10 +15,10 @@ from jax.sharding import Mesh
 
 from jaxpar import tree
 from jaxpar.jaxprs import flops
-from jaxpar.mesh import DATA, PIPE, are_present, lowering_platform
+from jaxpar.mesh import DATA, are_present, lowering_platform
 from jaxpar.pipeline.execution import Execution
 from jaxpar.plan.budget import Budget, Measured, measure
-from jaxpar.plan.expected import Meant, expected_budget
+from jaxpar.plan.expected import Meant, expected_budget, step_bytes
 from jaxpar.plan.explain import Explanation, make_explanation, state_bytes
 from jaxpar.plan.hlo import Module, parse
 from jaxpar.plan.operations import todays_lines
@@ -27,7 +27,6 @@ from jaxpar.plan.plan import (
     Plan,
     backend_notes,
     split_memory,
-    step_bytes,
 )
 from jaxpar.plan.program import Program, read_program
 from jaxpar.plan.roofline import Work, estimate
@@ -128,7 +127,14 @@ class Layout:
     def budget(self) -> Budget:
         """What the step holds and moves by design."""
         ruled = state_shardings(self.abstract, self.plans, self.stage, self.mesh)
-        meant = Meant(
+        at_rest = state_bytes(self.abstract, ruled)
+        crossing = self.execution.crossing(list(self.plans.values()))
+        return expected_budget(crossing, self.meant, sum(at_rest.values()))
+
+    @property
+    def meant(self) -> Meant:
+        """How parameters and gradients cross data by design."""
+        return Meant(
             stage=self.stage,
             precision=self.precision,
             accumulate=self.accumulate,
@@ -136,9 +142,6 @@ class Layout:
             platform=self._platform,
             coupled=self.coupled,
         )
-        at_rest = state_bytes(self.abstract, ruled)
-        crossing = self.execution.crossing(list(self.plans.values()))
-        return expected_budget(crossing, meant, sum(at_rest.values()))
 
     def plan(
         self, traced: jax.stages.Traced, target: Target, tokens_per_step: int | None
@@ -203,14 +206,7 @@ class Layout:
 
     def _memory(self, program: Program) -> BytesPerDevice:
         """A program's memory by kind."""
-        pipes = self.mesh.shape[PIPE] > 1
-        copies, gradients = step_bytes(
-            self.plans.values(),
-            self.stage,
-            self.precision,
-            once_a_step=pipes,
-            accumulates=pipes or self.accumulate > 1,
-        )
+        copies, gradients = step_bytes(self.plans.values(), self.meant)
         at_rest = state_bytes(self.abstract, self.shardings)
         return split_memory(program, at_rest, copies=copies, gradients=gradients)
 

@@ -27,8 +27,9 @@ from jaxpar.plan.choices import (
     live_rows,
     shapes,
 )
+from jaxpar.plan.expected import step_bytes
 from jaxpar.plan.explain import state_bytes
-from jaxpar.plan.plan import Plan, step_bytes
+from jaxpar.plan.plan import Plan
 from jaxpar.plan.search import Search, attempt, require_rates, run, start
 from jaxpar.plan.target import parse_target
 from jaxpar.planner import answer_of, load_recipe, plan_apart
@@ -295,14 +296,8 @@ def _facts(layout: Layout, stage: ZeroStage) -> ShapeFacts:
     plans = layout.execution.plan_leaves(leaves, compute, stage, sizes, ("*",))
     shardings = state_shardings(layout.abstract, plans, stage, layout.mesh)
     state = sum(state_bytes(layout.abstract, shardings).values())
-    pipes = sizes["pipe"] > 1
-    copies, gradients = step_bytes(
-        plans.values(),
-        stage,
-        layout.precision,
-        once_a_step=pipes,
-        accumulates=pipes,
-    )
+    meant = dataclasses.replace(layout.meant, stage=stage, accumulate=1)
+    copies, gradients = step_bytes(plans.values(), meant)
     itemsize = layout.precision.compute_dtype.itemsize
     owned = itemsize * sum(
         math.prod(plan.shape) // plan.ways_computed for plan in plans.values()

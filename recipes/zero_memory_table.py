@@ -30,9 +30,9 @@ GB on one device. DeepSpeed's are 16 Psi, 4 Psi + 12 Psi/N, 2 Psi + 14 Psi/N and
 16 Psi/N bytes: 120 / 31.4 / 16.6 / 1.88 of 7.5e9 on 64; here {psi:.4g} on {devices}.
 - masters, Adam: arguments of the compiled step; 4 and 8 bytes a parameter.
 - copies: parameters held in bf16 through the step, by closed form. Stage 3 gathers
-  each where it is used: those are in the peak alone.
-- grads: at 0 and 1 whole, in the dtype that they cross in, for one micro-batch
-  needs no sum; at 2 and 3 shards, in fp32 where DeepSpeed's are fp16.
+  each where it is used: those, and its shards in bf16 (2 Psi/N), are in the peak alone.
+- grads: whole at 0 and 1, shards at 2 and 3; bf16, as they cross, for one micro-batch
+  needs no sum (sums of several are fp32, 4 bytes for 2).
 - peak: all that is alive at the worst moment, with activations and XLA's own.
 - crosses: elements over data in a step, by Psi (DeepSpeed's)."""
 
@@ -59,16 +59,12 @@ def deepspeed_bytes(psi: float, devices: int) -> tuple[float, ...]:
 
 def model_states(plan: Plan) -> dict[str, int]:
     """Our bytes of model states on one device, by kind."""
-    reduced = sum(
-        row.bytes
-        for row in plan.program.collectives
-        if row.axes == (DATA,) and row.kind != "all-gather"
-    )
+    memory = plan.memory
     return {
-        "masters": plan.memory.parameters,
-        "Adam": plan.memory.optimizer,
-        "copies": plan.memory.copies,
-        "grads": min(plan.memory.gradients, reduced),
+        "masters": memory.parameters,
+        "Adam": memory.optimizer,
+        "copies": memory.copies,
+        "grads": memory.gradients,
     }
 
 

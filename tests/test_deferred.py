@@ -169,18 +169,15 @@ def deferred_fn(fn, exchange, *, gathered=False, dtype=jnp.float32, plans=PLANS)
     """``(shards, x) -> fn(...)`` by `call_deferred`, in stage 3's way or stage 2's."""
 
     def run(shards, x):
-        leaves = [
-            Deferred(
-                plan,
-                shard,
-                exchange.gather(plan, jax.lax.stop_gradient(shard).astype(dtype))
-                if gathered
-                else None,
-                exchange,
-                jnp.dtype(dtype),
+        leaves = []
+        for plan, slot in zip(plans, shards, strict=True):
+            source = jax.lax.stop_gradient(slot)
+            if gathered:
+                source = exchange.gather(plan, source.astype(dtype))
+            own = jnp.dtype(dtype)
+            leaves.append(
+                Deferred(plan, slot, source, exchange, own, is_whole=gathered)
             )
-            for plan, shard in zip(plans, shards, strict=True)
-        ]
         return call_deferred(lambda whole, x: fn(*whole, x), leaves, x)
 
     return run
@@ -375,8 +372,9 @@ def test_outputs_may_be_leaves_constants_and_integers():
     def fn(leaves, x):
         return {"leaf": leaves[2], "constant": 3, "count": x.shape[0], "x": x}
 
+    exchange, dtype = AutomaticExchange(), jnp.dtype("bfloat16")
     leaves = [
-        Deferred(p, jnp.asarray(a), None, AutomaticExchange(), jnp.dtype("bfloat16"))
+        Deferred(p, jnp.asarray(a), jnp.asarray(a), exchange, dtype, is_whole=False)
         for p, a in zip(PLANS, make_leaves(), strict=True)
     ]
     out = call_deferred(fn, leaves, X)

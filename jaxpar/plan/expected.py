@@ -7,7 +7,7 @@ says in which pieces, for what pipe and tensor split at rest crosses data in pie
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax.numpy as jnp
 
@@ -70,7 +70,13 @@ class Meant:
         return self._wire_bytes(own.compute_dtype if self.coupled else own.reduce_dtype)
 
     @property
+    def adds_up(self) -> bool:
+        """Whether gradients of several micro-batches are summed, in fp32."""
+        return self._pipes or self.accumulate > 1
+
+    @property
     def _pipes(self) -> bool:
+        """Whether parameters are gathered, and gradients reduced, once a step."""
         return self.sizes[PIPE] > 1
 
     def _wire_bytes(self, dtype: jnp.dtype) -> int:
@@ -107,6 +113,32 @@ def expected_budget(
         small_bytes=max(Budget.small_bytes, whole // 1000),
         unbounded=unbounded,
     )
+
+
+def step_bytes(plans: Iterable[LeafPlan], meant: Meant) -> tuple[int, int]:
+    """What a step holds besides the state, by closed form.
+
+    Args:
+      plans: the parameters' layouts.
+      meant: how often and in what they cross data.
+
+    Returns:
+      Bytes on one device of parameters in the compute dtype, and of gradients; a copy
+      that is made where it is used is not among them. Gradients of a single
+      micro-batch lie in the dtype in which they are made, or have crossed.
+    """
+    stage, itemsize = meant.stage, meant.precision.compute_dtype.itemsize
+    at_use = stage.gather == "use" and not meant._pipes
+    as_they_rest = stage.gather == "never" and itemsize == 4
+    split = stage.reduce == "microbatch" and not meant._pipes
+    single = meant.reduce_bytes if split else itemsize
+    copies = gradients = 0
+    for plan in plans:
+        own = math.prod(plan.shape) // plan.ways_computed
+        at_rest = math.prod(plan.shape) // plan.ways_at_rest
+        copies += 0 if at_use or as_they_rest else own * itemsize
+        gradients += (at_rest if split else own) * (4 if meant.adds_up else single)
+    return copies, gradients
 
 
 def _over_data(plans: Sequence[LeafPlan], meant: Meant) -> dict[str, int]:

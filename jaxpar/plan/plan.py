@@ -2,11 +2,8 @@
 
 import dataclasses
 import json
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 from jaxpar.jaxprs import PLANNED
 from jaxpar.pipeline.schedule import Schedule
@@ -14,8 +11,6 @@ from jaxpar.plan.program import Program
 from jaxpar.plan.roofline import Estimate
 from jaxpar.plan.target import Target
 from jaxpar.plan.work import Links
-from jaxpar.precision import Precision
-from jaxpar.sharding.zero import LeafPlan, ZeroStage
 
 _OWN_FORM = frozenset(
     ("memory", "program", "estimate", "schedule", "schedule_times", "links")
@@ -197,42 +192,6 @@ def split_memory(
         activations=left - copies - gradients,
         peak=program.memory.peak,
     )
-
-
-def step_bytes(
-    plans: Iterable[LeafPlan],
-    stage: ZeroStage,
-    precision: Precision,
-    *,
-    once_a_step: bool,
-    accumulates: bool,
-) -> tuple[int, int]:
-    """What a step holds besides the state, by closed form.
-
-    Args:
-      plans: the parameters' plans.
-      stage: the row of the ZeRO table.
-      precision: of the copies.
-      once_a_step: parameters are gathered, and gradients reduced, once a step at every
-        stage, as a pipeline does.
-      accumulates: gradients of several micro-batches are added up, in fp32; whole ones
-        of a single one lie in the compute dtype until they are reduced.
-
-    Returns:
-      Bytes on one device of parameters in the compute dtype, and of the sums of
-      gradients; a copy that is made where it is used is not among them.
-    """
-    itemsize = np.dtype(precision.compute_dtype).itemsize
-    copies = gradients = 0
-    for plan in plans:
-        own = math.prod(plan.shape) // plan.ways_computed
-        at_rest = math.prod(plan.shape) // plan.ways_at_rest
-        at_use = stage.gather == "use" and not once_a_step
-        as_it_rests = stage.gather == "never" and itemsize == 4
-        copies += 0 if at_use or as_it_rests else own * itemsize
-        split = stage.reduce == "microbatch" and not once_a_step
-        gradients += 4 * at_rest if split else own * (4 if accumulates else itemsize)
-    return copies, gradients
 
 
 def backend_notes(target: Target, text: str) -> list[str]:

@@ -34,6 +34,10 @@ class Exchange(Protocol):
         """Sum a whole gradient over data; fp32, as the leaf's view at rest."""
         ...
 
+    def crossing_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
+        """The dtype in which gradients that are made in `dtype` cross."""
+        ...
+
     def total(self, value: jax.Array) -> jax.Array:
         """Sum a scalar over data."""
         ...
@@ -68,7 +72,7 @@ class ManualExchange:
     def reduce(self, plan: LeafPlan, whole: jax.Array) -> jax.Array:
         """Reduce-scatter along the view's data dim, or all-reduce a leaf kept whole."""
         view = constrain(_as_made(plan, whole), *plan.view_spec(data=False))
-        view = view.astype(self._wire_dtype)
+        view = view.astype(self.crossing_dtype(view.dtype))
         dim = plan.view_data_dim
         if dim is None:
             reduce = functools.partial(jax.lax.psum, axis_name=DATA)
@@ -78,6 +82,10 @@ class ManualExchange:
             )
         return _on_placed_shards(reduce, plan)(view).astype(jnp.float32)
 
+    def crossing_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
+        """The one they are told to cross in, or the platform's."""
+        return wire_dtype(self.reduce_dtype, self.platform)
+
     def total(self, value: jax.Array) -> jax.Array:
         """All-reduce."""
         return jax.lax.psum(value, DATA)
@@ -85,10 +93,6 @@ class ManualExchange:
     def fold_shard(self, key: jax.Array) -> jax.Array:
         """Fold the shard's number in."""
         return jax.random.fold_in(key, jax.lax.axis_index(DATA))
-
-    @property
-    def _wire_dtype(self) -> jnp.dtype:
-        return wire_dtype(self.reduce_dtype, self.platform)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +107,10 @@ class AutomaticExchange:
         """State the layout at rest; the sum is the compiler's."""
         view = constrain(_as_made(plan, whole), *plan.view_spec())
         return view.astype(jnp.float32)
+
+    def crossing_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
+        """The same: the compiler reduces what the backward pass makes."""
+        return dtype
 
     def total(self, value: jax.Array) -> jax.Array:
         """Nothing to add: the value is global."""

@@ -1,5 +1,6 @@
 """Does a plan say what the compiled step holds, moves and computes?"""
 
+import dataclasses
 import json
 
 import jax
@@ -11,9 +12,8 @@ from flax import nnx
 
 import jaxpar
 from jaxpar.mesh import MeshShape, only_planned
-from jaxpar.plan.plan import step_bytes
+from jaxpar.plan.expected import step_bytes
 from jaxpar.precision import make_precision
-from jaxpar.sharding.zero import zero_stage
 from tests.parts.toys import BATCHES, HIDDEN, WIDTH, make_model
 from tests.parts.toys import make_engine as make_pipelined
 from tests.parts.toys import make_mesh as make_pipes
@@ -96,29 +96,30 @@ def test_state_is_the_masters_and_both_moments_split_over_data(plan):
 def test_what_a_step_holds_besides_is_its_row_of_the_table(zero, copies, gradients):
     """A copy in fp32 is made by the gather; gradients stay split from stage 2 on."""
     layout = make_engine(zero=zero).layout
-    found = step_bytes(
-        layout.plans.values(),
-        zero_stage(zero),
-        make_precision("fp32"),
-        once_a_step=False,
-        accumulates=True,
-    )
-    assert found == (copies, gradients)
+    meant = dataclasses.replace(layout.meant, accumulate=2)
+    assert step_bytes(layout.plans.values(), meant) == (copies, gradients)
 
 
-@pytest.mark.parametrize(("zero", "gradients"), [(1, 2 * PSI), (2, PSI // 2)])
-def test_whole_gradients_of_one_microbatch_lie_in_the_compute_dtype(zero, gradients):
+@pytest.mark.parametrize(
+    ("zero", "reduce_dtype", "platform", "gradients"),
+    [
+        (1, None, "gpu", 2 * PSI),
+        (2, None, "gpu", 2 * PSI // 8),
+        (3, None, "gpu", 2 * PSI // 8),
+        (2, "fp32", "gpu", 4 * PSI // 8),
+        (2, None, "cpu", 4 * PSI // 8),
+    ],
+)
+def test_gradients_of_one_microbatch_lie_in_the_dtype_that_they_are_made_or_cross_in(
+    zero, reduce_dtype, platform, gradients
+):
     layout = make_engine(zero=zero).layout
-    stage, precision = zero_stage(zero), make_precision("bf16")
-    for accumulates, expected in ((False, gradients), (True, (4, 0.5)[zero - 1] * PSI)):
-        _, found = step_bytes(
-            layout.plans.values(),
-            stage,
-            precision,
-            once_a_step=False,
-            accumulates=accumulates,
-        )
-        assert found == expected
+    precision = make_precision("bf16", reduce_dtype)
+    meant = dataclasses.replace(layout.meant, precision=precision, platform=platform)
+    plans = layout.plans.values()
+    assert step_bytes(plans, meant)[1] == gradients
+    several = dataclasses.replace(meant, accumulate=4)
+    assert step_bytes(plans, several)[1] == 4 * PSI // (1 if zero == 1 else 8)
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
