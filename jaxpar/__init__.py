@@ -1,6 +1,7 @@
 """jaxpar: sharded training for Flax models on a named mesh."""
 
 from jaxpar import data
+from jaxpar.checkpoint import DamagedError, Keep
 from jaxpar.engine import Engine
 from jaxpar.initialization import initialize
 from jaxpar.mesh import MeshShape, make_mesh
@@ -17,8 +18,10 @@ from jaxpar.weighted import Weighted
 __all__ = [
     "Budget",
     "BudgetExceeded",
+    "DamagedError",
     "Engine",
     "Explanation",
+    "Keep",
     "MeshShape",
     "PipelineModel",
     "Precision",

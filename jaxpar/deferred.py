@@ -75,8 +75,9 @@ class Deferred:
 
     def rebuilt(self, arrays: Sequence[jax.Array], plan: LeafPlan) -> "Deferred":
         """The same leaf (or a slice of it) around other tracers."""
+        slot, source = arrays
         return Deferred(
-            plan, *arrays, self.exchange, self.dtype, is_whole=self.is_whole
+            plan, slot, source, self.exchange, self.dtype, is_whole=self.is_whole
         )
 
     def make(self) -> jax.Array:

@@ -4,7 +4,7 @@ It keeps the state as flat leaves, for dispatch costs by the nested node.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.batches import BatchSpec
-from jaxpar.checkpoint import Checkpoints, Restored
+from jaxpar.checkpoint import Checkpoints, Keep, Restored
 from jaxpar.layout import Layout, lower_for
 from jaxpar.loss_scale import require_scale
 from jaxpar.mesh import PIPE, TENSOR, MeshShape
@@ -245,20 +245,28 @@ class Engine:
         folder: str | os.PathLike[str],
         *,
         data: Any = None,
-        keep: int | None = 3,
+        keep: int | Keep | None = 3,
         meta: dict[str, Any] | None = None,
+        metric: float | None = None,
     ) -> None:
         """Save the state; returns when it is copied to the host.
+
+        The step counts as saved when `wait`, or the next save, has returned: it is
+        written, synced, read back and moved to its name then.
 
         Args:
           folder: the run's checkpoints, one sub-folder per step.
           data: an iterator with ``get_state()`` (Grain's, or `jaxpar.data.Loader`),
             whose position is saved too.
-          keep: how many steps stay on disk; None for all.
+          keep: how many of the newest steps stay on disk, None for all; a
+            `jaxpar.Keep` for every k-th and the best as well.
           meta: JSON values to keep beside the state.
+          metric: of this step, the less the better, for `jaxpar.Keep.best`.
 
         Raises:
           ValueError: if the folder holds another model's checkpoints.
+          OSError: if the disk has no room, or an earlier save failed. Steps saved
+            before are whole.
         """
         self.layout.require_devices("save")
         self._check_loss_scale(lag=0)
@@ -269,6 +277,7 @@ class Engine:
             self.state,
             data_state=None if data is None else data.get_state(),
             meta={"mesh": dict(self.mesh.shape), **(meta or {})},
+            metric=metric,
         )
 
     def restore(
@@ -277,27 +286,49 @@ class Engine:
         *,
         data: Any = None,
         step: int | None = None,
+        only: Sequence[str] | None = None,
+        reset: Sequence[str] = (),
+        rename: Mapping[str, str] | None = None,
     ) -> int:
         """Take up a saved state, onto this engine's mesh, stage and precision.
+
+        Every file of it is verified first.
 
         Args:
           folder: where it was saved.
           data: an iterator with ``set_state(state)``, to go on where the saved one
             stood.
-          step: the step to restore; None for the newest complete one.
+          step: the step to restore; None for the newest that is sound.
+          only: patterns of the leaves to take, such as ``["params/*"]`` to evaluate or
+            fine-tune; None for all. The others stay as they are.
+          reset: patterns of leaves not to take, such as ``["opt_state/*"]`` for another
+            optimizer.
+          rename: leaf of this state -> its name in the checkpoint; both may end in
+            ``/*``.
 
         Returns:
           The step restored.
 
         Raises:
           FileNotFoundError: if there is no checkpoint.
+          DamagedError: if the step, or every one, is damaged; it names the files.
           ValueError: if it is another model's.
+
+        Warns:
+          UserWarning: if newer steps are damaged.
         """
         self.layout.require_devices("restore")
-        restored = self._opened(folder).restore(self.layout.structs(), step=step)
+        restored = self._opened(folder).restore(
+            self.layout.structs(), step=step, only=only, reset=reset, rename=rename
+        )
         if data is not None:
             data.set_state(_position_of(restored, folder))
-        self._leaves = jax.tree.leaves(restored.tree)
+        self._leaves = [
+            read if isinstance(read, jax.Array) else own
+            for read, own in zip(
+                jax.tree.leaves(restored.tree), self._leaves, strict=True
+            )
+        ]
         self._exhausted.clear()
         return restored.step
 

@@ -1,5 +1,8 @@
 """Checkpoints of sharded training states."""
 
-from jaxpar.checkpoint.store import Checkpoints, Restored
+from jaxpar.checkpoint.manifest import DamagedError
+from jaxpar.checkpoint.restoring import Restored
+from jaxpar.checkpoint.retention import Keep
+from jaxpar.checkpoint.store import Checkpoints
 
-__all__ = ["Checkpoints", "Restored"]
+__all__ = ["Checkpoints", "DamagedError", "Keep", "Restored"]

@@ -1,29 +1,32 @@
-"""Which checkpoints a folder holds, and which of them are whole.
+"""Which steps does a folder hold, and which of them can be restored?
 
-A step is one folder, "step_00000120", with three items in it: state, data, meta. Orbax
-writes it under a temporary name, puts a commit marker into each item and into the step,
-and renames it, so an interrupted save never bears a step's name. A copy cut short or a
-lost file can, and Orbax would load it: a step counts here only with all its markers.
+A step is one folder, "step_00000120", with Orbax's arrays and a manifest in it. It is
+written under another name, verified and renamed: what bears a step's name was whole
+then. Later damage is found by comparing its files with the manifest.
 """
 
+import contextlib
+import errno
 import itertools
-import json
+import os
 import re
+import shutil
 import tempfile
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxpar.checkpoint import manifest as manifests
+from jaxpar.checkpoint.manifest import DIGEST, MANIFEST, DamagedError, Manifest
+
 STEP_PREFIX = "step"
 STEP_DIGITS = 8
-STATE, DATA, META = "state", "data", "meta"
-DATA_FILE, META_FILE = "data.json", "meta.json"
-# To be raised when the code before can't read what is written from then on.
-FORMAT = 1
+SAVING, DELETING = ".saving", ".deleting"
 
-_MARKER = "commit_success.txt"
 _STEP_NAME = re.compile(rf"{STEP_PREFIX}_(\d{{{STEP_DIGITS},}})")
+_LEFT = re.compile(rf"{_STEP_NAME.pattern}({re.escape(SAVING)}|{re.escape(DELETING)})")
+_SPARE_BYTES = 1 << 20
+"""Besides arrays: manifest, and Orbax's own files."""
 
 
 def step_path(folder: Path, step: int) -> Path:
@@ -31,85 +34,75 @@ def step_path(folder: Path, step: int) -> Path:
     return folder / f"{STEP_PREFIX}_{step:0{STEP_DIGITS}d}"
 
 
+def saving_path(folder: Path, step: int) -> Path:
+    """Return where a step is written before it is whole."""
+    path = step_path(folder, step)
+    return path.with_name(path.name + SAVING)
+
+
 def step_folders(folder: Path) -> dict[int, Path]:
     """Return every folder that bears a step's name, whole or not, newest first."""
     if not folder.is_dir():
         return {}
     matches = ((_STEP_NAME.fullmatch(path.name), path) for path in folder.iterdir())
-    found = {int(match[1]): path for match, path in matches if match}
+    found = {
+        int(match[1]): path
+        for match, path in matches
+        if match and path.is_dir() and not path.is_symlink()
+    }
     return dict(sorted(found.items(), reverse=True))
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a step's folder has the commit marker of the step and of its items."""
-    markers = [path / item / _MARKER for item in (".", STATE, DATA, META)]
-    return all(marker.is_file() and marker.stat().st_size for marker in markers)
+    """Whether a step's folder has a manifest; its files may be damaged since."""
+    return (path / MANIFEST).is_file() and (path / DIGEST).is_file()
 
 
 def complete_steps(folder: Path) -> Iterator[int]:
-    """Yield the steps that can be restored, newest first."""
+    """Yield the steps that have a manifest, newest first."""
     return (step for step, path in step_folders(folder).items() if is_complete(path))
 
 
-def read_meta(path: Path) -> dict[str, Any]:
-    """Read what jaxpar wrote beside a step's arrays: run, leaves, the user's meta.
-
-    Raises:
-        ValueError: If it is damaged, or a newer version of jaxpar wrote it.
-    """
-    meta = _read_json(path / META / META_FILE)
-    if meta["format"] > FORMAT:
-        raise ValueError(
-            f"checkpoint {str(path)!r} has format {meta['format']}, and this jaxpar "
-            f"reads formats up to {FORMAT}: update jaxpar to restore it"
-        )
-    return meta
-
-
-def read_data(path: Path) -> list[Any]:
-    """Read the data states that were saved with a step, one of each process.
-
-    Raises:
-        ValueError: If the file is damaged.
-    """
-    return _read_json(path / DATA / DATA_FILE)["states"]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except (FileNotFoundError, ValueError) as error:
-        raise ValueError(
-            f"checkpoint file {str(path)!r} is damaged ({error}); restore another "
-            "step, or move the step's folder away"
-        ) from error
-
-
-def read_step(folder: Path, step: int | None) -> dict[str, Any]:
-    """Choose the step to restore and read all of it but the arrays.
+def verified(path: Path, step: int) -> Manifest:
+    """Compare every file of a step with its manifest.
 
     Args:
-        folder: Where the checkpoints are.
-        step: The step to read; None for the newest complete one.
+      path: its folder.
+      step: what number it should be.
 
     Returns:
-        {"step": its number, "content": what read_meta gives, "data": the data states}.
+      The manifest.
 
     Raises:
-        FileNotFoundError: If the step, or any step, is missing or incomplete.
-        ValueError: If a file is damaged or of a newer format.
+      DamagedError: if they differ; the message names the files.
+    """
+    found = manifests.read_manifest(path)
+    wrong = manifests.damages(path, found)
+    if found.step != step:
+        wrong.insert(0, f"{MANIFEST}: is of step {found.step}")
+    if wrong:
+        raise DamagedError(f"{str(path)!r} is damaged: {_listed(wrong)}")
+    return found
 
-    Warns:
-        UserWarning: If newer steps are incomplete and were skipped.
+
+def choose(folder: Path, step: int | None) -> dict[str, Any]:
+    """Find the step to restore: the one named, or the newest that is sound.
+
+    Args:
+      folder: where the checkpoints are.
+      step: the step; None for the newest.
+
+    Returns:
+      {"step": its number, "skipped": [[number, why]] of newer ones}.
+
+    Raises:
+      FileNotFoundError: if the step, or any step, is missing or has no manifest.
+      DamagedError: if it, or each of them, is damaged.
     """
     folders = step_folders(folder)
     complete = [number for number, path in folders.items() if is_complete(path)]
     if step is not None and step not in complete:
-        state = (
-            "is incomplete: commit markers are missing"
-            if step in folders
-            else ("does not exist")
-        )
+        state = "has no manifest" if step in folders else "does not exist"
         raise FileNotFoundError(
             f"checkpoint {str(step_path(folder, step))!r} {state}; restore one of the "
             f"complete steps, {sorted(complete)}"
@@ -118,39 +111,97 @@ def read_step(folder: Path, step: int | None) -> dict[str, Any]:
         names = ", ".join(path.name for path in folders.values())
         raise FileNotFoundError(
             f"folder {str(folder)!r} has no complete checkpoint"
-            f"{f' (incomplete: {names})' if names else ''}; save one first, or give "
-            "the folder that a run saved to"
+            f"{f' (without a manifest: {names})' if names else ''}; save one first, or "
+            "give the folder that a run saved to"
         )
-    chosen = complete[0] if step is None else step
-    skipped = [path.name for number, path in folders.items() if number > complete[0]]
-    if step is None and skipped:
-        warnings.warn(
-            f"skipped in {str(folder)!r}, because commit markers are missing: "
-            f"{', '.join(skipped)}; restoring step {chosen}",
-            stacklevel=5,
-        )
-    path = folders[chosen]
-    return {"step": chosen, "content": read_meta(path), "data": read_data(path)}
+    skipped: list[list[Any]] = []
+    for number in folders if step is None else [step]:
+        if number not in complete:
+            skipped.append([number, f"{folders[number].name} has no manifest"])
+            continue
+        try:
+            verified(folders[number], number)
+        except DamagedError as error:
+            skipped.append([number, str(error)])
+        else:
+            return {"step": number, "skipped": skipped}
+    reasons = "; ".join(why for _, why in skipped)
+    others = sorted(set(complete) - {number for number, _ in skipped})
+    remedy = f"restore another step of {others}" if others else "no other step is left"
+    raise DamagedError(f"{reasons}; {remedy}")
 
 
-def set_aside_incomplete(folder: Path) -> list[str]:
-    """Rename the newest steps, if incomplete, to "step_00000120.incomplete".
+def require_room(folder: Path, step: int, needed: int) -> None:
+    """Refuse to begin a save that the disk has no room for.
+
+    Args:
+      folder: where it would go; exists.
+      step: the step.
+      needed: bytes of its arrays.
+
+    Raises:
+      OSError: if fewer bytes are free.
+    """
+    free, needed = shutil.disk_usage(folder).free, needed + _SPARE_BYTES
+    if free < needed:
+        raise OSError(
+            errno.ENOSPC,
+            f"step {step} needs {needed:,} bytes in {str(folder)!r}, where {free:,} "
+            "are free: nothing was written. Make room, keep fewer steps, or save to "
+            "another disk",
+        )
+
+
+def set_aside(folder: Path, damaged: Iterable[int]) -> list[str]:
+    """Rename steps that must not count, to "step_00000120.damaged".
 
     Under their own name they would count among the newest that are kept, and stand in
-    the way when training reaches their step again. Incomplete steps older than a
-    complete one keep their name: most are deletions cut short, and are deleted in turn.
+    the way when training reaches their step again.
+
+    Args:
+      folder: where the checkpoints are.
+      damaged: steps known to be. Those without a manifest that are newer than any with
+        one are set aside as well; older ones are deletions cut short.
 
     Returns:
-        The names that the renamed steps had.
+      The names that the renamed steps had.
     """
-    newest = next(complete_steps(folder), -1)
-    paths = [path for step, path in step_folders(folder).items() if step > newest]
-    for path in paths:
-        numbers = (f".{number}" for number in itertools.count(2))
-        endings = itertools.chain([""], numbers)
-        names = (f"{path.name}.incomplete{ending}" for ending in endings)
-        path.rename(next(folder / n for n in names if not (folder / n).exists()))
-    return [path.name for path in paths]
+    folders = step_folders(folder)
+    sound = [s for s in complete_steps(folder) if s not in set(damaged)]
+    newest = max(sound, default=-1)
+    going = {s for s in folders if s > newest or s in set(damaged)}
+    names = []
+    for path in (folders[step] for step in sorted(going)):
+        endings = itertools.chain([""], (f".{number}" for number in itertools.count(2)))
+        new = (folder / f"{path.name}.damaged{ending}" for ending in endings)
+        path.rename(next(name for name in new if not name.exists()))
+        names.append(path.name)
+    return names
+
+
+def clean_up(folder: Path) -> None:
+    """Delete what saves and deletions left that were cut short."""
+    for path in folder.iterdir():
+        if _LEFT.fullmatch(path.name) and not path.is_symlink():
+            shutil.rmtree(path)
+
+
+def delete_step(folder: Path, step: int) -> None:
+    """Delete a step; it is none any more from the first moment on."""
+    path = step_path(folder, step)
+    going = path.with_name(path.name + DELETING)
+    path.rename(going)
+    shutil.rmtree(going)
+
+
+def metrics(folder: Path) -> dict[int, float | None]:
+    """Every complete step -> its metric, if it has one that can be read."""
+    found: dict[int, float | None] = {}
+    for step in complete_steps(folder):
+        found[step] = None
+        with contextlib.suppress(ValueError):
+            found[step] = manifests.read_manifest(step_path(folder, step)).metric
+    return found
 
 
 def make_writable(folder: Path) -> None:
@@ -172,6 +223,11 @@ def make_writable(folder: Path) -> None:
             pass
     except OSError as error:
         raise PermissionError(
-            f"folder {str(folder)!r} can't be written ({error.strerror}); choose "
-            "another folder, or give this user the right to write there"
+            f"folder {str(folder)!r} can't be written ({os.strerror(error.errno or 0)})"
+            "; choose another folder, or give this user the right to write there"
         ) from error
+
+
+def _listed(wrong: list[str], shown: int = 10) -> str:
+    more = [f"and {len(wrong) - shown} more"] if len(wrong) > shown else []
+    return "; ".join([*wrong[:shown], *more])

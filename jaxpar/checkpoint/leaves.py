@@ -7,11 +7,15 @@ under them; the table of leaves keeps the name of their implementation.
 """
 
 import dataclasses
+import functools
+import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 _SHOWN = 10
 
@@ -25,6 +29,43 @@ class LeafSpec:
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+    @property
+    def stored(self) -> "LeafSpec":
+        """Of the plain array on disk: keys are integers there.
+
+        Raises:
+            ValueError: If there is no such dtype.
+        """
+        kind = _KEY.fullmatch(self.dtype)
+        if kind is None:
+            return LeafSpec(self.shape, str(_dtype(self.dtype)))
+        words = _words_of(kind[1])
+        return LeafSpec((*self.shape, words), "uint32")
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the array on disk."""
+        stored = self.stored
+        return math.prod(stored.shape) * _dtype(stored.dtype).itemsize
+
+
+_KEY = re.compile(r"key<(\w+)>")
+
+
+@functools.cache
+def _words_of(impl: str) -> int:
+    """How many integers a key is of."""
+    made = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
+    return made.shape[-1]
+
+
+def _dtype(name: str) -> np.dtype:
+    dtype = jnp.dtype(name)
+    is_number = jnp.issubdtype(dtype, jnp.number) or dtype.kind == "b"
+    if not is_number or str(dtype) != name:
+        raise ValueError(f"{name!r} is no dtype of numbers")
+    return dtype
 
 
 def named_leaves(tree: Any, argument: str) -> dict[str, Any]:

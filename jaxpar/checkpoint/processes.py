@@ -14,11 +14,14 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxpar.checkpoint.manifest import DamagedError
+
 T = TypeVar("T")
 
 _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error
     for error in (
+        DamagedError,
         FileNotFoundError,
         NotADirectoryError,
         PermissionError,

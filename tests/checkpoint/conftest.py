@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from jaxpar.checkpoint import manifest
 
 
 @pytest.fixture
@@ -61,14 +62,14 @@ class Disk:
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     disk = Disk(threading.Event())
     disk.release.set()
-    write = ocp.JsonCheckpointHandler._save_fn
+    write = manifest._write
 
-    async def slow_write(self: Any, *args: Any) -> None:
+    def slow_write(path: Path, text: bytes) -> None:
         assert disk.release.wait(30)
         if disk.full:
             raise OSError(28, "No space left on device")
-        await write(self, *args)
+        write(path, text)
 
-    monkeypatch.setattr(ocp.JsonCheckpointHandler, "_save_fn", slow_write)
+    monkeypatch.setattr(manifest, "_write", slow_write)
     yield disk
     disk.release.set()

@@ -245,3 +245,58 @@ def test_keep_of_a_save_counts_after_a_restore(tmp_path: Path) -> None:
     again.save(tmp_path, keep=2)
     again.wait()
     assert Checkpoints(tmp_path).steps() == [saved[-1] + 1, saved[-1] + 2]
+
+
+def test_parameters_alone_are_taken_up_to_fine_tune(saved: Saved) -> None:
+    engine = shared_engine(8, 1, 1, "fp32", seed=1)
+    before = engine.state
+    step, moments = int(before.step), bits_of_tree(before.opt_state)
+    assert engine.restore(saved.folder, only=["params/*"]) == 4
+    assert int(engine.state.step) == step
+    assert bits_of_tree(engine.state.opt_state) == moments
+    whole = make_engine(8, 1, 1)
+    whole.restore(saved.folder)
+    assert bits_of_tree(engine.state.params) == bits_of_tree(whole.state.params)
+    engine.step(next(make_loader()))
+
+
+def test_another_optimizer_starts_anew_only_where_asked(saved: Saved) -> None:
+    engine = jaxpar.initialize(
+        model=lambda rngs: Net(32, rngs),
+        loss_fn=loss_fn,
+        optimizer=optax.sgd(0.1, momentum=0.9),
+        sample_batch=make_loader().sample_batch,
+        mesh=jaxpar.make_mesh(jaxpar.MeshShape(data=8)),
+        zero=1,
+    )
+    with pytest.raises(ValueError, match=r"(?s)opt_state/0/trace/.*only=, reset=, re"):
+        engine.restore(saved.folder)
+    assert engine.restore(saved.folder, reset=["opt_state/*"]) == 4
+    assert int(engine.state.step) == 4
+    engine.step(next(make_loader()))
+
+
+def test_damaged_newest_step_gives_way_to_the_one_before(tmp_path: Path) -> None:
+    engine, loader = shared_engine(8, 1, 1, "fp32", seed=1), make_loader()
+    steps = []
+    for _ in range(2):
+        engine.step(next(loader))
+        engine.save(tmp_path, data=loader)
+        steps.append(int(engine.state.step))
+    engine.wait()
+    file = next((tmp_path / f"step_{steps[1]:08d}" / "arrays").rglob("d/*"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.warns(UserWarning, match=f"{file.name}: another checksum.*restoring"):
+        assert engine.restore(tmp_path, data=loader) == steps[0]
+    assert loader.get_state()["position"] == 1
+    engine.step(next(loader))
+    with pytest.warns(UserWarning, match=r"renamed to end in '\.damaged'"):
+        engine.save(tmp_path, data=loader)
+    engine.wait()
+    assert Checkpoints(tmp_path).steps() == steps
+
+
+def bits_of_tree(tree: Any) -> list[bytes]:
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]

@@ -15,7 +15,7 @@ def test_each_process_goes_on_from_its_own_data_state(
 ) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    restored = Restored(3, None, {}, data_states=[{"at": 1}, {"at": 2}])
+    restored = Restored(3, None, {}, [{"at": 1}, {"at": 2}], {})
     assert restored.data_state == {"at": 2}
 
 

@@ -1,6 +1,6 @@
 """Is what comes back the newest whole step, of this model, and else an error?"""
 
-import json
+import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpar.checkpoint import Checkpoints
+from jaxpar.checkpoint import Checkpoints, DamagedError, manifest
 
 Tree = dict[str, Any]
 Bits = Callable[[Any], list[bytes]]
@@ -23,10 +23,6 @@ def checkpoints(folder: Path, tree: Tree) -> Checkpoints:
         checkpoints.save(step, {**tree, "step": jnp.int32(step)})
     checkpoints.close()
     return checkpoints
-
-
-def edit(path: Path, change: Callable[[Any], Any]) -> None:
-    path.write_text(json.dumps(change(json.loads(path.read_text()))))
 
 
 def test_the_newest_step_comes_back_unless_one_is_named(
@@ -61,55 +57,55 @@ def test_restore_waits_for_a_save_under_way(
     checkpoints.close()
 
 
-@pytest.mark.parametrize("item", [".", "state", "data", "meta"])
-@pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 0)])
-def test_an_incomplete_step_is_skipped_with_a_warning(
-    item: str,
-    damage: Callable[[Path], None],
-    checkpoints: Checkpoints,
-    folder: Path,
-    tree: Tree,
+@pytest.mark.parametrize("name", ["manifest.json", "manifest.xxh3"])
+def test_a_step_without_a_manifest_is_skipped_with_a_warning(
+    name: str, checkpoints: Checkpoints, folder: Path, tree: Tree
 ) -> None:
-    damage(folder / "step_00000003" / item / "commit_success.txt")
+    (folder / "step_00000003" / name).unlink()
     assert checkpoints.steps() == [1, 2]
     assert checkpoints.latest() == 2
-    with pytest.warns(UserWarning, match=r"skipped.*step_00000003; restoring step 2"):
-        assert checkpoints.restore(tree).step == 2
+    with pytest.warns(UserWarning, match=r"step_00000003 has no manifest: restoring"):
+        restored = checkpoints.restore(tree)
+    assert restored.step == 2
+    assert restored.skipped == {3: "step_00000003 has no manifest"}
     assert checkpoints.restore(tree, step=2).step == 2
-    with pytest.raises(FileNotFoundError, match=r"03' is incomplete: .*steps, \[1, 2]"):
+    with pytest.raises(FileNotFoundError, match=r"03' has no manifest; .*, \[1, 2]"):
         checkpoints.restore(tree, step=3)
 
 
-def test_an_incomplete_step_makes_way_for_the_next_save(
-    checkpoints: Checkpoints, folder: Path, tree: Tree
+@pytest.mark.parametrize("file", ["manifest.json", "arrays"])
+def test_a_damaged_step_makes_way_for_the_next_save(
+    file: str, checkpoints: Checkpoints, folder: Path, tree: Tree, bits: Bits
 ) -> None:
     for _ in range(2):
-        (folder / "step_00000003" / "commit_success.txt").unlink()
+        step = folder / "step_00000003"
+        damaged = [p for p in step.rglob("*") if file in str(p) and p.is_file()]
+        os.truncate(damaged[0], 1)
         again = Checkpoints(folder, keep=2)
-        again.restore(tree, step=2)
-        with pytest.warns(
-            UserWarning, match=r"renamed to end in '.incomplete': step_0"
-        ):
+        with pytest.warns(UserWarning, match="restoring step 2"):
+            again.restore(tree)
+        with pytest.warns(UserWarning, match=r"renamed to end in '.damaged': step_0"):
             again.save(3, tree)
         again.close()
+        assert bits(Checkpoints(folder).restore(tree, step=3).tree) == bits(tree)
     assert checkpoints.steps() == [2, 3]
     assert sorted(os.listdir(folder)) == [
         "step_00000002",
         "step_00000003",
-        "step_00000003.incomplete",
-        "step_00000003.incomplete.2",
+        "step_00000003.damaged",
+        "step_00000003.damaged.2",
     ]
 
 
-def test_an_incomplete_older_step_is_deleted_in_turn(
+def test_an_older_step_without_a_manifest_stays_out_of_the_way(
     checkpoints: Checkpoints, folder: Path, tree: Tree
 ) -> None:
-    (folder / "step_00000001" / "commit_success.txt").unlink()
+    (folder / "step_00000001" / "manifest.json").unlink()
     again = Checkpoints(folder, keep=2)
     again.restore(tree)
     again.save(4, tree)
     again.close()
-    assert sorted(os.listdir(folder)) == ["step_00000003", "step_00000004"]
+    assert checkpoints.steps() == [3, 4]
 
 
 def test_a_folder_without_checkpoints_is_refused(folder: Path, tree: Tree) -> None:
@@ -120,7 +116,9 @@ def test_a_folder_without_checkpoints_is_refused(folder: Path, tree: Tree) -> No
         checkpoints.restore(tree)
     assert not folder.exists()
     (folder / "step_00000001").mkdir(parents=True)
-    with pytest.raises(FileNotFoundError, match=r"\(incomplete: step_00000001\); save"):
+    with pytest.raises(
+        FileNotFoundError, match=r"\(without a manifest: step_00000001\)"
+    ):
         checkpoints.restore(tree)
 
 
@@ -162,7 +160,8 @@ def test_a_checkpoint_of_another_model_is_refused_leaf_by_leaf(
         "    dtype: bfloat16[2], in the checkpoint float32[2]",
         "    key: key<rbg>[], in the checkpoint key<threefry2x32>[]",
         "    shape: float32[3,2], in the checkpoint float32[2,3]",
-        "Build the same model and optimizer, or restore from another folder",
+        "Build the same model and optimizer, read some leaves only (only=, reset=, "
+        "rename=), or restore from another folder",
     ]
     checkpoints.close()
 
@@ -175,19 +174,27 @@ def test_a_target_without_sharding_is_refused(
         checkpoints.restore(target)
 
 
+def reseal(folder: Path, step: int, **changes: Any) -> None:
+    """Write another manifest that fits its files, as whoever means harm could."""
+    path = folder / f"step_{step:08d}"
+    found = manifest.read_manifest(path)
+    for name in (manifest.MANIFEST, manifest.DIGEST):
+        (path / name).unlink()
+    manifest.seal(path, dataclasses.replace(found, files={}, **changes))
+
+
 @pytest.mark.parametrize("states", [[{"at": 1}], [{"at": 1}] * 2, [None] * 3])
 def test_equal_data_states_serve_any_number_of_processes(
     states: list[Any], checkpoints: Checkpoints, folder: Path, tree: Tree
 ) -> None:
-    edit(folder / "step_00000003/data/data.json", lambda _: {"states": states})
+    reseal(folder, 3, data_states=states)
     assert checkpoints.restore(tree).data_state == states[0]
 
 
 def test_differing_data_states_are_refused_by_another_number_of_processes(
     checkpoints: Checkpoints, folder: Path, tree: Tree, bits: Bits
 ) -> None:
-    states = {"states": [{"at": 1}, {"at": 2}]}
-    edit(folder / "step_00000003/data/data.json", lambda _: states)
+    reseal(folder, 3, data_states=[{"at": 1}, {"at": 2}])
     restored = checkpoints.restore(tree)
     assert bits(restored.tree["params"]) == bits(tree["params"])
     with pytest.raises(
@@ -197,30 +204,71 @@ def test_differing_data_states_are_refused_by_another_number_of_processes(
 
 
 def test_a_newer_format_is_refused(
+    checkpoints: Checkpoints,
+    folder: Path,
+    tree: Tree,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(manifest, "FORMAT", 3)
+    reseal(folder, 3)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"has format 3, .* up to 2: update jaxpar"):
+        checkpoints.restore(tree)
+
+
+def test_a_damaged_step_that_is_named_is_refused_with_its_files(
     checkpoints: Checkpoints, folder: Path, tree: Tree
 ) -> None:
-    meta = folder / "step_00000003/meta/meta.json"
-    edit(meta, lambda content: content | {"format": 2})
-    with pytest.raises(ValueError, match=r"has format 2, .* up to 1: update jaxpar"):
-        checkpoints.restore(tree)
+    file = next((folder / "step_00000003/arrays").rglob("d/*"))
+    os.truncate(file, 3)
+    name = file.relative_to(folder / "step_00000003").as_posix()
+    with pytest.raises(DamagedError, match=rf"03' is damaged: {name}: has 3 bytes"):
+        checkpoints.restore(tree, step=3)
+    with pytest.raises(DamagedError, match=r"restore another step of \[1, 2\]"):
+        checkpoints.restore(tree, step=3)
 
 
-@pytest.mark.parametrize("name", ["meta/meta.json", "data/data.json"])
-def test_a_damaged_file_is_named(
-    name: str, checkpoints: Checkpoints, folder: Path, tree: Tree
-) -> None:
-    os.truncate(folder / "step_00000003" / name, 9)
-    with pytest.raises(ValueError, match=rf"file '.*{name}' is damaged .*another step"):
-        checkpoints.restore(tree)
-    assert checkpoints.restore(tree, step=2).step == 2
-
-
-def test_damaged_arrays_raise_and_name_the_other_steps(
+def test_a_folder_with_nothing_sound_left_names_every_damage(
     checkpoints: Checkpoints, folder: Path, tree: Tree
 ) -> None:
-    for path in (folder / "step_00000003/state").rglob("d/*"):
-        os.truncate(path, 3)
-    with pytest.raises(ValueError, match="Error") as raised:
+    for step in (1, 2, 3):
+        os.truncate(folder / f"step_{step:08d}" / "manifest.json", 0)
+    with pytest.raises(DamagedError, match="no other step is left") as raised:
         checkpoints.restore(tree)
-    assert "step_00000003' failed" in raised.value.__notes__[-1]
-    assert "restore another step of [1, 2, 3]" in raised.value.__notes__[-1]
+    for step in (1, 2, 3):
+        assert f"step_{step:08d}/manifest.json' is damaged" in str(raised.value)
+
+
+def test_parameters_alone_are_read_and_the_rest_stays(
+    folder: Path, tree: Tree, bits: Bits
+) -> None:
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(1, tree)
+    target = {**tree, "step": jnp.int32(99), "new": jnp.ones(3)}
+    restored = checkpoints.restore(target, only=["params/*"])
+    assert bits(restored.tree["params"]) == bits(tree["params"])
+    assert int(restored.tree["step"]) == 99
+    assert restored.tree["new"] is target["new"]
+
+
+def test_leaves_are_reset_only_where_asked(folder: Path, tree: Tree) -> None:
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(1, {**tree, "opt": {"mu": jnp.ones(2)}})
+    target = {**tree, "opt": {"nu": jnp.ones(5)}}
+    with pytest.raises(ValueError, match=r"1 leaf is not in .*\n    opt/nu"):
+        checkpoints.restore(target)
+    restored = checkpoints.restore(target, reset=["opt/*"])
+    assert restored.tree["opt"]["nu"] is target["opt"]["nu"]
+    assert int(restored.tree["step"]) == 7
+
+
+def test_renamed_leaves_are_found_by_their_old_names(
+    folder: Path, tree: Tree, bits: Bits
+) -> None:
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(1, tree)
+    target = {"weights": tree["params"], "step": tree["step"]}
+    restored = checkpoints.restore(target, rename={"weights/*": "params/*"})
+    assert bits(restored.tree["weights"]) == bits(tree["params"])
+    with pytest.raises(ValueError, match=r"not in the checkpoint:\n    params/kern: "):
+        checkpoints.restore(target, rename={"weights/kernel": "params/kern"})

@@ -222,8 +222,8 @@ def test_a_save_waited_for_is_not_told_of_at_the_end(folder: Path, tree: Tree) -
 
 
 def test_leftovers_of_a_killed_save_are_cleaned_up(folder: Path, tree: Tree) -> None:
-    leftover = folder / "step_00000009.orbax-checkpoint-tmp"
-    leftover.mkdir(parents=True)
+    for ending in ("saving", "deleting"):
+        (folder / f"step_00000009.{ending}" / "arrays").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("{}")
     assert Checkpoints(folder).latest() is None
     save(folder, 1, tree=tree)
@@ -264,7 +264,7 @@ def test_a_relative_folder_is_made_absolute(
 
 
 def test_keep_below_one_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="keep is 0; it must be at least 1, or None"):
+    with pytest.raises(ValueError, match="last=0 must be at least 1, or None for all"):
         Checkpoints(folder, keep=0)
 
 

@@ -1,0 +1,153 @@
+"""How do a step's arrays reach the disk and come back: by Orbax, one array a leaf.
+
+They are not compressed: training states hardly are compressible, it would take longer
+than writing them, and what a manifest declares can be held to the bytes on disk.
+"""
+
+import threading
+import time
+import urllib.parse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import xxhash
+
+from jaxpar.checkpoint.leaves import LeafSpec
+from jaxpar.checkpoint.logs import quiet_orbax
+
+ARRAYS = "arrays"
+"""The sub-folder of a step that is Orbax's."""
+
+_LONGEST_NAME = 180
+_WRITERS_SECONDS = 60.0
+
+
+def array_name(leaf: str) -> str:
+    """Name a leaf's array on disk: its own name, as a file's may be.
+
+    Example:
+      >>> array_name("params/mlp/kernel"), array_name("../evil")
+      ('params%2Fmlp%2Fkernel', '%2E%2E%2Fevil')
+    """
+    quoted = urllib.parse.quote(leaf, safe="").replace(".", "%2E")
+    if len(quoted) <= _LONGEST_NAME:
+        return quoted
+    return f"{quoted[: _LONGEST_NAME - 40]}~{xxhash.xxh3_128_hexdigest(leaf.encode())}"
+
+
+class Writer:
+    """Writes sharded arrays in the background, one step at a time."""
+
+    def __init__(self):
+        quiet_orbax()
+        self._orbax = ocp.AsyncCheckpointer(_handler())
+
+    def start(self, folder: Path, arrays: Mapping[str, jax.Array]) -> None:
+        """Copy arrays to the host, and begin to write them.
+
+        All processes call it, each for its shards. The arrays may be donated or
+        deleted as soon as this returns.
+
+        Args:
+          folder: the step's folder, which is there.
+          arrays: leaf name -> array.
+        """
+        named = {array_name(leaf): array for leaf, array in arrays.items()}
+        self._orbax.save(folder / ARRAYS, args=ocp.args.PyTreeSave(named))
+
+    def wait(self) -> None:
+        """Return when everything is written; raise what made it fail."""
+        try:
+            self._orbax.wait_until_finished()
+        except BaseException:
+            _let_writers_end()
+            raise
+
+    def close(self) -> None:
+        """Release the threads; nothing may be under way."""
+        self._orbax.close()
+
+
+def read_sharded(
+    folder: Path, structs: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    """Read leaves onto their shardings; every process reads what its devices hold.
+
+    Args:
+      folder: the step's folder.
+      structs: leaf name -> shape, dtype and sharding; shape and dtype are the stored
+        ones.
+
+    Returns:
+      Leaf name -> array.
+    """
+    named = {array_name(leaf): struct for leaf, struct in structs.items()}
+    restore_args = ocp.checkpoint_utils.construct_restore_args(named)
+    found = _restored(folder, named, restore_args)
+    return {leaf: found[array_name(leaf)] for leaf in structs}
+
+
+def read_whole(folder: Path, leaf: str, spec: LeafSpec) -> np.ndarray:
+    """Read one leaf into this process's memory.
+
+    Args:
+      folder: the step's folder.
+      leaf: its name.
+      spec: its shape and dtype, as the manifest has them.
+
+    Returns:
+      The stored array.
+
+    Raises:
+      ValueError: if the array on disk is of another shape or dtype.
+    """
+    name = array_name(leaf)
+    declared = declared_arrays(folder).get(name)
+    if declared != spec.stored:
+        raise ValueError(
+            f"{str(folder)!r}: leaf {leaf!r} is {spec.stored}, but {declared} on disk"
+        )
+    args = {name: ocp.RestoreArgs(restore_type=np.ndarray)}
+    return _restored(folder, {name: 0}, args)[name]
+
+
+def declared_arrays(folder: Path) -> dict[str, LeafSpec]:
+    """Shape and dtype of every array on disk, by its name there; nothing is loaded."""
+    with ocp.Checkpointer(_handler()) as reader:
+        metadata: Any = reader.metadata(folder / ARRAYS)
+    tree = getattr(metadata, "item_metadata", metadata)
+    return {
+        name: LeafSpec(tuple(found.shape), str(np.dtype(found.dtype)))
+        for name, found in getattr(tree, "tree", tree).items()
+    }
+
+
+def _restored(folder: Path, item: Any, restore_args: Any) -> dict[str, Any]:
+    with ocp.Checkpointer(_handler()) as reader:
+        return reader.restore(
+            folder / ARRAYS,
+            args=ocp.args.PyTreeRestore(
+                item=item, restore_args=restore_args, partial_restore=True
+            ),
+        )
+
+
+def _handler() -> ocp.PyTreeCheckpointHandler:
+    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False)
+
+
+def _let_writers_end() -> None:
+    """Join the threads of a failed save.
+
+    Orbax reports the first error and leaves the other threads writing into the step's
+    folder, which is the one that a second try to save the step uses.
+    """
+    until = time.monotonic() + _WRITERS_SECONDS
+    for thread in threading.enumerate():
+        if type(thread).__module__.startswith("orbax."):
+            # Orbax's own join raises the thread's error, which is known by now.
+            threading.Thread.join(thread, max(0.0, until - time.monotonic()))

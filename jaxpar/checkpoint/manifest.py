@@ -1,0 +1,307 @@
+"""What is a saved step made of: every file with its checksum, every leaf, and the rest.
+
+The manifest is the last file to be written, and its own checksum lies beside it. A step
+is loaded only if its files are those of its manifest, to the bit. Nothing that a
+manifest names is opened: the files that are there are compared with it.
+"""
+
+import concurrent.futures
+import dataclasses
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import xxhash
+
+from jaxpar.checkpoint.leaves import LeafSpec
+
+FORMAT = 2
+"""To be raised when the code before can't read what is written from then on."""
+
+MANIFEST, DIGEST = "manifest.json", "manifest.xxh3"
+
+_MOST_BYTES = 256 << 20
+"""Of a manifest; one of a million files has half of it."""
+_BLOCK = 4 << 20
+_HASHERS = 8
+_HEX = re.compile(r"[0-9a-f]{32}")
+
+
+class DamagedError(ValueError):
+    """A checkpoint is not what was saved; the message names the files."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """A saved step, but for its arrays.
+
+    Attributes:
+      step: its number.
+      run: the run that saved it.
+      leaves: leaf name -> shape and dtype.
+      data_states: each process's position in the data.
+      meta: what the caller keeps beside.
+      metric: what `best` goes by; None for none.
+      versions: of what it was saved by.
+      files: path in the step's folder -> bytes and checksum (XXH3, 128 bits).
+    """
+
+    step: int
+    run: str
+    leaves: dict[str, LeafSpec]
+    data_states: list[Any]
+    meta: dict[str, Any]
+    metric: float | None
+    versions: dict[str, str]
+    files: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files."""
+        return sum(size for size, _ in self.files.values())
+
+    def as_json(self) -> bytes:
+        """As it is written."""
+        content = dataclasses.asdict(self) | {"format": FORMAT}
+        return json.dumps(content, indent=1).encode()
+
+
+def seal(folder: Path, manifest: Manifest) -> Manifest:
+    """Make what was written into a folder durable, and write its manifest.
+
+    Args:
+      folder: holds the arrays; not yet under its step's name.
+      manifest: of the step, without files.
+
+    Returns:
+      The manifest, with them.
+
+    Raises:
+      OSError: if a file can't be written, synced or read back.
+    """
+    names = [name for name, _ in _walk(folder)]
+    with concurrent.futures.ThreadPoolExecutor(_HASHERS) as pool:
+        entries = pool.map(lambda name: _seal_file(folder / name), names)
+        files = dict(zip(names, entries, strict=True))
+    sealed = dataclasses.replace(manifest, files=files)
+    text = sealed.as_json()
+    _write(folder / MANIFEST, text)
+    _write(folder / DIGEST, digest(text).encode())
+    for directory, _, _ in os.walk(folder):
+        sync(Path(directory))
+    return sealed
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read a step's manifest.
+
+    Args:
+      path: the step's folder.
+
+    Raises:
+      DamagedError: if it is not what was written.
+      ValueError: if a newer version of jaxpar wrote it.
+    """
+    text = _read(path / MANIFEST)
+    if _read(path / DIGEST) != digest(text).encode():
+        raise DamagedError(
+            f"{str(path / MANIFEST)!r} is damaged: {DIGEST} has another checksum"
+        )
+    try:
+        content = json.loads(text)
+        if content["format"] > FORMAT:
+            raise ValueError(
+                f"checkpoint {str(path)!r} has format {content['format']}, and this "
+                f"jaxpar reads formats up to {FORMAT}: update jaxpar to restore it"
+            )
+        return _parsed(content)
+    except (KeyError, TypeError, AttributeError, RecursionError, _WrongError) as error:
+        raise DamagedError(
+            f"{str(path / MANIFEST)!r} is not a manifest ({error!r})"
+        ) from error
+    except json.JSONDecodeError as error:
+        raise DamagedError(f"{str(path / MANIFEST)!r} is not JSON ({error})") from error
+
+
+def damages(path: Path, manifest: Manifest) -> list[str]:
+    """Compare a step's files with its manifest, to the bit.
+
+    Args:
+      path: the step's folder.
+      manifest: its manifest.
+
+    Returns:
+      What is wrong, a file each; empty if nothing is.
+    """
+    found = dict(_walk(path))
+    for own in (MANIFEST, DIGEST):
+        found.pop(own, None)
+    missing = [f"{n}: is missing" for n in manifest.files if n not in found]
+    wrong = [f"{n}: {why}" for n, why in found.items() if why]
+    extra = [f"{n}: is no file of the step" for n in found if n not in manifest.files]
+    sound = [n for n, why in found.items() if not why and n in manifest.files]
+    with concurrent.futures.ThreadPoolExecutor(_HASHERS) as pool:
+        compared = pool.map(
+            lambda name: _compared(path / name, *manifest.files[name]), sound
+        )
+        changed = [
+            f"{name}: {why}" for name, why in zip(sound, compared, strict=True) if why
+        ]
+    return sorted({*missing, *wrong, *extra, *changed})
+
+
+def sizes_differ(path: Path, manifest: Manifest) -> bool:
+    """Whether a file is missing or of another size, told without reading."""
+    try:
+        return any(
+            os.lstat(path / name).st_size != size
+            for name, (size, _) in manifest.files.items()
+        )
+    except OSError:
+        return True
+
+
+def digest(text: bytes) -> str:
+    """The checksum of a manifest: XXH3, 128 bits."""
+    return xxhash.xxh3_128_hexdigest(text)
+
+
+def sync(path: Path) -> None:
+    """Make a file's bytes, or a folder's names, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _WrongError(Exception):
+    """A part of a manifest is not of its form."""
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise _WrongError(what)
+
+
+def _parsed(content: Mapping[str, Any]) -> Manifest:
+    """Check every part of a manifest: it may come from anywhere."""
+    _require(type(content["step"]) is int and content["step"] >= 0, "step")
+    _require(type(content["run"]) is str, "run")
+    _require(type(content["data_states"]) is list, "data_states")
+    metric = content["metric"]
+    _require(metric is None or type(metric) in (int, float), "metric")
+    leaves = {name: _leaf(name, leaf) for name, leaf in content["leaves"].items()}
+    files = {name: _file(name, entry) for name, entry in content["files"].items()}
+    declared = sum(leaf.num_bytes for leaf in leaves.values())
+    stored = sum(size for size, _ in files.values())
+    _require(declared <= stored, f"leaves of {declared:,} bytes in files of {stored:,}")
+    return Manifest(
+        step=content["step"],
+        run=content["run"],
+        leaves=leaves,
+        data_states=content["data_states"],
+        meta=dict(content["meta"].items()),
+        metric=metric,
+        versions=dict(content["versions"].items()),
+        files=files,
+    )
+
+
+def _leaf(name: str, leaf: Mapping[str, Any]) -> LeafSpec:
+    shape, dtype = leaf["shape"], leaf["dtype"]
+    _require(type(shape) is list and len(shape) <= 32, f"leaf {name!r}: shape")
+    _require(all(type(n) is int and n >= 0 for n in shape), f"leaf {name!r}: shape")
+    _require(type(dtype) is str, f"leaf {name!r}: dtype")
+    spec = LeafSpec(tuple(shape), dtype)
+    try:
+        _require(spec.num_bytes >= 0, f"leaf {name!r}: shape")
+    except (TypeError, ValueError) as error:
+        raise _WrongError(f"leaf {name!r}: {error}") from error
+    return spec
+
+
+def _file(name: str, entry: Any) -> tuple[int, str]:
+    size, digest = entry
+    _require(is_inside(name), f"file {name!r}: the name leaves the folder")
+    _require(type(size) is int and size >= 0, f"file {name!r}: size")
+    _require(
+        type(digest) is str and bool(_HEX.fullmatch(digest)), f"file {name!r}: checksum"
+    )
+    return size, digest
+
+
+def is_inside(name: str) -> bool:
+    """Whether a name is of a file below a folder: relative, without "..", and plain."""
+    parts = PurePosixPath(name).parts
+    return (
+        bool(parts)
+        and "/".join(parts) == name
+        and not name.startswith("/")
+        and not any(part in (".", "..") for part in parts)
+        and not any(c in name for c in "\0\\")
+    )
+
+
+def _walk(folder: Path) -> Iterator[tuple[str, str | None]]:
+    """Yield every file below a folder, and why it is no plain file."""
+    for directory, folders, files in os.walk(folder):
+        for name in sorted(folders + files):
+            path = Path(directory, name)
+            mode = path.lstat().st_mode
+            if stat.S_ISDIR(mode):
+                continue
+            why = None if stat.S_ISREG(mode) else "is a link or no plain file"
+            yield path.relative_to(folder).as_posix(), why
+
+
+def _seal_file(path: Path) -> tuple[int, str]:
+    sync(path)
+    own, size = xxhash.xxh3_128(), 0
+    for block in _blocks(path):
+        own.update(block)
+        size += len(block)
+    return size, own.hexdigest()
+
+
+def _compared(path: Path, size: int, digest: str) -> str | None:
+    try:
+        found = path.lstat().st_size
+        if found != size:
+            return f"has {found:,} bytes, not {size:,}"
+        own = xxhash.xxh3_128()
+        for block in _blocks(path):
+            own.update(block)
+    except OSError as error:
+        return f"can't be read ({error.strerror})"
+    return None if own.hexdigest() == digest else "another checksum: bytes have changed"
+
+
+def _blocks(path: Path) -> Iterator[memoryview]:
+    buffer = memoryview(bytearray(min(_BLOCK, path.lstat().st_size) or 1))
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            yield buffer[:count]
+
+
+def _read(path: Path) -> bytes:
+    """Read a small file that is no link."""
+    try:
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
+            raise DamagedError(f"{str(path)!r} is no file of a checkpoint")
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            return file.read(_MOST_BYTES)
+    except OSError as error:
+        raise DamagedError(f"{str(path)!r} can't be read ({error.strerror})") from error
+
+
+def _write(path: Path, text: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

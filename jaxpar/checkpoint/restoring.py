@@ -1,0 +1,117 @@
+"""What does a verified step give back: which leaves, and where they lie now?"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.checkpoint import arrays as stored_arrays
+from jaxpar.checkpoint import leaves as named
+from jaxpar.checkpoint.manifest import DamagedError
+
+_CANT_READ = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What Orbax raises of files that it did not write so."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What a checkpoint gave back.
+
+    Attributes:
+      step: the step that was restored.
+      tree: the tree of target, with the stored values and target's shardings; leaves
+        that were not read are target's own.
+      meta: the mapping that was saved with it, as JSON gives it back.
+      data_states: the data state of every process that saved.
+      skipped: newer steps that are damaged, and how.
+    """
+
+    step: int
+    tree: Any
+    meta: dict[str, Any]
+    data_states: list[Any]
+    skipped: dict[int, str]
+
+    @property
+    def data_state(self) -> Any:
+        """The data state for this process to go on from; None if none was saved.
+
+        Raises:
+          ValueError: if another number of processes saved differing data states.
+        """
+        saved, now = len(self.data_states), jax.process_count()
+        if saved == now:
+            return self.data_states[jax.process_index()]
+        if self.data_states and all(s == self.data_states[0] for s in self.data_states):
+            return self.data_states[0]
+        raise ValueError(
+            f"the data states of step {self.step} are of {saved} processes, each "
+            f"another, and this run has {now}: the order of the data can't go on. "
+            f"Restore with {saved} processes, or leave the data state out and start "
+            "the data anew"
+        )
+
+
+def require_same(
+    path: Path,
+    targets: Mapping[str, Any],
+    wanted: Mapping[str, str],
+    stored: Mapping[str, named.LeafSpec],
+    *,
+    partly: bool,
+) -> None:
+    """Refuse a checkpoint that does not hold what is wanted, as it is wanted."""
+    specs = named.leaf_specs({name: targets[name] for name in wanted})
+    there = {wanted[name]: spec for name, spec in specs.items()}
+    if partly:
+        stored = {name: spec for name, spec in stored.items() if name in there}
+    difference = named.describe_mismatch(there, stored)
+    if difference:
+        raise ValueError(
+            f"target does not match checkpoint {str(path)!r}, which is of another "
+            f"model or optimizer:\n{difference}\nBuild the same model and "
+            "optimizer, read some leaves only (only=, reset=, rename=), or restore "
+            "from another folder"
+        )
+
+
+def load(
+    path: Path, targets: Mapping[str, Any], there: Mapping[str, str]
+) -> dict[str, jax.Array]:
+    """Read leaves from a verified step, each onto its target's sharding."""
+    structs = {
+        there[name]: named.stored_struct(target)
+        for name, target in targets.items()
+        if target.size
+    }
+    try:
+        found = stored_arrays.read_sharded(path, structs) if structs else {}
+    except OSError as error:
+        error.add_note(f"Reading the arrays of {str(path)!r} failed.")
+        raise
+    except _CANT_READ as error:
+        reason = f"{type(error).__name__}: {str(error)[:500]}"
+        raise DamagedError(
+            f"{str(path)!r}: its arrays can't be read ({reason}); restore another step"
+        ) from error
+    return {
+        name: named.from_stored(
+            found[there[name]] if target.size else _without_elements(target), target
+        )
+        for name, target in targets.items()
+    }
+
+
+def _without_elements(target: Any) -> jax.Array:
+    struct = named.stored_struct(target)
+    return jnp.zeros(struct.shape, struct.dtype, device=struct.sharding)

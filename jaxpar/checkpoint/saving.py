@@ -1,0 +1,65 @@
+"""When is a step saved: once its files are on disk, read back and under its name."""
+
+import shutil
+from importlib import metadata
+from pathlib import Path
+
+import jax
+
+from jaxpar.checkpoint import arrays as stored_arrays
+from jaxpar.checkpoint import folder as files
+from jaxpar.checkpoint.manifest import Manifest, seal, sync
+from jaxpar.checkpoint.retention import Keep
+
+
+def finish(
+    folder: Path, writer: stored_arrays.Writer, manifest: Manifest, keep: Keep
+) -> None:
+    """Wait for a step's arrays; verify it, give it its name, delete old ones.
+
+    Process 0 does what is done once; nothing here waits for another process.
+
+    Args:
+      folder: of the checkpoints.
+      writer: what writes the arrays.
+      manifest: of the step, without files.
+      keep: which steps stay.
+
+    Raises:
+      OSError, ValueError, RuntimeError: whatever made it fail; what was written of the
+        step is deleted then.
+    """
+    written = files.saving_path(folder, manifest.step)
+    is_first = jax.process_index() == 0
+    try:
+        writer.wait()
+        if is_first:
+            _require_readable(written, manifest)
+            seal(written, manifest)
+            written.rename(files.step_path(folder, manifest.step))
+            sync(folder)
+    except BaseException:
+        if is_first:
+            shutil.rmtree(written, ignore_errors=True)
+        raise
+    if is_first:
+        for step in keep.going(files.metrics(folder)):
+            files.delete_step(folder, step)
+
+
+def versions() -> dict[str, str]:
+    """What a step is saved by."""
+    return {name: metadata.version(name) for name in ("jax", "orbax-checkpoint")}
+
+
+def _require_readable(written: Path, manifest: Manifest) -> None:
+    """Refuse a step whose arrays are not on disk as they should be."""
+    declared = stored_arrays.declared_arrays(written)
+    wanted = {
+        stored_arrays.array_name(name): spec.stored
+        for name, spec in manifest.leaves.items()
+        if spec.num_bytes
+    }
+    if declared != wanted:
+        wrong = sorted(n for n in wanted if declared.get(n) != wanted[n])
+        raise RuntimeError(f"{str(written)!r}: arrays {wrong[:10]} were not written")
