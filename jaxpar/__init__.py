@@ -11,6 +11,7 @@ from jaxpar.plan.budget import Budget, BudgetExceeded
 from jaxpar.plan.explain import Explanation
 from jaxpar.precision import Precision, make_precision
 from jaxpar.remat import remat
+from jaxpar.replicas import CorruptionError
 from jaxpar.sharding.constrain import constrain
 from jaxpar.state import TrainState
 from jaxpar.weighted import Weighted
@@ -18,6 +19,7 @@ from jaxpar.weighted import Weighted
 __all__ = [
     "Budget",
     "BudgetExceeded",
+    "CorruptionError",
     "DamagedError",
     "Engine",
     "Explanation",

@@ -22,7 +22,9 @@ from jaxpar.plan.budget import Budget, BudgetExceeded, check
 from jaxpar.plan.explain import Explanation
 from jaxpar.plan.plan import Plan
 from jaxpar.plan.target import parse_target
-from jaxpar.state import TrainState
+from jaxpar.replicas import Probe, make_probe
+from jaxpar.state import TrainState, require_sound
+from jaxpar.tree import named_leaves
 from jaxpar.types import Batch, Metrics
 from jaxpar.xla_settings import compiler_options
 
@@ -64,6 +66,7 @@ class Engine:
         self._leaves, self._structure = jax.tree.flatten(state)
         self._checkpoints: dict[str, Checkpoints] = {}
         self._exhausted: list[jax.Array] = []
+        self._probe: Probe | None = None
         rest = jax.tree.leaves(layout.shardings)
         replicated = NamedSharding(self.mesh, P())
 
@@ -265,11 +268,13 @@ class Engine:
 
         Raises:
           ValueError: if the folder holds another model's checkpoints.
+          FloatingPointError: if a parameter is not finite, or anything is NaN.
           OSError: if the disk has no room, or an earlier save failed. Steps saved
             before are whole.
         """
         self.layout.require_devices("save")
         self._check_loss_scale(lag=0)
+        require_sound(self.state)
         checkpoints = self._opened(folder)
         checkpoints.set_keep(keep)
         checkpoints.save(
@@ -331,6 +336,17 @@ class Engine:
         ]
         self._exhausted.clear()
         return restored.step
+
+    def probe(self) -> None:
+        """Compare what devices hold replicated, to the bit; waits for them.
+
+        Raises:
+          CorruptionError: if replicas differ; it names leaves and devices.
+        """
+        self.layout.require_devices("probe")
+        if self._probe is None:
+            self._probe = make_probe(self.mesh, named_leaves(self.layout.shardings))
+        self._probe.check(self._leaves)
 
     def wait(self) -> None:
         """Return when every step is done and every save is on disk."""

@@ -1,30 +1,118 @@
 """What belongs to one run: its folder, and what it must have in common with a resume.
 
-``run.json`` records config, data identity and versions at the first start. A folder
-that holds another run is refused, and nothing in it is touched.
+``run.json`` records command, config, data identity, versions and commit at the first
+start. A folder that holds another run is refused, and nothing in it is touched.
+``events.jsonl`` tells what went wrong, and what was done about it.
 """
 
 import dataclasses
 import json
+import math
 import os
 import platform
+import subprocess
+import sys
+import time
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+import xxhash
 
+from jaxpar.checkpoint import Checkpoints
 from jaxpar.checkpoint.processes import from_first
 from jaxpar.engine import Engine
+from jaxpar.metrics import read_metrics
 from jaxpar.types import Batch
 
-_FILE = "run.json"
+_FILE, _EVENTS = "run.json", "events.jsonl"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run's folder, claimed.
+
+    Attributes:
+      folder: everything that the run writes is in it.
+      record: what ``run.json`` says.
+    """
+
+    folder: Path
+    record: dict[str, Any]
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where its checkpoints are."""
+        return self.folder / "checkpoints"
+
+    def resume(self, engine: Engine, data: Any = None) -> int | None:
+        """Take up the newest sound checkpoint.
+
+        Args:
+          engine: takes the state.
+          data: takes the position in the data; None to leave it.
+
+        Returns:
+          Its step; None if the run has none yet.
+        """
+        newest = from_first(lambda: Checkpoints(self.checkpoints).latest())
+        return None if newest is None else engine.restore(self.checkpoints, data=data)
+
+    def batches_drawn(self, step: int) -> int:
+        """Batches that had been drawn from the data when a step was saved."""
+        return Checkpoints(self.checkpoints).meta(step).get("batches_drawn", step)
+
+    def note(self, event: str, step: int, **fields: Any) -> None:
+        """Add a line to the run's events, on process 0."""
+        if jax.process_index() == 0:
+            told = {
+                name: str(x) if isinstance(x, float) and not math.isfinite(x) else x
+                for name, x in fields.items()
+            }
+            line = {"event": event, "step": step, "time": time.time(), **told}
+            with (self.folder / _EVENTS).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line, allow_nan=False) + "\n")
+
+    def events(self) -> list[dict[str, Any]]:
+        """Read the run's events, on every process."""
+        return from_first(lambda: _read_events(self.folder / _EVENTS))
+
+    def losses(self, step: int) -> dict[int, float]:
+        """Step -> loss of what was logged up to a step, on every process."""
+        found = from_first(lambda: _read_losses(self.folder / "metrics.jsonl"))
+        return {at: loss for at, loss in found if at <= step}
+
+    def batches_left_out(self) -> set[int]:
+        """Batches, counted from the start, that rollbacks have left out."""
+        lists = (event.get("left_out", ()) for event in self.events())
+        return {ordinal for each in lists for ordinal in each}
+
+
+def digest(batch: Batch) -> str:
+    """This process's rows of a batch as 128 bits, to know it again by."""
+    own = xxhash.xxh3_128()
+    for leaf in jax.tree.leaves(batch):
+        own.update(np.ascontiguousarray(leaf).tobytes())
+    return own.hexdigest()
+
+
+def _read_losses(path: Path) -> list[tuple[int, float]]:
+    records = read_metrics(path) if path.exists() else []
+    return [(each["step"], each["loss"]) for each in records if "loss" in each]
+
+
+def _read_events(path: Path) -> list[dict[str, Any]]:
+    """Whole lines; the last may have been cut short."""
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
 
 
 def open_run(
     folder: str | os.PathLike[str], config: Any, identity: Mapping[str, Any]
-) -> Path:
+) -> Run:
     """Start a run in a folder, or find that it is the one to resume.
 
     Args:
@@ -33,7 +121,7 @@ def open_run(
       identity: what else must be the same to resume (the corpus's sha256).
 
     Returns:
-      The folder.
+      The run.
 
     Raises:
       ValueError: if the folder holds another run, or files but no run, or is a file.
@@ -41,10 +129,10 @@ def open_run(
     wanted = json.loads(
         json.dumps({"config": dataclasses.asdict(config), "identity": dict(identity)})
     )
-    return Path(from_first(lambda: _claim(Path(folder), wanted)))
+    return Run(Path(folder), from_first(lambda: _claim(Path(folder), wanted)))
 
 
-def _claim(folder: Path, wanted: Mapping[str, Any]) -> str:
+def _claim(folder: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Find or write the run's record; called on process 0 only."""
     record = folder / _FILE
     if record.exists():
@@ -55,7 +143,7 @@ def _claim(folder: Path, wanted: Mapping[str, Any]) -> str:
                 f"out={str(folder)!r} holds another run: {'; '.join(differing)}. "
                 "Choose another folder (--out), or the same settings to resume it."
             )
-        return str(folder)
+        return found
     if folder.exists() and not folder.is_dir():
         raise ValueError(
             f"out={str(folder)!r} is a file. Choose an empty or a new folder (--out)."
@@ -70,10 +158,26 @@ def _claim(folder: Path, wanted: Mapping[str, Any]) -> str:
     versions = {"python": platform.python_version()} | {
         name: metadata.version(name) for name in ("jax", "flax", "optax")
     }
-    text = json.dumps({**wanted, "versions": versions}, indent=2) + "\n"
-    unfinished.write_text(text, encoding="utf-8")
+    made = {**wanted, "versions": versions, "command": sys.argv, "commit": _commit()}
+    unfinished.write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
     unfinished.replace(record)
-    return str(folder)
+    return made
+
+
+def _commit() -> str | None:
+    """The commit of the script's repository, "+" if files differ; None if none."""
+    where = Path(sys.argv[0]).absolute().parent
+    try:
+        said = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=40", "--dirty=+"],
+            cwd=where if where.is_dir() else None,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return said.stdout.strip()
 
 
 def mean_loss(engine: Engine, batches: Iterable[Batch]) -> float:

@@ -104,3 +104,39 @@ def state_shardings(
         params=placed(abstract.params),
         opt_state=placed(abstract.opt_state),
     )
+
+
+def require_sound(state: TrainState) -> None:
+    """Refuse a state that no training can go on from; waits for the devices.
+
+    Args:
+      state: the state.
+
+    Raises:
+      FloatingPointError: if a parameter is not finite, or another leaf is NaN (an
+        infinity may stand there for "none yet").
+    """
+    leaves = {
+        name: leaf
+        for name, leaf in tree.named_leaves(state).items()
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+    }
+    bad = jax.device_get(_unsound(leaves))
+    wrong = [name for name in leaves if bad[name]]
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise FloatingPointError(
+            f"the state is not finite: {', '.join(wrong[:5])}{more}. Nothing was "
+            "saved; go back to the last checkpoint."
+        )
+
+
+@jax.jit
+def _unsound(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Leaf name -> whether it holds what it must not."""
+
+    def is_bad(name: str, leaf: jax.Array) -> jax.Array:
+        is_param = name.startswith("params/")
+        return jnp.any(~jnp.isfinite(leaf) if is_param else jnp.isnan(leaf))
+
+    return {name: is_bad(name, leaf) for name, leaf in leaves.items()}

@@ -19,10 +19,11 @@ import jaxpar
 from jaxpar.config import parse
 from jaxpar.data import Loader, open_splits
 from jaxpar.launch import choose_mesh
-from jaxpar.metrics import MetricsLogger
 from jaxpar.models import continue_text, gpt_config, gpt_loss, pipeline_gpt
 from jaxpar.models.gpt_pipeline import as_gpt
 from jaxpar.run import mean_loss, open_run
+from jaxpar.training import train
+from jaxpar.watch import Recovery
 
 CPU_MESH = jaxpar.MeshShape(data=2, pipe=2, tensor=2)
 
@@ -61,6 +62,10 @@ class Config:
     """Held-out batches to evaluate on."""
     save_every: int = 100
     """Steps between checkpoints."""
+    keep: int = 3
+    """Checkpoints that stay, the newest."""
+    recovery: Recovery = dataclasses.field(default_factory=Recovery)
+    """What is done about bad numbers, failed saves and corrupt replicas."""
     seed: int = 0
     """Of the parameters and of the data's order."""
     out: str = "runs/gpt_3d"
@@ -98,39 +103,33 @@ def main(config: Config) -> None:
     """Train, evaluate, save, reopen on one device, sample."""
     console = Console(highlight=False, soft_wrap=True)
     mesh = choose_mesh(config.mesh, on_cpu=CPU_MESH)
-    train, heldout = open_splits(config.data, config.heldout)
-    folder = open_run(config.out, config, {"corpus_sha256": train.sha256})
+    corpus, heldout = open_splits(config.data, config.heldout)
+    run = open_run(config.out, config, {"corpus_sha256": corpus.sha256})
     seq_len = gpt_config(config.model).seq_len
     rows = config.batch_size
-    loader = Loader(train, batch_size=rows, seq_len=seq_len, seed=config.seed)
+    loader = Loader(corpus, batch_size=rows, seq_len=seq_len, seed=config.seed)
     held = Loader(heldout, batch_size=rows, seq_len=seq_len, repeat=False)
     held_batches = list(itertools.islice(held, config.eval_batches))
     engine = build(config, mesh)
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-    console.print(f"corpus   {len(train):,} tokens, sha256 {train.sha256}")
+    console.print(f"corpus   {len(corpus):,} tokens, sha256 {corpus.sha256}")
     console.print(f"mesh     {shape} on {mesh.devices.flat[0].device_kind} devices")
     console.print(f"schedule {config.schedule} of {config.accumulate} micro-batches")
-    checkpoints = folder / "checkpoints"
-    start = engine.restore(checkpoints, data=loader) if checkpoints.exists() else 0
-    console.print("compiling the evaluation, then the step")
-    console.print(f"held-out {mean_loss(engine, held_batches):.4f} at step {start}")
-    with MetricsLogger(
-        folder,
-        total_steps=config.steps,
+    loss = train(
+        engine,
+        loader,
+        run,
+        steps=config.steps,
+        save_every=config.save_every,
+        keep=config.keep,
+        evaluate=lambda: mean_loss(engine, held_batches),
+        recovery=config.recovery,
         tokens_per_step=tokens_per_step(config),
-        append=True,
-        resume_at=start,
-    ) as logger:
-        for step in range(start + 1, config.steps + 1):
-            logger.log(step, engine.step(next(loader)))
-            if step % config.save_every == 0 or step == config.steps:
-                engine.save(checkpoints, data=loader)
-    engine.wait()
-    loss = mean_loss(engine, held_batches)
-    console.print(f"held-out {loss:.6f} nats per token at step {config.steps}")
+    )
+    assert loss is not None, "evaluated"
     one = jaxpar.make_mesh(jaxpar.MeshShape(data=1), jax.devices()[:1])
     reopened = build(dataclasses.replace(config, accumulate=1), one)
-    reopened.restore(checkpoints)
+    reopened.restore(run.checkpoints)
     again = mean_loss(reopened, held_batches)
     differs = abs(again - loss) / loss
     console.print(f"held-out {again:.6f} reopened on one device: {differs:.0e} apart")
@@ -141,7 +140,7 @@ def main(config: Config) -> None:
     model = as_gpt(gpt_config(config.model), reopened.state.params)
     console.print(continue_text(model, heldout.read(0, 64), 200), markup=False)
     console.rule()
-    console.print(f"files    {folder.resolve()}")
+    console.print(f"files    {run.folder.resolve()}")
 
 
 if __name__ == "__main__":

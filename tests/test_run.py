@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import platform
+import sys
 from pathlib import Path
 
 import flax
@@ -33,9 +34,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_first_start_records_config_identity_and_versions(tmp_path):
-    folder = open_run(tmp_path / "runs" / "a", Config(), IDENTITY)
-    assert folder == tmp_path / "runs" / "a"
-    assert json.loads((folder / "run.json").read_text()) == {
+    run = open_run(tmp_path / "runs" / "a", Config(), IDENTITY)
+    assert run.folder == tmp_path / "runs" / "a"
+    assert run.record == json.loads((run.folder / "run.json").read_text())
+    commit = run.record["commit"]
+    assert commit is None or len(commit) >= 40
+    assert run.record == {
         "config": {
             "steps": 10,
             "mesh": {"data": 2, "pipe": 1, "tensor": 1},
@@ -48,20 +52,22 @@ def test_first_start_records_config_identity_and_versions(tmp_path):
             "flax": flax.__version__,
             "optax": optax.__version__,
         },
+        "command": sys.argv,
+        "commit": commit,
     }
 
 
 def test_empty_folder_is_taken(tmp_path):
-    assert (open_run(tmp_path, Config(), IDENTITY) / "run.json").exists()
+    assert (open_run(tmp_path, Config(), IDENTITY).folder / "run.json").exists()
 
 
 def test_same_run_is_resumed_whatever_the_versions(tmp_path):
-    record = open_run(tmp_path, Config(), IDENTITY) / "run.json"
+    record = open_run(tmp_path, Config(), IDENTITY).folder / "run.json"
     found = json.loads(record.read_text())
     record.write_text(json.dumps(found | {"versions": {"jax": "0.0.1"}}))
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     before = contents(tmp_path)
-    assert open_run(str(tmp_path), Config(), IDENTITY) == tmp_path
+    assert open_run(str(tmp_path), Config(), IDENTITY).folder == tmp_path
     assert contents(tmp_path) == before
 
 

@@ -4,6 +4,7 @@ They are not compressed: training states hardly are compressible, it would take 
 than writing them, and what a manifest declares can be held to the bytes on disk.
 """
 
+import contextlib
 import threading
 import time
 import urllib.parse
@@ -61,11 +62,10 @@ class Writer:
 
     def wait(self) -> None:
         """Return when everything is written; raise what made it fail."""
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(_let_writers_end)
             self._orbax.wait_until_finished()
-        except BaseException:
-            _let_writers_end()
-            raise
+            on_failure.pop_all()
 
     def close(self) -> None:
         """Release the threads; nothing may be under way."""

@@ -1,5 +1,6 @@
 """When is a step saved: once its files are on disk, read back and under its name."""
 
+import contextlib
 import shutil
 from importlib import metadata
 from pathlib import Path
@@ -31,17 +32,16 @@ def finish(
     """
     written = files.saving_path(folder, manifest.step)
     is_first = jax.process_index() == 0
-    try:
+    with contextlib.ExitStack() as on_failure:
+        if is_first:
+            on_failure.callback(shutil.rmtree, written, ignore_errors=True)
         writer.wait()
         if is_first:
             _require_readable(written, manifest)
             seal(written, manifest)
             written.rename(files.step_path(folder, manifest.step))
             sync(folder)
-    except BaseException:
-        if is_first:
-            shutil.rmtree(written, ignore_errors=True)
-        raise
+        on_failure.pop_all()
     if is_first:
         for step in keep.going(files.metrics(folder)):
             files.delete_step(folder, step)

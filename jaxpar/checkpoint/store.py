@@ -24,6 +24,10 @@ from jaxpar.checkpoint.saving import finish, versions
 from jaxpar.checkpoint.selection import select
 
 
+class SaveFailedError(OSError):
+    """A checkpoint could not be written; those before it are whole."""
+
+
 class Checkpoints:
     """Sharded, asynchronous, verified checkpoints of one run in one folder.
 
@@ -130,9 +134,8 @@ class Checkpoints:
         """Return when every save is verified on disk; raise what made one fail.
 
         Raises:
-          OSError, ValueError, RuntimeError: whatever made the save fail, such as a full
-            disk; a note names the folder. Earlier checkpoints are whole, and the next
-            save starts afresh.
+          SaveFailedError: if one failed, as on a full disk. Earlier checkpoints are
+            whole, and the next save starts afresh.
         """
         _unfinished.discard(self)
         saving, self._saving = self._saving, None
@@ -140,20 +143,20 @@ class Checkpoints:
             return
         error = saving.exception()
         failed = gather(None if error is None else repr(error))
-        if error is not None:
-            newest = self.latest()
-            error.add_note(
-                f"A save to {str(self._folder)!r} failed. The newest checkpoint there "
-                f"is {'none' if newest is None else f'step {newest}'}; make room or "
-                "mend the disk, and save again."
-            )
-            self._release()
-            raise error
-        others = {i: said for i, said in enumerate(failed) if said}
-        if others:
-            self._release()
-            said = "; ".join(f"process {i}: {why}" for i, why in others.items())
-            raise RuntimeError(f"a save to {str(self._folder)!r} failed: {said}")
+        if not any(failed):
+            return
+        self._release()
+        said = "; ".join(
+            why if len(failed) == 1 else f"process {i}: {why}"
+            for i, why in enumerate(failed)
+            if why
+        )
+        newest = self.latest()
+        raise SaveFailedError(
+            f"a save to {str(self._folder)!r} failed: {said}. The newest checkpoint "
+            f"there is {'none' if newest is None else f'step {newest}'}; make room or "
+            "mend the disk, and save again"
+        ) from error
 
     def steps(self) -> list[int]:
         """Return the steps on disk that are whole, oldest first."""
@@ -162,6 +165,14 @@ class Checkpoints:
     def latest(self) -> int | None:
         """Return the newest step on disk that is whole, None if there is none."""
         return max(self.steps(), default=None)
+
+    def meta(self, step: int) -> dict[str, Any]:
+        """Return the mapping that was saved with a step.
+
+        Raises:
+          DamagedError: if the step has no sound manifest.
+        """
+        return read_manifest(files.step_path(self._folder, step)).meta
 
     def restore(
         self,
@@ -316,9 +327,9 @@ def _warn_of_lost_saves() -> None:
     for checkpoints in tuple(_unfinished):
         try:
             checkpoints.wait()
-        except (OSError, ValueError, RuntimeError) as error:
+        except SaveFailedError as error:
             warnings.warn(
                 "the program ended before a checkpoint was saved: call wait() before "
-                f"it ends. {error}. {' '.join(getattr(error, '__notes__', ()))}",
+                f"it ends. {error}.",
                 stacklevel=1,
             )

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS = (
     ("types", "compat", "jaxprs", "residuals"),
     ("tree", "dependence"),
-    ("mesh",),
+    ("mesh", "replicas", "stopping", "watch"),
     ("sharding", "metrics", "launch", "xla_settings"),
     (
         "batches",
@@ -38,7 +38,7 @@ LAYERS = (
     ("engine",),
     ("initialization",),
     ("run", "planner", "environment", "testing"),
-    ("searcher",),
+    ("searcher", "training"),
     ("cli_plan",),
     ("cli",),
     ("__init__", "__main__"),

@@ -168,9 +168,8 @@ def test_a_failed_save_raises_once_and_leaves_the_rest(
     checkpoints.wait()
     disk.full = True
     checkpoints.save(2, tree)
-    with pytest.raises(OSError, match="No space left") as raised:
+    with pytest.raises(OSError, match=r"No space left.* is step 1; make room"):
         checkpoints.wait()
-    assert "newest checkpoint there is step 1; make room" in raised.value.__notes__[0]
     checkpoints.wait()
     disk.full = False
     checkpoints.save(2, tree)
@@ -197,9 +196,8 @@ def test_a_failed_save_raises_at_the_next_save(
     checkpoints = Checkpoints(folder)
     disk.full = True
     checkpoints.save(1, tree)
-    with pytest.raises(OSError, match="No space left") as raised:
+    with pytest.raises(OSError, match=r"No space left.*newest checkpoint there is non"):
         checkpoints.save(2, tree)
-    assert "newest checkpoint there is none" in raised.value.__notes__[0]
 
 
 def test_a_save_lost_at_the_end_of_the_program_is_told(

@@ -1,0 +1,135 @@
+"""Do all devices that hold the same piece of an array hold the same bits?
+
+A device that computes or remembers wrongly corrupts its replica in silence, and the
+next collective spreads it. Every device hashes what it holds, and the hashes of equal
+pieces are compared. A single flipped bit always changes the hash: it adds a power of
+two, times an odd weight, to a sum modulo 2^32.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+class CorruptionError(RuntimeError):
+    """Replicas of an array differ; the message names the leaves and the devices."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """Hashes leaves on every device, and compares the replicas.
+
+    Attributes:
+      mesh: the mesh.
+      shardings: leaf name -> where it lies, on that mesh.
+      hashed: ``leaves -> [devices, leaves]``, uint32, replicated; compiled once.
+    """
+
+    mesh: Mesh
+    shardings: Mapping[str, NamedSharding]
+    hashed: Callable[[Sequence[jax.Array]], jax.Array]
+
+    def check(self, leaves: Sequence[jax.Array]) -> None:
+        """Hash and compare; waits for the devices.
+
+        Args:
+          leaves: in the order of `shardings`.
+
+        Raises:
+          CorruptionError: if replicas differ. Of two that differ, either may be wrong;
+            of more, the minority is named.
+        """
+        hashes = np.asarray(jax.device_get(self.hashed(list(leaves))))
+        devices, wrong = list(self.mesh.devices.flat), []
+        for column, (name, leaf) in enumerate(zip(self.shardings, leaves, strict=True)):
+            pieces = pieces_of(self.shardings[name], leaf.shape, devices)
+            for group in pieces:
+                odd = _minority(hashes[group, column])
+                wrong += [(name, devices[group[i]]) for i in odd]
+        if wrong:
+            named = "; ".join(f"{name} on {_told(device)}" for name, device in wrong)
+            raise CorruptionError(
+                f"replicas that should be equal to the bit are not: {named}. Take the "
+                "device out of service, and go on from the last checkpoint."
+            )
+
+
+def make_probe(mesh: Mesh, shardings: Mapping[str, NamedSharding]) -> Probe:
+    """Make a probe for leaves that lie so.
+
+    Args:
+      mesh: the mesh.
+      shardings: leaf name -> where it lies, on that mesh.
+    """
+    specs = [sharding.spec for sharding in shardings.values()]
+    axes = mesh.axis_names
+
+    def body(leaves: list[jax.Array]) -> jax.Array:
+        own = jnp.stack([_hash(leaf) for leaf in leaves])
+        return jax.lax.all_gather(own, axes)
+
+    mapped = jax.shard_map(
+        body, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False
+    )
+    replicated = NamedSharding(mesh, P())
+
+    def hashed(leaves: list[jax.Array]) -> jax.Array:
+        return mapped([_plain(leaf) for leaf in leaves])
+
+    return Probe(mesh, shardings, jax.jit(hashed, out_shardings=replicated))
+
+
+def pieces_of(
+    sharding: NamedSharding, shape: tuple[int, ...], devices: Sequence[Any]
+) -> list[list[int]]:
+    """Positions of the devices that hold the same piece, for pieces held twice."""
+    held = collections.defaultdict(list)
+    indices = sharding.devices_indices_map(shape)
+    for position, device in enumerate(devices):
+        held[str(indices[device])].append(position)
+    return [group for group in held.values() if len(group) > 1]
+
+
+def _plain(leaf: jax.Array) -> jax.Array:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(leaf)
+    return leaf
+
+
+def _hash(piece: jax.Array) -> jax.Array:
+    """Sum the bits of an array, as 32-bit words, by odd weights; uint32."""
+    words = _words(piece).reshape(-1)
+    odd = 2 * jax.lax.iota(jnp.uint32, words.size) + 1
+    return jnp.sum(words * odd, dtype=jnp.uint32)
+
+
+def _words(piece: jax.Array) -> jax.Array:
+    if piece.dtype == jnp.bool_:
+        return piece.astype(jnp.uint32)
+    size = piece.dtype.itemsize
+    if jnp.issubdtype(piece.dtype, jnp.complexfloating):
+        return _words(jnp.stack([piece.real, piece.imag]))
+    if size >= 4:
+        return jax.lax.bitcast_convert_type(piece, jnp.uint32)
+    unsigned = {1: jnp.uint8, 2: jnp.uint16}[size]
+    return jax.lax.bitcast_convert_type(piece, unsigned).astype(jnp.uint32)
+
+
+def _minority(hashes: np.ndarray) -> list[int]:
+    """Positions whose hash is not the commonest; all, where none is."""
+    counted = collections.Counter(hashes.tolist()).most_common()
+    if len(counted) == 1:
+        return []
+    is_split = counted[0][1] == counted[1][1]
+    return [i for i, h in enumerate(hashes.tolist()) if is_split or h != counted[0][0]]
+
+
+def _told(device: Any) -> str:
+    return f"device {device.id} ({device.device_kind}, process {device.process_index})"

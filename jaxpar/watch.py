@@ -1,0 +1,112 @@
+"""When has a run gone wrong? The rules by which a step's numbers are judged."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Literal
+
+_MAD_TO_SIGMA = 1.4826
+"""Of a normal distribution, its standard deviation over its median deviation."""
+_LEAST_SPREAD = 0.01
+"""Of the median: a loss that hardly moves is not judged by its last digits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recovery:
+    """What a run does about bad numbers, failed saves and corrupt replicas."""
+
+    spike: float = 10.0
+    """A loss so many robust standard deviations above the median of the last ones is a
+    spike: the run rolls back and leaves its batch out. 0: never."""
+    window: int = 64
+    """Losses that the rule looks back on; it begins with half of them."""
+    nonfinite: int = 3
+    """Steps in a row without finite numbers, each skipped, after which the run rolls
+    back and leaves their batches out."""
+    rollbacks: int = 3
+    """Rollbacks after which a run stops instead."""
+    probe_every: int = 100
+    """Steps between comparisons of replicated arrays over the devices. 0: never."""
+    on_failed_save: Literal["stop", "warn"] = "stop"
+    """What follows a save that failed: an end with code 74, or a warning."""
+
+    def __post_init__(self):
+        for name, least in (
+            ("spike", 0),
+            ("window", 4),
+            ("nonfinite", 1),
+            ("rollbacks", 0),
+            ("probe_every", 0),
+        ):
+            value = getattr(self, name)
+            if value < least:
+                raise ValueError(f"recovery: {name}={value} must be at least {least}.")
+
+
+class Watch:
+    """Judges the numbers of one step after the other.
+
+    Args:
+      recovery: the rules.
+      scales_loss: whether gradients that overflow are the loss scale's business.
+    """
+
+    def __init__(self, recovery: Recovery, *, scales_loss: bool):
+        self._recovery, self._scales_loss = recovery, scales_loss
+        self._losses: dict[int, float] = {}
+        self.in_a_row = 0
+
+    def know(self, losses: Mapping[int, float]) -> None:
+        """Take in what is known of earlier steps: step -> loss."""
+        finite = {step: x for step, x in losses.items() if math.isfinite(x)}
+        self._losses = dict(sorted(finite.items()))
+
+    def go_back(self, step: int) -> None:
+        """Forget what came after a step."""
+        self._losses = {at: loss for at, loss in self._losses.items() if at <= step}
+        self.in_a_row = 0
+
+    def is_finite(self, loss: float, grad_norm: float) -> bool:
+        """Whether a step's numbers are; the step skipped itself where not."""
+        return math.isfinite(loss) and (self._scales_loss or math.isfinite(grad_norm))
+
+    def judge(self, step: int, loss: float, grad_norm: float) -> str | None:
+        """Take a step's numbers in.
+
+        Args:
+          step: the step.
+          loss: of the step.
+          grad_norm: before clipping.
+
+        Returns:
+          Why the run must roll back; None if it goes on.
+        """
+        if not self.is_finite(loss, grad_norm):
+            self.in_a_row += 1
+            if self.in_a_row < self._recovery.nonfinite:
+                return None
+            return f"{self.in_a_row} steps in a row without finite numbers"
+        self.in_a_row = 0
+        score = self.score(loss)
+        if score is not None and 0 < self._recovery.spike < score:
+            last = self._last()
+            return (
+                f"loss {loss:.4g} is {score:.3g} robust deviations above the median "
+                f"{statistics.median(last):.4g} of the last {len(last)}"
+            )
+        self._losses[step] = loss
+        return None
+
+    def score(self, loss: float) -> float | None:
+        """Robust z-score of a loss among the last ones; None while they are few."""
+        last = self._last()
+        if len(last) < self._recovery.window // 2:
+            return None
+        median = statistics.median(last)
+        deviation = statistics.median(abs(each - median) for each in last)
+        spread = max(_MAD_TO_SIGMA * deviation, _LEAST_SPREAD * abs(median), 1e-12)
+        return (loss - median) / spread
+
+    def _last(self) -> list[float]:
+        return list(self._losses.values())[-self._recovery.window :]
