@@ -1,4 +1,4 @@
-"""Does the README's example run as it is printed, and learn?"""
+"""Do the README's examples run as they are printed, one after the other?"""
 
 import contextlib
 import io
@@ -17,17 +17,20 @@ def examples() -> list[str]:
     return [textwrap.dedent(text) for text in found]
 
 
-def test_readme_example_runs_and_learns(
+def test_readme_examples_run_and_learn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (source,) = examples()
+    source, *others = examples()
     assert source.count(FIRST_STEP) == 1
+    assert others
     # The loss of the first step, which the example does not print.
     told = source.replace(FIRST_STEP, f"{FIRST_STEP}; losses.append(metrics['loss'])")
     monkeypatch.chdir(tmp_path)
     losses: list[float] = []
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(compile(told, str(README), "exec"), {"losses": losses, "__name__": "x"})
+        scope = {"losses": losses, "__name__": "x"}
+        for text in (told, *others):
+            exec(compile(text, str(README), "exec"), scope)
     match = re.search(r"^loss (\d+\.\d+)$", printed.getvalue(), re.M)
     assert match, printed.getvalue()
     assert float(match[1]) == pytest.approx(float(losses[-1]), abs=1e-3)
