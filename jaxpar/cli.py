@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
+from jaxpar.cli_ckpt import Ckpt, run_ckpt
 from jaxpar.cli_plan import ShowPlan, show_plan
 from jaxpar.pipeline.chart import draw, report
 
@@ -93,6 +94,7 @@ def show_environment(args: ShowEnvironment) -> None:
 
 
 COMMANDS: dict[str, tuple[type, Callable[[Any], None]]] = {
+    "ckpt": (Ckpt, run_ckpt),
     "env": (ShowEnvironment, show_environment),
     "plan": (ShowPlan, show_plan),
     "schedule": (ShowSchedule, show_schedule),

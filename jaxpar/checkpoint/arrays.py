@@ -91,39 +91,47 @@ def read_sharded(
     return {leaf: found[array_name(leaf)] for leaf in structs}
 
 
-def read_whole(folder: Path, leaf: str, spec: LeafSpec) -> np.ndarray:
+def read_whole(folder: Path, leaf: str) -> np.ndarray:
     """Read one leaf into this process's memory.
 
     Args:
-      folder: the step's folder.
+      folder: the step's folder, of which `require_declared` holds.
       leaf: its name.
-      spec: its shape and dtype, as the manifest has them.
 
     Returns:
       The stored array.
-
-    Raises:
-      ValueError: if the array on disk is of another shape or dtype.
     """
     name = array_name(leaf)
-    declared = declared_arrays(folder).get(name)
-    if declared != spec.stored:
-        raise ValueError(
-            f"{str(folder)!r}: leaf {leaf!r} is {spec.stored}, but {declared} on disk"
-        )
     args = {name: ocp.RestoreArgs(restore_type=np.ndarray)}
     return _restored(folder, {name: 0}, args)[name]
 
 
-def declared_arrays(folder: Path) -> dict[str, LeafSpec]:
-    """Shape and dtype of every array on disk, by its name there; nothing is loaded."""
+def require_declared(folder: Path, leaves: Mapping[str, LeafSpec]) -> None:
+    """Refuse a step whose arrays are not declared on disk as in its manifest.
+
+    Args:
+      folder: the step's folder; nothing is loaded.
+      leaves: the manifest's.
+
+    Raises:
+      RuntimeError: if an array is missing, or of another shape or dtype.
+    """
     with ocp.Checkpointer(_handler()) as reader:
         metadata: Any = reader.metadata(folder / ARRAYS)
     tree = getattr(metadata, "item_metadata", metadata)
-    return {
-        name: LeafSpec(tuple(found.shape), str(np.dtype(found.dtype)))
-        for name, found in getattr(tree, "tree", tree).items()
+    found = {
+        name: LeafSpec(tuple(each.shape), str(np.dtype(each.dtype)))
+        for name, each in getattr(tree, "tree", tree).items()
     }
+    wanted = {
+        array_name(name): spec.stored for name, spec in leaves.items() if spec.num_bytes
+    }
+    if found != wanted:
+        wrong = sorted(n for n in {**wanted, **found} if found.get(n) != wanted.get(n))
+        raise RuntimeError(
+            f"{str(folder)!r}: arrays {', '.join(wrong[:10])} are not on disk as the "
+            "manifest has them"
+        )
 
 
 def _restored(folder: Path, item: Any, restore_args: Any) -> dict[str, Any]:

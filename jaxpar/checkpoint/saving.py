@@ -37,7 +37,7 @@ def finish(
             on_failure.callback(shutil.rmtree, written, ignore_errors=True)
         writer.wait()
         if is_first:
-            _require_readable(written, manifest)
+            stored_arrays.require_declared(written, manifest.leaves)
             seal(written, manifest)
             written.rename(files.step_path(folder, manifest.step))
             sync(folder)
@@ -50,16 +50,3 @@ def finish(
 def versions() -> dict[str, str]:
     """What a step is saved by."""
     return {name: metadata.version(name) for name in ("jax", "orbax-checkpoint")}
-
-
-def _require_readable(written: Path, manifest: Manifest) -> None:
-    """Refuse a step whose arrays are not on disk as they should be."""
-    declared = stored_arrays.declared_arrays(written)
-    wanted = {
-        stored_arrays.array_name(name): spec.stored
-        for name, spec in manifest.leaves.items()
-        if spec.num_bytes
-    }
-    if declared != wanted:
-        wrong = sorted(n for n in wanted if declared.get(n) != wanted[n])
-        raise RuntimeError(f"{str(written)!r}: arrays {wrong[:10]} were not written")

@@ -39,7 +39,7 @@ LAYERS = (
     ("initialization",),
     ("run", "planner", "environment", "testing"),
     ("searcher", "training"),
-    ("cli_plan",),
+    ("cli_ckpt", "cli_plan"),
     ("cli",),
     ("__init__", "__main__"),
 )

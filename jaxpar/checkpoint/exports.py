@@ -1,0 +1,210 @@
+"""How do parameters leave for other programs, and come from them: safetensors.
+
+A file at a time is held in memory, so a machine smaller than the model can export it.
+Names are the leaves' own, joined by dots. Several files have an index beside them, as
+Hugging Face's libraries read it.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jaxpar.checkpoint import folder as files
+from jaxpar.checkpoint.arrays import read_whole, require_declared
+from jaxpar.checkpoint.leaves import LeafSpec
+from jaxpar.checkpoint.manifest import DamagedError
+from jaxpar.checkpoint.store import Checkpoints
+from jaxpar.tree import matches
+
+PARAMS = "params/"
+DTYPES = ("fp32", "bf16")
+FILE_BYTES = 4 << 30
+"""Of one file, unless told otherwise."""
+
+_INDEX = "model.safetensors.index.json"
+
+
+def export(
+    folder: Path,
+    out: Path,
+    *,
+    step: int | None = None,
+    dtype: str = "fp32",
+    only: Sequence[str] = ("params/*",),
+    file_bytes: int = FILE_BYTES,
+) -> list[Path]:
+    """Write a checkpoint's parameters as safetensors.
+
+    Args:
+      folder: the checkpoints.
+      out: a new folder for the files.
+      step: which one; None for the newest that is sound.
+      dtype: of floating leaves: "fp32" or "bf16" (rounded to nearest).
+      only: patterns of the leaves to write.
+      file_bytes: of one file at most; a larger leaf has one alone.
+
+    Returns:
+      The files.
+
+    Raises:
+      ValueError: if `out` is there already, or an argument fits nothing.
+      DamagedError: if the step is.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}.")
+    if file_bytes < 1:
+        raise ValueError(f"file_bytes={file_bytes} must be at least 1.")
+    if out.exists():
+        raise ValueError(f"out={str(out)!r} is there already; name a new folder.")
+    number = files.choose(folder, step)["step"]
+    path = files.step_path(folder, number)
+    manifest = files.verified(path, number)
+    require_declared(path, manifest.leaves)
+    chosen = {
+        name: spec
+        for name, spec in manifest.leaves.items()
+        if any(matches(pattern, name) for pattern in only)
+    }
+    if not chosen:
+        raise ValueError(f"only={list(only)} fits no leaf of {str(path)!r}.")
+    groups = list(_groups(chosen, dtype, file_bytes))
+    part = out.with_name(out.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    names = _file_names(len(groups))
+    for name, group in zip(names, groups, strict=True):
+        held = {_outer(leaf): _cast(read_whole(path, leaf), dtype) for leaf in group}
+        save_file(held, part / name, metadata={"format": "pt", "step": str(number)})
+    if len(groups) > 1:
+        _write_index(part / _INDEX, dict(zip(names, groups, strict=True)), dtype)
+    part.rename(out)
+    return [out / name for name in names]
+
+
+def import_safetensors(paths: Sequence[Path], folder: Path) -> list[str]:
+    """Make a checkpoint, step 0, of safetensors: parameters alone, fp32.
+
+    An engine takes them by ``engine.restore(folder, only=["params/*"])``.
+
+    Args:
+      paths: the files; a folder stands for the safetensors in it.
+      folder: of the new checkpoint.
+
+    Returns:
+      The leaves' names.
+
+    Raises:
+      ValueError: if a file is none of safetensors, holds a name twice, or there is
+        none.
+    """
+    found = [each for path in paths for each in _files_of(path)]
+    if not found:
+        raise ValueError(f"{[str(path) for path in paths]}: no safetensors are there.")
+    leaves: dict[str, Any] = {}
+    for path in found:
+        for name, array in _read(path):
+            if name in leaves:
+                raise ValueError(f"{str(path)!r}: {name!r} is in another file too.")
+            floating = jnp.issubdtype(array.dtype, jnp.floating)
+            leaves[name] = jnp.asarray(array, jnp.float32 if floating else None)
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(0, _nested(leaves), meta={"imported": [p.name for p in found]})
+    checkpoints.close()
+    return [PARAMS + name.replace(".", "/") for name in leaves]
+
+
+def _groups(
+    leaves: Mapping[str, LeafSpec], dtype: str, most: int
+) -> Iterator[list[str]]:
+    """Leaves of one file each, in order."""
+    group: list[str] = []
+    size = 0
+    for name, spec in leaves.items():
+        own = _bytes_of(spec, dtype)
+        if group and size + own > most:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += own
+    yield group
+
+
+def _bytes_of(spec: LeafSpec, dtype: str) -> int:
+    is_halved = dtype == "bf16" and spec.dtype == "float32"
+    return spec.num_bytes // 2 if is_halved else spec.num_bytes
+
+
+def _cast(array: np.ndarray, dtype: str) -> np.ndarray:
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return array
+    return array.astype(jnp.bfloat16 if dtype == "bf16" else np.float32)
+
+
+def _outer(leaf: str) -> str:
+    """The name of a leaf in the file."""
+    name = leaf.removeprefix(PARAMS)
+    if "." in name:
+        raise ValueError(
+            f"leaf {leaf!r} has a dot in its name, which safetensors' names are joined "
+            "by; leave it out with only=."
+        )
+    return name.replace("/", ".")
+
+
+def _file_names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def _write_index(path: Path, groups: Mapping[str, Sequence[str]], dtype: str) -> None:
+    weight_map = {
+        _outer(leaf): file for file, group in groups.items() for leaf in group
+    }
+    sizes = [each.stat().st_size for each in path.parent.glob("*.safetensors")]
+    content = {
+        "metadata": {"total_size": sum(sizes), "dtype": dtype},
+        "weight_map": weight_map,
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(path.glob("*.safetensors"))
+    if not path.is_file():
+        raise ValueError(f"{str(path)!r} is no file and no folder.")
+    return [path]
+
+
+def _read(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and arrays of a file; the library holds declared sizes to the file's."""
+    try:
+        with safe_open(path, "np") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no dict
+                yield name, file.get_tensor(name)
+    except SafetensorError as error:
+        raise DamagedError(f"{str(path)!r} is not safetensors ({error})") from error
+
+
+def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves by dotted names as a tree under "params"."""
+    tree: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        *above, last = name.split(".")
+        place = tree
+        for part in above:
+            place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise ValueError(f"{name!r} lies below another tensor's name.")
+        if last in place or not all((*above, last)):
+            raise ValueError(f"{name!r} can't be a leaf's name.")
+        place[last] = leaf
+    return {"params": tree}
