@@ -46,6 +46,12 @@ def loss_fn(model: Net, batch: dict) -> jax.Array:
     return (losses.mean(axis=1) * batch["boost"]).mean()
 
 
+def nan_in_one_row() -> np.ndarray:
+    boost = np.ones(ROWS, np.float32)
+    boost[3] = np.nan
+    return boost
+
+
 class Data:
     """Shuffled tokens; planted batches have other boosts, and some call a function."""
 
@@ -62,9 +68,12 @@ class Data:
     def __next__(self) -> dict[str, np.ndarray]:
         ordinal = self._loader.get_state()["position"]
         self._calls.pop(ordinal, lambda: None)()
+        batch = next(self._loader)
         boost = np.full(ROWS, 1.0, np.float32)
         boost[:] = self._boosts.get(ordinal, boost)
-        return {**next(self._loader), "boost": boost}
+        rows = len(batch["tokens"])
+        first = rows * jax.process_index()
+        return {**batch, "boost": boost[first : first + rows]}
 
     def get_state(self) -> dict[str, Any]:
         return self._loader.get_state()

@@ -30,6 +30,7 @@ from tests.runs import (
     fresh,
     go,
     losses,
+    nan_in_one_row,
     run_in,
     terminate,
 )
@@ -93,12 +94,6 @@ def test_scheduler_warning_saves_and_ends(tmp_path: Path) -> None:
     with pytest.raises(RunStopped, match="SIGUSR1 came; step 5 is saved"):
         go(fresh(), Data(calls=warn), tmp_path)
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-
-
-def nan_in_one_row() -> np.ndarray:
-    boost = np.ones(ROWS, np.float32)
-    boost[3] = np.nan
-    return boost
 
 
 def test_nan_in_one_shard_skips_the_step_everywhere(tmp_path: Path) -> None:

@@ -117,7 +117,8 @@ def _refusal(engine: jaxpar.Engine) -> str:
     return "none"
 
 
-def main(spec: dict[str, Any]) -> list[dict[str, Any]]:
+def join(spec: dict[str, Any]) -> None:
+    """Become one of the processes."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", spec["devices"])
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -129,6 +130,10 @@ def main(spec: dict[str, Any]) -> list[dict[str, Any]]:
     )
     assert jax.process_count() == spec["count"]
     assert jax.local_device_count() == spec["devices"]
+
+
+def main(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    join(spec)
     return [run(Case(**case), jax.devices()) for case in spec["cases"]]
 
 

@@ -1,0 +1,118 @@
+"""Do the processes of a run end, skip and go on together?"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxpar.stopping import STOPPED
+from tests.multiprocess.test_training import ROOT, end
+from tests.runs import bits, events, fresh, losses, run_in
+
+PROCESSES, DEVICES = 2, 4
+LIMIT_SECONDS = 120
+ENDLESS = 10**6
+
+pytestmark = pytest.mark.multiprocess
+
+
+class Together:
+    """Processes of one run."""
+
+    def __init__(self, folder: Path, steps: int, nan: tuple[int, ...] = ()):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+        spec: dict[str, Any] = {
+            "coordinator": coordinator,
+            "count": PROCESSES,
+            "devices": DEVICES,
+            "folder": str(folder),
+            "steps": steps,
+            "nan": nan,
+        }
+        self.folder, self.processes = folder, []
+        folder.parent.mkdir(exist_ok=True)
+        for index in range(PROCESSES):
+            text = json.dumps(spec | {"index": index})
+            with folder.with_suffix(f".{index}.log").open("wb") as log:
+                self.processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "tests.multiprocess.run_worker", text],
+                        cwd=ROOT,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+
+    def __enter__(self) -> "Together":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            end(process)
+
+    def wait_for_step(self, step: int) -> None:
+        """Return when so many steps are logged."""
+        until = time.monotonic() + LIMIT_SECONDS
+        while time.monotonic() < until:
+            path = self.folder / "metrics.jsonl"
+            if path.exists() and path.read_text().count("\n") >= step:
+                return
+            codes = [process.poll() for process in self.processes]
+            assert codes == [None] * PROCESSES, self.told()
+            try:
+                self.processes[0].wait(timeout=0.05)
+            except subprocess.TimeoutExpired:
+                continue
+        pytest.fail(f"no step {step}: {self.told()}")
+
+    def codes(self) -> list[int]:
+        return [process.wait(timeout=LIMIT_SECONDS) for process in self.processes]
+
+    def told(self) -> str:
+        logs = sorted(self.folder.parent.glob(f"{self.folder.name}.*.log"))
+        return "\n".join(f"-- {log.name}\n{log.read_text()[-4000:]}" for log in logs)
+
+
+def state_of(folder: Path) -> list[bytes]:
+    engine = fresh()
+    run_in(folder).resume(engine)
+    return bits(engine)
+
+
+@pytest.mark.slow
+def test_signal_to_one_process_ends_all_at_one_saved_step(tmp_path: Path) -> None:
+    """Then the run goes on, and ends as one that was not interrupted."""
+    folder = tmp_path / "halves"
+    with Together(folder, ENDLESS) as run:
+        run.wait_for_step(3)
+        os.kill(run.processes[1].pid, signal.SIGTERM)
+        assert run.codes() == [STOPPED] * PROCESSES, run.told()
+    (event,) = events(folder, "stopped")
+    at = event["step"]
+    assert run_in(folder).resume(fresh()) == at
+    for path in (folder, tmp_path / "whole"):
+        with Together(path, at + 5) as run:
+            assert run.codes() == [0] * PROCESSES, run.told()
+    assert state_of(folder) == state_of(tmp_path / "whole")
+    assert losses(folder) == losses(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_nan_in_one_process_is_skipped_and_rolled_back_in_all(tmp_path: Path) -> None:
+    folder = tmp_path / "nan"
+    with Together(folder, 24, nan=(9, 14, 15, 16)) as run:
+        assert run.codes() == [0] * PROCESSES, run.told()
+    assert [e["batch"] for e in events(folder, "skipped")] == [9, 14, 15, 16]
+    (back,) = events(folder, "rolled back")
+    assert back["left_out"] == [14, 15, 16]
+    assert sorted(losses(folder)) == list(range(1, 25))
