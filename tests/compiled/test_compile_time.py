@@ -20,6 +20,7 @@ def test_48_layers_take_little_longer_than_12(compiled):
     assert many.seconds <= MARGIN * few.seconds
 
 
+@pytest.mark.slow
 def test_4096_devices_take_as_long_as_8(compiled):
     compiled(compile_step, Run())
     few, many = (

@@ -44,7 +44,13 @@ def test_temporaries_of_gpipe_grow_by_every_microbatch(compiled):
     assert added >= 120 * Pipe().activation_bytes
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, "gpipe"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "1f1b",
+        *(pytest.param(s, marks=pytest.mark.slow) for s in (*SCHEDULES[1:], "gpipe")),
+    ],
+)
 def test_rings_have_the_places_that_the_schedule_keeps(compiled, schedule):
     run = Pipe(schedule=schedule)
     step = compiled(compile_pipe, run)
@@ -120,6 +126,7 @@ def test_interleaved_moves_blocks_once_a_step(compiled):
     assert moved == pytest.approx((2 + 2) * piece, rel=0.02)
 
 
+@pytest.mark.slow
 def test_175b_on_512_gpus_compiles_in_two_minutes(compiled):
     run = Pipe(
         data=8,

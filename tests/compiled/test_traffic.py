@@ -43,7 +43,13 @@ def check_data_traffic(step: Compiled, run: Run, unneeded: int = 0) -> None:
     assert program.unknown_loops == ()
 
 
-@pytest.fixture(scope="module", params=STEPS)
+LONG = ("zero1-512", "zero2-512", "zero1-64-tensor8")
+NAMED = [
+    pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in STEPS
+]
+
+
+@pytest.fixture(scope="module", params=NAMED)
 def named(request, compiled):
     run = STEPS[request.param]
     return run, compiled(compile_step, run)
@@ -60,6 +66,7 @@ def test_state_takes_12_bytes_a_parameter_over_all_devices(named):
     assert step.program.bytes_of("state") == pytest.approx(12 * step.psi / ways, 1e-3)
 
 
+@pytest.mark.slow
 def test_state_of_gpt2_with_its_odd_vocabulary(compiled):
     gpt2 = Run(zero=1, layers=12, width=768, vocab=50_257, length=1024)
     step = compiled(compile_step, gpt2)
@@ -76,6 +83,7 @@ def test_stage_0_reduces_everything_once(compiled):
     )
 
 
+@pytest.mark.slow
 def test_stage_1_crosses_as_often_with_8_micro_batches_as_with_1(compiled):
     once = compiled(compile_step, STEPS["zero1-64"]).program
     often = compiled(compile_step, Run(zero=1, accumulate=8)).program
@@ -107,6 +115,7 @@ def test_tensor_parallel_all_reduces_twice_a_layer_and_direction(compiled):
     check_tensor_all_reduces(compiled(compile_step, run), run)
 
 
+@pytest.mark.slow
 def test_sequence_parallel_scatters_and_gathers_instead(compiled):
     run = Run(zero=1, tensor=8, remat="none", sequence_parallel=True)
     step = compiled(compile_step, run)

@@ -113,7 +113,15 @@ def assert_same(tree: Any, other: Any) -> None:
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("name", REQUIRED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mlp",
+        "gru",
+        pytest.param("cnn", marks=pytest.mark.slow),
+        pytest.param("linen_encoder", marks=pytest.mark.slow),
+    ],
+)
 def test_foreign_model_trains_alike_at_every_stage(name: str) -> None:
     check(name, (0, 1, 2, 3))
 

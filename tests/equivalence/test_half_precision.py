@@ -49,7 +49,13 @@ def run(precision: str, zero: int) -> tuple[float, list[float], float]:
 
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
-    ("precision", "zero"), [("bf16", 2), ("fp16", 3), ("bf16", 3), ("fp16", 1)]
+    ("precision", "zero"),
+    [
+        ("bf16", 2),
+        pytest.param("fp16", 3, marks=pytest.mark.slow),
+        pytest.param("bf16", 3, marks=pytest.mark.slow),
+        ("fp16", 1),
+    ],
 )
 def test_half_precision_reaches_the_loss_of_fp32(precision: str, zero: int) -> None:
     right, losses, _ = run("fp32", 3)

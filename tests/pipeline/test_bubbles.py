@@ -70,6 +70,7 @@ def split(late: int) -> Schedule:
     )
 
 
+@pytest.mark.slow
 def test_backward_that_cannot_be_split_trains_alike_where_it_is_asked_for():
     asked = make_schedule("zero_bubble", 2, 4)
     right = stepped("1f1b", block=RecurrentBlock)

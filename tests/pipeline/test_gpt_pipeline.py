@@ -36,6 +36,7 @@ def losses_of(mesh: jaxpar.MeshShape, *, sequence_parallel: bool) -> list[float]
     return [*losses, float(engine.evaluate(batch)["loss"])]
 
 
+@pytest.mark.slow
 def test_sequence_parallel_stages_train_like_one_device():
     right = losses_of(jaxpar.MeshShape(data=1), sequence_parallel=False)
     mesh = jaxpar.MeshShape(data=2, pipe=2, tensor=2)

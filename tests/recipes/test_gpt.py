@@ -19,7 +19,7 @@ def test_recipe_trains_resumes_and_refuses(args: list[str], tmp_path: Path) -> N
     first = start(RECIPE, *args)
     assert first.code == 0, first.text
     before = first.heldout("at step 0")
-    trained = first.heldout(f"nats per token at step {STEPS}")
+    trained = first.heldout(f"at step {STEPS}")
     assert trained < before - 0.5
     reopened = first.heldout("reopened on one device")
     assert reopened == pytest.approx(trained, rel=2e-6)
@@ -28,9 +28,7 @@ def test_recipe_trains_resumes_and_refuses(args: list[str], tmp_path: Path) -> N
 
     second = start(RECIPE, *args)
     assert second.code == 0, second.text
-    resumed = second.heldout(f"at step {STEPS}")
-    assert resumed == pytest.approx(trained, abs=1e-4), "restored before it evaluates"
-    assert second.heldout(f"nats per token at step {STEPS}") == trained
+    assert second.heldout(f"at step {STEPS}") == trained, "restored, then evaluated"
 
     record = tmp_path / "run/run.json"
     written = record.read_text()

@@ -18,7 +18,7 @@ def test_recipe_trains_in_3d_resumes_and_refuses(tmp_path: Path) -> None:
     assert "mesh     data 2 x pipe 2 x tensor 2" in first.text
     assert "schedule 1f1b of 4 micro-batches" in first.text
     before = first.heldout("at step 0")
-    trained = first.heldout(f"nats per token at step {STEPS}")
+    trained = first.heldout(f"at step {STEPS}")
     assert trained < before - 0.5
     reopened = first.heldout("reopened on one device")
     assert reopened == pytest.approx(trained, rel=2e-6)
@@ -26,9 +26,7 @@ def test_recipe_trains_in_3d_resumes_and_refuses(tmp_path: Path) -> None:
 
     second = start(RECIPE, *args)
     assert second.code == 0, second.text
-    resumed = second.heldout(f"at step {STEPS}")
-    assert resumed == pytest.approx(trained, abs=1e-4), "restored before it evaluates"
-    assert second.heldout(f"nats per token at step {STEPS}") == trained
+    assert second.heldout(f"at step {STEPS}") == trained, "restored, then evaluated"
 
     third = start(RECIPE, *args, "--schedule", "interleaved")
     assert third.code != 0
@@ -48,7 +46,7 @@ def test_recipe_takes_another_schedule_mesh_and_stage(tmp_path: Path) -> None:
     assert ended.code == 0, ended.text
     assert "mesh     data 2 x pipe 2 x tensor 1" in ended.text
     assert "schedule interleaved of 4 micro-batches" in ended.text
-    before, after = ended.heldout("at step 0"), ended.heldout("nats per token at step")
+    before, after = ended.heldout("at step 0"), ended.heldout(f"at step {STEPS}")
     assert after < before - 0.5
 
 
