@@ -24,7 +24,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
@@ -128,8 +127,8 @@ def our_turn(turns: Turns, state: dict[str, jax.Array], folder: Path) -> None:
         "jaxpar, restore",
         lambda: jax.block_until_ready(Checkpoints(folder).restore(target).tree),
     )
-    same = [jnp.array_equal(restored[name], leaf) for name, leaf in state.items()]
-    assert all(same), "what came back is what was saved"
+    for name, leaf in state.items():
+        assert np.array_equal(restored[name], leaf), "what was saved comes back"
     checkpoints.close()
     shutil.rmtree(folder)
 
