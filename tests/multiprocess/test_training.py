@@ -111,23 +111,32 @@ class Both:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Both:
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the runs of one process write."""
+    return tmp_path_factory.mktemp("one")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, one: Path, run_alone: Any) -> Both:
     folder = tmp_path_factory.mktemp("two")
-    results = launch([in_folder(case, folder) for case in CASES.values()], folder)
-    names = enumerate(CASES)
+    run_alone("data4")
+    cases = {name: in_folder(case, folder) for name, case in CASES.items()}
+    cases["from one"] = dataclasses.replace(
+        CASES["tensor4"], restore=str(one / "first")
+    )
+    results = launch(list(cases.values()), folder)
+    names = enumerate(cases)
     return Both({name: [own[i] for own in results] for i, name in names}, folder)
 
 
 @pytest.fixture(scope="module")
-def run_alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("one")
-
+def run_alone(one: Path) -> Any:
     @functools.cache
     def alone(name: str) -> dict[str, Any]:
         case = CASES[name]
-        if case.restore and not (folder / case.restore).exists():
+        if case.restore and not (one / case.restore).exists():
             alone(next(n for n, c in CASES.items() if c.save == case.restore))
-        return run(in_folder(case, folder), jax.devices()[: PROCESSES * DEVICES])
+        return run(in_folder(case, one), jax.devices()[: PROCESSES * DEVICES])
 
     return alone
 
@@ -156,6 +165,13 @@ def test_checkpoint_of_two_processes_restores_in_one(two: Both, run_alone: Any) 
     assert found["rows"] == right["rows"]
     assert found["losses"] == pytest.approx(right["losses"], rel=1e-6)
     assert found["held_out"] == pytest.approx(right["held_out"], rel=1e-6)
+
+
+def test_checkpoint_of_one_process_restores_in_two(two: Both, run_alone: Any) -> None:
+    right = run_alone("tensor4")
+    for seen in two.seen["from one"]:
+        assert seen["losses"] == pytest.approx(right["losses"], rel=1e-6)
+        assert seen["held_out"] == pytest.approx(right["held_out"], rel=1e-6)
 
 
 def test_rows_of_all_processes_are_refused_on_each(two: Both) -> None:
