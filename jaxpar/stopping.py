@@ -6,6 +6,7 @@ told to send some time before (``--signal=USR1@120``).
 
 import os
 import signal
+import threading
 from types import FrameType
 from typing import Any
 
@@ -37,7 +38,9 @@ class StopSignals:
     """Notices signals that ask for an end, within a ``with`` block.
 
     In one process the handlers are Python's. In several, jax's coordination service
-    listens to SIGTERM and agrees on a step; SIGUSR1 is passed on as SIGTERM.
+    listens to SIGTERM and agrees on a step; SIGUSR1 is passed on as SIGTERM. Outside
+    the main thread, where Python takes no handlers, SIGUSR1 is left alone, and SIGTERM
+    in one process.
     """
 
     def __init__(self):
@@ -47,7 +50,8 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         wanted = [signal.SIGUSR1, *([signal.SIGTERM] if self._alone else [])]
-        for number in wanted:
+        is_main = threading.current_thread() is threading.main_thread()
+        for number in wanted if is_main else ():
             self._before[number] = signal.signal(number, self._notice)
         return self
 

@@ -158,9 +158,12 @@ class _Loop:
                 if self._is_due(step, self.recovery.probe_every):
                     self._probe(step)
                 asked = signals.asked(step)
-                if self._is_due(step, save_every) or step == steps or asked:
+                is_due = self._is_due(step, save_every) or step == steps
+                if is_due or asked:
                     self._judge(logger)
-                    self._evaluate(step)
+                    self.heldout = None
+                    if not asked:  # Who asks for an end does not wait for long.
+                        self._evaluate(step)
                     self._save()
                 if asked:
                     self._stop_at(step, asked)

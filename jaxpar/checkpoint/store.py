@@ -2,6 +2,7 @@
 
 import atexit
 import concurrent.futures
+import math
 import operator
 import os
 import uuid
@@ -118,7 +119,7 @@ class Checkpoints:
             leaves=specs,
             data_states=gather(state),
             meta=content,
-            metric=None if metric is None else float(metric),
+            metric=_finite(metric),
             versions=versions(),
         )
         self._writer = self._writer or stored_arrays.Writer()
@@ -304,6 +305,11 @@ class Checkpoints:
                 f"step {newest}: a step must be newer than those saved. Save to "
                 f"another folder, or move the steps from {step} on away"
             )
+
+
+def _finite(metric: float | None) -> float | None:
+    """A metric that steps can be ordered by; None if it is none."""
+    return None if metric is None or not math.isfinite(metric) else float(metric)
 
 
 def _checked_step(step: int) -> int:
