@@ -58,7 +58,9 @@ class Run:
         Returns:
           Its step; None if the run has none yet.
         """
-        newest = from_first(lambda: Checkpoints(self.checkpoints).latest())
+        checkpoints = Checkpoints(self.checkpoints)
+        checkpoints.wait()
+        newest = from_first(checkpoints.latest)
         return None if newest is None else engine.restore(self.checkpoints, data=data)
 
     def batches_drawn(self, step: int) -> int:

@@ -129,16 +129,21 @@ class Checkpoints:
         self._saving = _background.submit(
             finish, self._folder, self._writer, manifest, self._keep
         )
-        _unfinished.add(self)
+        _unfinished[self] = None
 
     def wait(self) -> None:
         """Return when every save is verified on disk; raise what made one fail.
+
+        Saves to the folder that other objects of this program have begun count too.
 
         Raises:
           SaveFailedError: if one failed, as on a full disk. Earlier checkpoints are
             whole, and the next save starts afresh.
         """
-        _unfinished.discard(self)
+        for other in [each for each in _unfinished if each is not self]:
+            if other._folder == self._folder:
+                other.wait()
+        _unfinished.pop(self, None)
         saving, self._saving = self._saving, None
         if saving is None:
             return
@@ -320,7 +325,8 @@ def _checked_step(step: int) -> int:
 
 
 _background = concurrent.futures.ThreadPoolExecutor(thread_name_prefix="jaxpar-save")
-_unfinished: set[Checkpoints] = set()
+_unfinished: dict[Checkpoints, None] = {}
+"""Those with a save under way, in the order that they began: the same everywhere."""
 
 
 @atexit.register

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -287,3 +288,17 @@ def test_a_state_that_json_would_change_is_refused(
     with pytest.raises(TypeError, match=f"meta must be made of None.*{reason}"):
         checkpoints.save(1, tree, meta={"position": value})
     assert not folder.exists()
+
+
+def test_a_save_of_another_object_to_the_folder_is_waited_for(
+    folder: Path, tree: Tree, disk: Any
+) -> None:
+    """As in a notebook, where a run was interrupted and is started again."""
+    first, second = Checkpoints(folder), Checkpoints(folder)
+    disk.release.clear()
+    first.save(1, tree)
+    threading.Timer(0.2, disk.release.set).start()
+    assert second.restore(tree).step == 1
+    second.save(2, tree)
+    second.close()
+    assert second.steps() == [1, 2]
