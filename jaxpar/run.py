@@ -82,10 +82,10 @@ class Run:
         """Read the run's events, on every process."""
         return from_first(lambda: _read_events(self.folder / _EVENTS))
 
-    def losses(self, step: int) -> dict[int, float]:
-        """Step -> loss of what was logged up to a step, on every process."""
-        found = from_first(lambda: _read_losses(self.folder / "metrics.jsonl"))
-        return {at: loss for at, loss in found if at <= step}
+    def numbers_before(self, step: int, most: int) -> list[list[float]]:
+        """[loss, grad_norm] of the last steps logged up to one, on every process."""
+        path = self.folder / "metrics.jsonl"
+        return from_first(lambda: _read_numbers(path, step)[-most:])
 
     def batches_left_out(self) -> set[int]:
         """Batches, counted from the start, that rollbacks have left out."""
@@ -101,9 +101,11 @@ def digest(batch: Batch) -> str:
     return own.hexdigest()
 
 
-def _read_losses(path: Path) -> list[tuple[int, float]]:
+def _read_numbers(path: Path, step: int) -> list[list[float]]:
     records = read_metrics(path) if path.exists() else []
-    return [(each["step"], each["loss"]) for each in records if "loss" in each]
+    return [
+        [each["loss"], each["grad_norm"]] for each in records if each["step"] <= step
+    ]
 
 
 def _read_events(path: Path) -> list[dict[str, Any]]:

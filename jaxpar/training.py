@@ -50,9 +50,9 @@ class Taken:
 class _BadNumbersError(Exception):
     """The run must roll back; `ordinals` are the batches to leave out."""
 
-    def __init__(self, why: str, step: int, ordinals: list[int]):
+    def __init__(self, why: str, ordinals: list[int]):
         super().__init__(why)
-        self.why, self.step, self.ordinals = why, step, ordinals
+        self.ordinals = ordinals
 
 
 def train(
@@ -134,8 +134,7 @@ class _Loop:
         self.left_out = self.run.batches_left_out()
         start = self.run.resume(self.engine, self.data)
         if start is not None:
-            self.drawn = self.run.batches_drawn(start)
-            self.watch.know(self.run.losses(start))
+            self._take_up(start)
             self._evaluate(start)
             return start
         start = int(self.engine.state.step)
@@ -167,7 +166,7 @@ class _Loop:
                     self._save()
                 if asked:
                     self._stop_at(step, asked)
-            self._finish()
+            self._wait_for_saves()
         except (_BadNumbersError, FloatingPointError) as error:
             return self._roll_back(error)
         return None
@@ -202,11 +201,11 @@ class _Loop:
             )
         else:
             self.doubtful.clear()
-        why = self.watch.judge(taken.step, loss, norm)
+        why = self.watch.judge(loss, norm)
         if why:
             bad = list(self.doubtful) or [taken]
             self._tell("bad", taken.step, why=why, loss=loss, **self._batch(taken))
-            raise _BadNumbersError(why, taken.step, [each.ordinal for each in bad])
+            raise _BadNumbersError(why, [each.ordinal for each in bad])
 
     def _batch(self, taken: Taken) -> dict[str, Any]:
         return {"batch": taken.ordinal, "batch_xxh3": digest(taken.batch)}
@@ -226,10 +225,15 @@ class _Loop:
         self._wait_for_saves()
         start = self.run.resume(self.engine, self.data)
         assert start is not None, "begin saved the beginning"
-        self.watch.go_back(start)
-        self.drawn = self.run.batches_drawn(start)
+        self._take_up(start)
         self._tell("rolled back", start, why=why, left_out=sorted(ordinals))
         return start
+
+    def _take_up(self, start: int) -> None:
+        """Know what the run knew at a step."""
+        self.drawn = self.run.batches_drawn(start)
+        window = self.recovery.window
+        self.watch.begin_after(self.run.numbers_before(start, window))
 
     def _save(self) -> None:
         """Save; a save before this one that failed is told here."""
@@ -274,9 +278,6 @@ class _Loop:
         self._stop(
             STOPPED, f"{signal_name} came; step {step} is saved: start again to go on"
         )
-
-    def _finish(self) -> None:
-        self._wait_for_saves()
 
     def _stop(self, code: int, why: str) -> None:
         self._tell("stopped", int(self.engine.state.step), why=why, code=code)

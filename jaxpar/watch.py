@@ -1,9 +1,10 @@
 """When has a run gone wrong? The rules by which a step's numbers are judged."""
 
+import collections
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 _MAD_TO_SIGMA = 1.4826
@@ -54,28 +55,25 @@ class Watch:
 
     def __init__(self, recovery: Recovery, *, scales_loss: bool):
         self._recovery, self._scales_loss = recovery, scales_loss
-        self._losses: dict[int, float] = {}
+        self._losses: collections.deque[float] = collections.deque(
+            maxlen=recovery.window
+        )
         self.in_a_row = 0
 
-    def know(self, losses: Mapping[int, float]) -> None:
-        """Take in what is known of earlier steps: step -> loss."""
-        finite = {step: x for step, x in losses.items() if math.isfinite(x)}
-        self._losses = dict(sorted(finite.items()))
-
-    def go_back(self, step: int) -> None:
-        """Forget what came after a step."""
-        self._losses = {at: loss for at, loss in self._losses.items() if at <= step}
+    def begin_after(self, steps: Iterable[Sequence[float]]) -> None:
+        """Forget all, and take in (loss, grad_norm) of the steps before, in order."""
+        self._losses.clear()
+        self._losses.extend(loss for loss, norm in steps if self.is_finite(loss, norm))
         self.in_a_row = 0
 
     def is_finite(self, loss: float, grad_norm: float) -> bool:
         """Whether a step's numbers are; the step skipped itself where not."""
         return math.isfinite(loss) and (self._scales_loss or math.isfinite(grad_norm))
 
-    def judge(self, step: int, loss: float, grad_norm: float) -> str | None:
+    def judge(self, loss: float, grad_norm: float) -> str | None:
         """Take a step's numbers in.
 
         Args:
-          step: the step.
           loss: of the step.
           grad_norm: before clipping.
 
@@ -90,23 +88,19 @@ class Watch:
         self.in_a_row = 0
         score = self.score(loss)
         if score is not None and 0 < self._recovery.spike < score:
-            last = self._last()
+            median = statistics.median(self._losses)
             return (
                 f"loss {loss:.4g} is {score:.3g} robust deviations above the median "
-                f"{statistics.median(last):.4g} of the last {len(last)}"
+                f"{median:.4g} of the last {len(self._losses)}"
             )
-        self._losses[step] = loss
+        self._losses.append(loss)
         return None
 
     def score(self, loss: float) -> float | None:
         """Robust z-score of a loss among the last ones; None while they are few."""
-        last = self._last()
-        if len(last) < self._recovery.window // 2:
+        if len(self._losses) < self._recovery.window // 2:
             return None
-        median = statistics.median(last)
-        deviation = statistics.median(abs(each - median) for each in last)
+        median = statistics.median(self._losses)
+        deviation = statistics.median(abs(each - median) for each in self._losses)
         spread = max(_MAD_TO_SIGMA * deviation, _LEAST_SPREAD * abs(median), 1e-12)
         return (loss - median) / spread
-
-    def _last(self) -> list[float]:
-        return list(self._losses.values())[-self._recovery.window :]

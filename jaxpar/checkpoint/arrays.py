@@ -1,7 +1,7 @@
 """How do a step's arrays reach the disk and come back: by Orbax, one array a leaf.
 
-They are not compressed: training states hardly are compressible, it would take longer
-than writing them, and what a manifest declares can be held to the bytes on disk.
+They are not compressed, so that what a manifest declares can be held to the bytes on
+disk.
 """
 
 import contextlib

@@ -25,10 +25,10 @@ FORMAT = 2
 MANIFEST, DIGEST = "manifest.json", "manifest.xxh3"
 
 _MOST_BYTES = 256 << 20
-"""Of a manifest; one of a million files has half of it."""
+"""Of a manifest, at most."""
 _BLOCK = 512 << 10
-"""Read at once: stays in a core's cache (11 GB/s on two cores, 9.5 of 4 MB). Mapping
-files would be faster still, and end the process where a disk fails."""
+"""Read at once: stays in a core's cache. A mapped file would end the process where a
+disk fails."""
 _HASHERS = min(8, os.cpu_count() or 1)
 _HEX = re.compile(r"[0-9a-f]{32}")
 

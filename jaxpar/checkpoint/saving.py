@@ -43,7 +43,8 @@ def finish(
             sync(folder)
         on_failure.pop_all()
     if is_first:
-        for step in keep.going(files.metrics(folder)):
+        steps = dict.fromkeys(files.complete_steps(folder))
+        for step in keep.going(files.metrics(folder) if keep.best else steps):
             files.delete_step(folder, step)
 
 

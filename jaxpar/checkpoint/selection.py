@@ -25,7 +25,8 @@ def select(
       Leaf here -> name in the checkpoint.
 
     Raises:
-      ValueError: if a pattern or a name fits no leaf, or nothing is left to read.
+      ValueError: if a pattern or a name fits no leaf, two leaves would be read from
+        one, or nothing is left to read.
 
     Example:
       >>> leaves = ["params/a", "params/b", "opt_state/mu"]
@@ -54,6 +55,14 @@ def select(
     found = {name: name for name in chosen}
     for here, there in rename.items():
         found |= _renamed(chosen, here, there, names)
+    taken: dict[str, str] = {}
+    for here, there in found.items():
+        if there in taken:
+            raise ValueError(
+                f"rename: {taken[there]!r} and {here!r} would both be read from "
+                f"{there!r}; name another leaf, or leave one out with reset=."
+            )
+        taken[there] = here
     return found
 
 

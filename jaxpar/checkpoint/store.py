@@ -112,7 +112,7 @@ class Checkpoints:
         run = from_first(lambda: self._admit(step, specs, force))
         if run is None:
             return
-        self._run = run
+        self._run, self._damaged = run, set()  # Set aside by now.
         manifest = Manifest(
             step=step,
             run=run,
@@ -268,7 +268,6 @@ class Checkpoints:
         files.require_room(self._folder, step, needed)
         files.clean_up(self._folder)
         names = files.set_aside(self._folder, self._damaged)
-        self._damaged = set()
         if names:
             warnings.warn(
                 f"damaged checkpoints in {str(self._folder)!r} were renamed to end in "

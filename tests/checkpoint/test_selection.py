@@ -44,6 +44,10 @@ def test_a_folder_of_leaves_is_renamed_at_once():
         ({"reset": ["nothing"]}, "reset: 'nothing' fits no leaf"),
         ({"only": ["step"], "reset": ["step"]}, "leave nothing to read"),
         ({"rename": {"stop": "step"}}, "rename: 'stop' is none of .* mean 'step'"),
+        (
+            {"rename": {"step": "opt_state/mu/a"}},
+            "and 'step' would both be",
+        ),
         ({"rename": {"params/*": "old"}}, "must both name a leaf, or both end in"),
     ],
 )
