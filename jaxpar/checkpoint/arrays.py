@@ -23,6 +23,9 @@ from jaxpar.checkpoint.logs import quiet_orbax
 ARRAYS = "arrays"
 """The sub-folder of a step that is Orbax's."""
 
+_LEAST_IN_FLIGHT = 64 << 20
+"""Bytes on their way from the disk to the devices, or the largest leaf's if that has
+more: what a restore needs of the host's memory beside the shards."""
 _LONGEST_NAME = 180
 _WRITERS_SECONDS = 60.0
 
@@ -87,7 +90,9 @@ def read_sharded(
     """
     named = {array_name(leaf): struct for leaf, struct in structs.items()}
     restore_args = ocp.checkpoint_utils.construct_restore_args(named)
-    found = _restored(folder, named, restore_args)
+    largest = max(x.size * x.dtype.itemsize for x in structs.values())
+    in_flight = max(largest, _LEAST_IN_FLIGHT) + 1  # Orbax wants some left.
+    found = _restored(folder, named, restore_args, in_flight)
     return {leaf: found[array_name(leaf)] for leaf in structs}
 
 
@@ -134,8 +139,10 @@ def require_declared(folder: Path, leaves: Mapping[str, LeafSpec]) -> None:
         )
 
 
-def _restored(folder: Path, item: Any, restore_args: Any) -> dict[str, Any]:
-    with ocp.Checkpointer(_handler()) as reader:
+def _restored(
+    folder: Path, item: Any, restore_args: Any, in_flight: int | None = None
+) -> dict[str, Any]:
+    with ocp.Checkpointer(_handler(in_flight)) as reader:
         return reader.restore(
             folder / ARRAYS,
             args=ocp.args.PyTreeRestore(
@@ -144,8 +151,11 @@ def _restored(folder: Path, item: Any, restore_args: Any) -> dict[str, Any]:
         )
 
 
-def _handler() -> ocp.PyTreeCheckpointHandler:
-    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False)
+def _handler(in_flight: int | None = None) -> ocp.PyTreeCheckpointHandler:
+    gigabytes: Any = in_flight and in_flight / 1e9
+    return ocp.PyTreeCheckpointHandler(
+        use_ocdbt=True, use_compression=False, restore_concurrent_gb=gigabytes
+    )
 
 
 def _let_writers_end() -> None:

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,25 @@ def choose(folder: Path, step: int | None) -> dict[str, Any]:
     others = sorted(set(complete) - {number for number, _ in skipped})
     remedy = f"restore another step of {others}" if others else "no other step is left"
     raise DamagedError(f"{reasons}; {remedy}")
+
+
+def unreadable_newest(folder: Path, known: Set[int]) -> set[int]:
+    """Find the newest steps whose manifest is damaged, up to the first that is not.
+
+    Args:
+      folder: where the checkpoints are.
+      known: steps that are passed over.
+    """
+    found: set[int] = set()
+    for step in complete_steps(folder):
+        if step not in known:
+            try:
+                manifests.read_manifest(step_path(folder, step))
+            except DamagedError:
+                found.add(step)
+            else:
+                break
+    return found
 
 
 def require_room(folder: Path, step: int, needed: int) -> None:

@@ -258,6 +258,8 @@ class Checkpoints:
         self, step: int, specs: Mapping[str, named.LeafSpec], force: bool
     ) -> str | None:
         """Make way for a step; return its run, None if this run has saved it."""
+        if self._run:
+            self._damaged |= files.unreadable_newest(self._folder, self._damaged)
         newest, run = self.latest(), self._run or uuid.uuid4().hex
         if newest is not None:
             self._require_own(step, newest, specs, run, force)

@@ -9,7 +9,6 @@ import collections
 import json
 import os
 import random
-import resource
 import shutil
 import sys
 import warnings
@@ -22,6 +21,7 @@ import jax.numpy as jnp
 
 from jaxpar.checkpoint import Checkpoints, DamagedError, manifest
 from jaxpar.checkpoint import folder as files
+from tests.memory import most_bytes
 
 EVIL_NAMES = [
     "../evil",
@@ -165,7 +165,7 @@ def main(folder: Path, seed: int, count: int) -> None:
     rng, pristine, harmed = random.Random(seed), folder / "a", folder / "b"
     make(pristine)
     Checkpoints(pristine).restore(target())
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    before = most_bytes()
     counted: collections.Counter[str] = collections.Counter()
     for _ in range(count):
         shutil.copytree(pristine, harmed, symlinks=True)
@@ -173,7 +173,7 @@ def main(folder: Path, seed: int, count: int) -> None:
         came = outcome(lambda: Checkpoints(harmed).restore(target()))
         counted[f"{kind}: {came}"] += 1
         shutil.rmtree(harmed)
-    taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    taken = most_bytes() - before
     print(json.dumps({"counted": counted, "taken": taken, "pid": os.getpid()}))
 
 

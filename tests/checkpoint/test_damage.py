@@ -141,3 +141,22 @@ def test_unharmed_step_is_sound(pristine: Path) -> None:
     manifest = files.verified(files.step_path(pristine, 2), 2)
     assert manifest.num_bytes > 4 * 150
     assert all(name.startswith("arrays/") for name in manifest.files)
+
+
+def test_run_goes_on_past_its_own_newest_step_that_lost_its_manifest(
+    tmp_path: Path,
+) -> None:
+    """The save that follows sets it aside; the run does not end of it."""
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, target())
+    checkpoints.wait()
+    truncate(files.step_path(tmp_path, 2) / "manifest.json")
+    with pytest.raises(DamagedError, match="manifest"):
+        Checkpoints(tmp_path).save(3, target())  # Whose folder it is can't be told.
+    with pytest.warns(UserWarning, match="step_00000002"):
+        checkpoints.save(3, target())
+    checkpoints.close()
+    assert checkpoints.steps() == [1, 3]
+    assert (tmp_path / "step_00000002.damaged").is_dir()
+    assert files.choose(tmp_path, None) == {"step": 3, "skipped": []}

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxpar.checkpoint import Checkpoints, DamagedError
 from jaxpar.checkpoint.exports import export, import_safetensors
+from tests.memory import most_bytes
 from tests.runs import Data, fresh
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -134,10 +134,9 @@ def test_wrong_imports_are_refused(tmp_path: Path) -> None:
 
 def export_and_tell(folder: str, out: str) -> None:
     """Export, and print the most memory that it took, in bytes above the start."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = most_bytes()
     export(Path(folder), Path(out), file_bytes=70_000_000)
-    taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    print(taken * 1024)
+    print(most_bytes() - before)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import resource
 import time
 
 import jax
@@ -15,6 +14,7 @@ from jaxpar.models import GPTConfig, gpt_loss, pipeline_gpt
 from jaxpar.plan.deviceless import gpu_devices
 from jaxpar.plan.program import Program, read_program
 from jaxpar.tree import named_leaves, num_elements
+from tests.memory import most_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,5 +107,5 @@ def compile_pipe(run: Pipe) -> CompiledPipe:
         rings=rings,
         stashes=stashes,
         seconds=seconds,
-        host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        host_bytes=most_bytes(),
     )
