@@ -26,7 +26,7 @@ from jaxpar.models.ends import (
 )
 from jaxpar.models.gpt_config import GPTConfig
 from jaxpar.models.layers import Dense
-from jaxpar.remat import remat
+from jaxpar.remat_policy import remat
 from jaxpar.sharding.constrain import constrain
 from jaxpar.types import Batch
 from jaxpar.weighted import Weighted

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxpar.remat import check_policy
+from jaxpar.remat_policy import check_policy
 from jaxpar.tree import near_match
 
 ACTIVATION_NAMES = ("qkv", "attention", "mlp_hidden")
@@ -38,7 +38,7 @@ class GPTConfig:
       tied_embedding: whether the head is the transposed embedding table.
       dropout: fraction of features zeroed after the embedding and in each update of
         the residual stream.
-      remat: one of `jaxpar.remat.REMAT_POLICIES`, applied to each block.
+      remat: one of `jaxpar.remat_policy.REMAT_POLICIES`, applied to each block.
       remat_names: labels to save, of `ACTIVATION_NAMES`, for "save-names".
       scan_layers: keep the layers stacked and scan over them; False for one module
         per layer.

@@ -22,7 +22,7 @@ from jaxpar.parts.calls import (
     shape_of,
 )
 from jaxpar.parts.network import PipelineNetwork
-from jaxpar.remat import check_policy
+from jaxpar.remat_policy import check_policy
 from jaxpar.types import Batch, LossFn, PyTree
 
 
@@ -46,7 +46,7 @@ class PipelineModel:
       head: likewise.
       tied: parameters that are one array, as (("embed", path), ("head", path)); it
         is kept under its first name.
-      remat: one of `jaxpar.remat.REMAT_POLICIES`, applied to each block. In a pipeline
+      remat: one of `jaxpar.remat_policy.REMAT_POLICIES`, for each block. In a pipeline
         "none" keeps what every block's backward needs, for each micro-batch under way;
         else only a stage's input is kept, and its backward runs its blocks again:
         under "full" once, under the others by their policy.

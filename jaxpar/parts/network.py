@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxpar import tree
 from jaxpar.module import Network
 from jaxpar.parts.calls import Call, refuse_reading, run_part
-from jaxpar.remat import remat
+from jaxpar.remat_policy import remat
 from jaxpar.types import Batch, LossFn, Params, PyTree
 
 LAYERS = "layers"

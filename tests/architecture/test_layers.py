@@ -24,7 +24,7 @@ LAYERS = (
         "offload",
         "optim",
         "precision",
-        "remat",
+        "remat_policy",
         "sparse_attention",
         "weighted",
     ),

@@ -2,6 +2,8 @@
 
 import ast
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,15 +11,16 @@ import pytest
 import jaxpar
 
 MOST = 40
+STUB = Path(jaxpar.__file__).with_suffix(".pyi")
 
 
 def literal_all() -> list[str]:
     """Return __all__ as it is written, which tools must be able to read."""
-    tree = ast.parse(Path(jaxpar.__file__).read_text())
+    tree = ast.parse(STUB.read_text())
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return ast.literal_eval(node.value)
-    raise AssertionError("jaxpar/__init__.py has no literal __all__")
+    raise AssertionError(f"{STUB} has no literal __all__")
 
 
 def order(name: str) -> tuple[int, str]:
@@ -32,14 +35,26 @@ def test_public_names_are_a_sorted_list_of_few():
 
 
 def test_public_names_are_all_there_is():
-    names = set(literal_all())
-    assert names <= set(vars(jaxpar))
-    unlisted = {
-        name
-        for name, value in vars(jaxpar).items()
-        if not name.startswith("_") and not inspect.ismodule(value)
-    } - names
-    assert not unlisted, f"add {sorted(unlisted)} to __all__, or import less"
+    tree = ast.parse(STUB.read_text())
+    imported = {
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert imported == set(literal_all())
+    assert set(dir(jaxpar)) >= imported
+
+
+def test_no_module_stands_where_a_public_name_is():
+    """The import of a module would put it in the name's place."""
+    modules = {path.stem for path in Path(jaxpar.__file__).parent.iterdir()}
+    assert modules & set(literal_all()) <= {"data"}, "data is a module"
+
+
+def test_nothing_is_loaded_before_it_is_used():
+    code = "import sys, jaxpar; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("name", literal_all())

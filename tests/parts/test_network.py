@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from jaxpar.module import Network
-from jaxpar.remat import REMAT_POLICIES
+from jaxpar.remat_policy import REMAT_POLICIES
 from jaxpar.tree import named_leaves
 from tests.parts.toys import (
     BATCHES,

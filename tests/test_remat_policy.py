@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpar.remat import REMAT_POLICIES, remat
+from jaxpar.remat_policy import REMAT_POLICIES, remat
 
 WEIGHT = jnp.linspace(-1.0, 1.0, 16).reshape(4, 4)
 INPUT = jnp.linspace(0.1, 0.9, 12).reshape(3, 4)
