@@ -15,6 +15,7 @@ import tyro
 from rich.console import Console
 
 from jaxpar.cli_ckpt import Ckpt, run_ckpt
+from jaxpar.cli_launch import StartRun, start_run
 from jaxpar.cli_plan import ShowPlan, show_plan
 from jaxpar.pipeline.chart import draw, report
 
@@ -96,6 +97,7 @@ def show_environment(args: ShowEnvironment) -> None:
 COMMANDS: dict[str, tuple[type, Callable[[Any], None]]] = {
     "ckpt": (Ckpt, run_ckpt),
     "env": (ShowEnvironment, show_environment),
+    "launch": (StartRun, start_run),
     "plan": (ShowPlan, show_plan),
     "schedule": (ShowSchedule, show_schedule),
 }
@@ -119,16 +121,23 @@ def main(args: Sequence[str] | None = None) -> None:
         description="Tools beside a training run.",
         args=own,
     )
-    if flags:
-        if not isinstance(chosen, ShowPlan):
-            raise SystemExit("jaxpar: only plan takes flags after --.")
-        chosen = dataclasses.replace(chosen, flags=tuple(flags))
     run = dict(COMMANDS.values())[type(chosen)]
     try:
-        run(chosen)
+        run(_with_flags(chosen, tuple(flags)))
     except (ValueError, OSError, ModuleNotFoundError, RuntimeError) as error:
         print(f"jaxpar: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _with_flags(chosen: Any, flags: tuple[str, ...]) -> Any:
+    """Hand on what followed ``--``."""
+    if not flags:
+        return chosen
+    if isinstance(chosen, ShowPlan):
+        return dataclasses.replace(chosen, flags=flags)
+    if isinstance(chosen, StartRun):
+        return chosen.with_flags(flags)
+    raise ValueError("only plan and launch take flags after --.")
 
 
 def _cut(args: list[str]) -> tuple[list[str], list[str]]:

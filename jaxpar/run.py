@@ -25,10 +25,13 @@ import xxhash
 from jaxpar.checkpoint import Checkpoints
 from jaxpar.checkpoint.processes import from_first
 from jaxpar.engine import Engine
+from jaxpar.launch.agreement import require_same
 from jaxpar.metrics import read_metrics
 from jaxpar.types import Batch
 
 _FILE, _EVENTS = "run.json", "events.jsonl"
+_LAUNCH = "launch"
+"""The folder of who launched it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,11 +131,14 @@ def open_run(
       The run.
 
     Raises:
-      ValueError: if the folder holds another run, or files but no run, or is a file.
+      ValueError: if the folder holds another run, or files but no run, or is a file;
+        if the processes of the run have other configs, code, data or versions.
+      PermissionError: if the folder can't be written.
     """
     wanted = json.loads(
         json.dumps({"config": dataclasses.asdict(config), "identity": dict(identity)})
     )
+    require_same(wanted["config"], wanted["identity"])
     return Run(Path(folder), from_first(lambda: _claim(Path(folder), wanted)))
 
 
@@ -153,7 +159,7 @@ def _claim(folder: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
             f"out={str(folder)!r} is a file. Choose an empty or a new folder (--out)."
         )
     unfinished = record.with_suffix(".tmp")
-    if folder.exists() and set(folder.iterdir()) - {unfinished}:
+    if folder.exists() and set(folder.iterdir()) - {unfinished, folder / _LAUNCH}:
         raise ValueError(
             f"out={str(folder)!r} has files but no {_FILE}, so it is no run of ours. "
             "Choose an empty or a new folder (--out)."

@@ -13,16 +13,13 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-STOPPED, SAVE_FAILED, CORRUPT, DIVERGED = 75, 74, 70, 65
-"""Exit codes (of sysexits.h): start me again; input or output; a device; data."""
-
 
 class RunStopped(SystemExit):
     """A run ended before its last step; scripts end with its code.
 
     Attributes:
-      code: `STOPPED` (saved at a signal: start it again to go on), `SAVE_FAILED`,
-        `CORRUPT` or `DIVERGED`.
+      code: of `jaxpar.exit_codes`: `STOPPED` (saved at a signal: start it again to go
+        on), `SAVE_FAILED`, `CORRUPT` or `DIVERGED`.
       why: in words.
     """
 

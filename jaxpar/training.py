@@ -7,25 +7,22 @@ to ``events.jsonl`` in the run's folder.
 
 import collections
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from rich.console import Console
 
+from jaxpar import goodput
 from jaxpar.checkpoint import Keep
 from jaxpar.engine import Engine
+from jaxpar.exit_codes import CORRUPT, DIVERGED, SAVE_FAILED, STOPPED
 from jaxpar.metrics import MetricsLogger
+from jaxpar.pace import Pace, describe
 from jaxpar.replicas import CorruptionError
 from jaxpar.run import Run, digest
-from jaxpar.stopping import (
-    CORRUPT,
-    DIVERGED,
-    SAVE_FAILED,
-    STOPPED,
-    RunStopped,
-    StopSignals,
-)
+from jaxpar.stopping import RunStopped, StopSignals
 from jaxpar.types import Batch, Metrics
 from jaxpar.watch import Recovery, Watch
 
@@ -102,6 +99,7 @@ def train(
         while start is not None:
             with MetricsLogger(run.folder, resume_at=start, **logging) as logger:
                 start = loop.go_on(start, steps, save_every, logger, signals)
+    loop.account()
     return loop.heldout
 
 
@@ -128,16 +126,28 @@ class _Loop:
         )
         scales = engine.layout.precision.scales_loss
         self.watch = Watch(recovery, scales_loss=scales)
+        self.clock = goodput.Clock(run.folder)
+        self.pace = Pace(recovery.compare_every, recovery.slow)
+        self.has_compiled = False
+
+    def account(self) -> None:
+        """Close the account of where the time went, and print it."""
+        self.clock.enter("end")
+        self.clock.write()
+        if jax.process_index() == 0:
+            goodput.show(self.run.folder, self.console)
 
     def begin(self) -> int:
         """Take up the newest sound checkpoint; save the beginning where none is."""
         self.left_out = self.run.batches_left_out()
-        start = self.run.resume(self.engine, self.data)
+        with self.clock.during("restore"):
+            start = self.run.resume(self.engine, self.data)
         if start is not None:
             self._take_up(start)
             self._evaluate(start)
             return start
         start = int(self.engine.state.step)
+        self.clock.resume(start)
         self._evaluate(start)
         self._save()
         return start
@@ -173,8 +183,17 @@ class _Loop:
 
     def _step(self, step: int, logger: MetricsLogger) -> None:
         """Dispatch a step, then judge the one before."""
+        began = time.monotonic()
+        self.clock.enter("data", step)
         batch = self._draw()
+        self.clock.enter("step" if self.has_compiled else "compile", step)
+        if self.pace.step(step, time.monotonic() - began):
+            self._judge(logger)
+            self.pace.tell()
         metrics = self.engine.step(batch)
+        if not self.has_compiled:
+            self.has_compiled = True
+            self.clock.enter("step")
         self._judge(logger)
         self.unjudged = Taken(step, self.drawn - 1, batch, metrics)
 
@@ -192,7 +211,13 @@ class _Loop:
         if taken is None:
             return
         values = jax.device_get(taken.metrics)
-        logger.log(taken.step, values)
+        of_workers, slow = self.pace.hear()
+        logger.log(taken.step, {**values, **of_workers})
+        for each in slow:
+            times = round(each.times, 2)
+            self._tell(
+                "slow", taken.step, worker=each.worker, times=times, why=describe(each)
+            )
         loss, norm = float(values["loss"]), float(values["grad_norm"])
         if not self.watch.is_finite(loss, norm):
             self.doubtful.append(taken)
@@ -223,7 +248,8 @@ class _Loop:
         self.unjudged = None
         self.doubtful.clear()
         self._wait_for_saves()
-        start = self.run.resume(self.engine, self.data)
+        with self.clock.during("restore"):
+            start = self.run.resume(self.engine, self.data)
         assert start is not None, "begin saved the beginning"
         self._take_up(start)
         self._tell("rolled back", start, why=why, left_out=sorted(ordinals))
@@ -231,6 +257,7 @@ class _Loop:
 
     def _take_up(self, start: int) -> None:
         """Know what the run knew at a step."""
+        self.clock.resume(start)
         self.drawn = self.run.batches_drawn(start)
         window = self.recovery.window
         self.watch.begin_after(self.run.numbers_before(start, window))
@@ -239,25 +266,29 @@ class _Loop:
         """Save; a save before this one that failed is told here."""
         try:
             self._wait_for_saves()
-            self.engine.save(
-                self.run.checkpoints,
-                data=self.data,
-                keep=self.keep,
-                meta=self.run.record | {"batches_drawn": self.drawn},
-                metric=self.heldout,
-            )
+            with self.clock.during("save"):
+                self.engine.save(
+                    self.run.checkpoints,
+                    data=self.data,
+                    keep=self.keep,
+                    meta=self.run.record | {"batches_drawn": self.drawn},
+                    metric=self.heldout,
+                )
+            self.clock.saved(int(self.engine.state.step))
         except OSError as error:
             self._failed_save(error)
 
     def _evaluate(self, step: int) -> None:
         if self.evaluate is not None:
-            self.heldout = self.evaluate()
+            with self.clock.during("evaluate"):
+                self.heldout = self.evaluate()
             if jax.process_index() == 0:
                 self.console.print(f"held-out {self.heldout:.6f} at step {step}")
 
     def _wait_for_saves(self) -> None:
         try:
-            self.engine.wait()
+            with self.clock.during("save"):
+                self.engine.wait()
         except OSError as error:
             self._failed_save(error)
 
@@ -281,6 +312,7 @@ class _Loop:
 
     def _stop(self, code: int, why: str) -> None:
         self._tell("stopped", int(self.engine.state.step), why=why, code=code)
+        self.account()
         raise RunStopped(code, why)
 
     def _tell(self, event: str, step: int, **fields: Any) -> None:

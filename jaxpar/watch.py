@@ -29,6 +29,11 @@ class Recovery:
     """Rollbacks after which a run stops instead."""
     probe_every: int = 100
     """Steps between comparisons of replicated arrays over the devices. 0: never."""
+    compare_every: int = 5
+    """Steps between comparisons of the workers' speed. 0: never."""
+    slow: float = 1.5
+    """A worker that takes so many times as long as the others' median, in three
+    comparisons in a row, is named."""
     on_failed_save: Literal["stop", "warn"] = "stop"
     """What follows a save that failed: an end with code 74, or a warning."""
 
@@ -39,6 +44,8 @@ class Recovery:
             ("nonfinite", 1),
             ("rollbacks", 0),
             ("probe_every", 0),
+            ("compare_every", 0),
+            ("slow", 1),
         ):
             value = getattr(self, name)
             if value < least:

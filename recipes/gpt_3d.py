@@ -18,7 +18,7 @@ from rich.console import Console
 import jaxpar
 from jaxpar.config import parse
 from jaxpar.data import Loader, open_splits
-from jaxpar.launch import choose_mesh
+from jaxpar.launch import choose_mesh, scaled_accumulation
 from jaxpar.models import continue_text, gpt_config, gpt_loss, pipeline_gpt
 from jaxpar.models.gpt_pipeline import as_gpt
 from jaxpar.run import mean_loss, open_run
@@ -87,7 +87,7 @@ def build(config: Config, mesh: Mesh | None = None) -> jaxpar.Engine:
         mesh=mesh or choose_mesh(config.mesh, on_cpu=CPU_MESH),
         zero=config.zero,
         precision=config.precision,
-        accumulate=config.accumulate,
+        accumulate=scaled_accumulation(config.accumulate),
         schedule=config.schedule,
         clip_norm=config.clip_norm,
         seed=config.seed,
@@ -127,6 +127,8 @@ def main(config: Config) -> None:
         tokens_per_step=tokens_per_step(config),
     )
     assert loss is not None, "evaluated"
+    if jax.process_count() > 1:
+        return  # One device is then another process's for all but one.
     one = jaxpar.make_mesh(jaxpar.MeshShape(data=1), jax.devices()[:1])
     reopened = build(dataclasses.replace(config, accumulate=1), one)
     reopened.restore(run.checkpoints)

@@ -16,7 +16,8 @@ import pytest
 
 import jaxpar
 from jaxpar.checkpoint import Checkpoints
-from jaxpar.stopping import CORRUPT, DIVERGED, SAVE_FAILED, STOPPED, RunStopped
+from jaxpar.exit_codes import CORRUPT, DIVERGED, SAVE_FAILED, STOPPED
+from jaxpar.stopping import RunStopped
 from jaxpar.training import train
 from tests.runs import (
     ROWS,

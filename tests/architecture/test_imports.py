@@ -18,6 +18,8 @@ HOMES = {
 ENVIRONMENT_HOMES = ("jaxpar/launch/*", "jaxpar/plan/*")
 # file: the condition under which its use of JAX's internals goes away
 JAX_INTERNALS: dict[str, str] = {
+    "jaxpar/launch/agreement.py": "a public client of the coordination service",
+    "jaxpar/launch/gloo.py": "a public setting for the address of CPU collectives",
     "jaxpar/plan/deviceless.py": "jax issue 23971: lowering for a platform not here",
 }
 

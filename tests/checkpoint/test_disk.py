@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpar.checkpoint import Checkpoints, SaveFailedError
-from jaxpar.stopping import SAVE_FAILED, RunStopped
+from jaxpar.exit_codes import SAVE_FAILED
+from jaxpar.stopping import RunStopped
 from tests.runs import RULES, STEPS, Data, events, fresh, go, run_in
 
 

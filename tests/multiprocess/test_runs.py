@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jaxpar.stopping import STOPPED
+from jaxpar.exit_codes import STOPPED
 from tests.multiprocess.test_training import ROOT, end
 from tests.runs import bits, events, fresh, losses, run_in
 

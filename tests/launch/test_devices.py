@@ -78,7 +78,7 @@ def test_accelerators_are_all_used_whatever_the_cpu_mesh(wanted, monkeypatch):
         return "mesh"
 
     monkeypatch.setattr(jax, "devices", lambda: [Gpu() for _ in range(8)])
-    monkeypatch.setattr("jaxpar.launch.local.make_mesh", record)
+    monkeypatch.setattr("jaxpar.launch.devices.make_mesh", record)
     monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
     assert choose_mesh(wanted, on_cpu=MeshShape(data=2)) == "mesh"
     assert given == [(wanted, 8)]

@@ -1,0 +1,165 @@
+"""Are all workers of a run at the same thing: config, code, data, versions?
+
+They tell each other through JAX's coordination service, before anything is compiled and
+without a collective, so that a worker that differs can be named. JAX's own client of
+that service is not public; to be dropped when it is.
+"""
+
+import hashlib
+import json
+import socket
+import sys
+import sysconfig
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax._src import distributed
+from jax.experimental import multihost_utils
+
+from jaxpar.launch.contract import current
+
+_SHOWN = 3
+_EXCHANGES: dict[str, int] = {}
+
+
+class DisagreementError(ValueError):
+    """Workers of one run differ; the message names them."""
+
+
+def exchange(name: str, value: Any) -> list[Any]:
+    """Tell the other workers a JSON value, and hear theirs.
+
+    Args:
+      name: of what is told; each worker calls with the same names in the same order.
+      value: this worker's.
+
+    Returns:
+      Every worker's, in their order.
+
+    Raises:
+      TimeoutError: if a worker does not tell in the time that a start may take.
+    """
+    worker, client = current(), distributed.global_state.client
+    if client is None or jax.process_count() == 1:
+        return [value]
+    seconds = worker.start_seconds if worker else 300
+    turn = _EXCHANGES[name] = _EXCHANGES.get(name, 0) + 1
+    key = f"jaxpar/{name}/{turn}"
+    client.key_value_set(f"{key}/{jax.process_index()}", json.dumps(value))
+    return [
+        json.loads(_heard(client, f"{key}/{index}", index, seconds))
+        for index in range(jax.process_count())
+    ]
+
+
+def _heard(client: Any, key: str, index: int, seconds: int) -> str:
+    try:
+        return client.blocking_key_value_get(key, 1000 * seconds)
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        raise TimeoutError(
+            f"worker {index} did not come to the same point within {seconds} s: look "
+            "into its log for what it does instead"
+        ) from error
+
+
+def require_same(config: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Refuse workers that are not of one run; see that their collectives work.
+
+    Args:
+      config: of this worker's run.
+      identity: of its data.
+
+    Raises:
+      DisagreementError: on all workers, if one differs from most.
+      RuntimeError: if a collective over all workers gives a wrong result.
+    """
+    if jax.process_count() == 1:
+        return
+    mine = {
+        "config": dict(config),
+        "data": dict(identity),
+        "code": own_code(),
+        "versions": _versions(),
+        "host": socket.gethostname(),
+    }
+    all_of_them = exchange("facts", mine)
+    lines = differences(all_of_them)
+    if lines:
+        raise DisagreementError(
+            f"{len(lines)} of {len(all_of_them)} workers differ from the others: "
+            f"{'; '.join(lines)}. Start all of them from one config, code and corpus"
+        )
+    found = multihost_utils.process_allgather(jax.process_index())
+    if found.tolist() != list(range(jax.process_count())):
+        raise RuntimeError(
+            f"gathering the workers' numbers gave {found.tolist()}: the network "
+            "between them does not carry collectives rightly"
+        )
+
+
+def differences(facts: list[dict[str, Any]]) -> list[str]:
+    """Say in what each worker differs from most of them.
+
+    Args:
+      facts: of each worker: part -> name -> value, and ``host``.
+
+    Returns:
+      A line for each that differs.
+    """
+    lines = []
+    parts = [part for part in facts[0] if part != "host"]
+    most = {part: _most_common([each[part] for each in facts]) for part in parts}
+    for index, each in enumerate(facts):
+        found = [
+            f"{part} {name} is {_short(each[part].get(name))}, not "
+            f"{_short(most[part].get(name))}"
+            for part in parts
+            for name in sorted({*each[part], *most[part]})
+            if each[part].get(name) != most[part].get(name)
+        ]
+        more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+        if found:
+            told = ", ".join(found[:_SHOWN] + more)
+            lines.append(f"worker {index} ({each['host']}): {told}")
+    return lines
+
+
+def own_code() -> dict[str, str]:
+    """The program's own files, as imported so far -> their checksums.
+
+    Those of the standard library and of installed packages are told by versions.
+    """
+    installed = [Path(sysconfig.get_path(n)) for n in ("stdlib", "purelib", "platlib")]
+    found: dict[str, str] = {}
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not file or not file.endswith(".py"):
+            continue
+        path = Path(file)
+        if any(path.is_relative_to(place) for place in installed) or not path.exists():
+            continue
+        label = path.name if name == "__main__" else name
+        found[label] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return found
+
+
+def _versions() -> dict[str, str]:
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
+    python = ".".join(map(str, sys.version_info[:2]))
+    return {"python": python} | {name: metadata.version(name) for name in packages}
+
+
+def _most_common(values: list[Any]) -> Any:
+    """The value that most have; of as many, the first's."""
+    texts = [json.dumps(value, sort_keys=True) for value in values]
+    return values[texts.index(max(texts, key=texts.count))]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

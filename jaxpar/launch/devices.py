@@ -1,0 +1,133 @@
+"""Which devices does a run get, with only a CPU, or with other workers than before?"""
+
+import dataclasses
+import math
+import socket
+
+import jax
+from jax.sharding import Mesh
+
+from jaxpar.launch.agreement import exchange
+from jaxpar.launch.contract import Worker, current
+from jaxpar.mesh import MeshShape, make_mesh
+
+
+def choose_mesh(shape: MeshShape, *, on_cpu: MeshShape) -> Mesh:
+    """Make a mesh of the run's devices; where there is only a CPU, of CPU devices.
+
+    Call it before anything asks jax for its devices: their number is then fixed. A
+    run that goes on with fewer or more workers than it was launched with first gets a
+    data axis that is as much shorter or longer; see `scaled_accumulation`.
+
+    Args:
+      shape: devices by axis; the default for all accelerators on data, or `on_cpu`.
+      on_cpu: the mesh to use where only a CPU is present and `shape` is the default.
+
+    Returns:
+      The mesh, over the devices of all workers.
+
+    Raises:
+      ValueError: if the shape does not match the devices, or the workers.
+    """
+    worker = current()
+    wanted = on_cpu if shape == MeshShape() else shape
+    if worker is not None:
+        wanted, shape = (_for_workers(each, worker) for each in (wanted, shape))
+    sizes = (wanted.data, wanted.pipe, wanted.tensor)
+    num_devices = math.prod(size for size in sizes if size != -1)
+    _make_cpu_devices(_each_worker(num_devices, worker))
+    devices = jax.devices()
+    if devices[0].platform != "cpu":
+        _require_devices(shape, len(devices))
+        return make_mesh(shape, devices)
+    if -1 not in sizes:
+        _require_devices(wanted, len(devices))
+        devices = devices[:num_devices]
+    return make_mesh(wanted, devices)
+
+
+def scaled_accumulation(accumulate: int) -> int:
+    """Micro-batches a step that keep the global batch where workers went or came.
+
+    Args:
+      accumulate: with the workers that the run was launched with first.
+
+    Returns:
+      With those of now: a device has as many rows at once as before, or fewer.
+
+    Raises:
+      ValueError: if the workers of now can't share them.
+    """
+    worker = current()
+    if worker is None or worker.processes == worker.planned:
+        return accumulate
+    scaled, rest = divmod(accumulate * worker.planned, worker.processes)
+    if rest == 0:
+        return scaled
+    if worker.processes > worker.planned:
+        return accumulate
+    raise ValueError(
+        f"accumulate={accumulate} with {worker.planned} workers can't become a whole "
+        f"number with {worker.processes}: start with a divisor of {worker.planned}"
+    )
+
+
+def _for_workers(shape: MeshShape, worker: Worker) -> MeshShape:
+    if worker.processes == worker.planned or shape.data == -1:
+        return shape
+    data, rest = divmod(shape.data * worker.processes, worker.planned)
+    if rest:
+        raise ValueError(
+            f"mesh: data={shape.data} of {worker.planned} workers can't go on with "
+            f"{worker.processes}: the axis would have {shape.data}·"
+            f"{worker.processes}/{worker.planned} devices. Start with a number of "
+            "workers that divides it"
+        )
+    return dataclasses.replace(shape, data=data)
+
+
+def _each_worker(num_devices: int, worker: Worker | None) -> int:
+    """CPU devices to make in this process."""
+    if worker is None:
+        return num_devices
+    if worker.local_devices is not None:
+        return worker.local_devices
+    each, rest = divmod(num_devices, worker.processes)
+    if rest:
+        raise ValueError(
+            f"mesh: {num_devices} devices can't be shared out among "
+            f"{worker.processes} workers: choose a mesh of a multiple, or say how many "
+            "each makes (--local-devices)"
+        )
+    return each
+
+
+def _require_devices(shape: MeshShape, found: int) -> None:
+    """Say which worker has too few devices; for one process the mesh says it all."""
+    sizes = (shape.data, shape.pipe, shape.tensor)
+    needed = math.prod(size for size in sizes if size != -1)
+    if jax.process_count() == 1 or found >= needed:
+        return
+    mine = [socket.gethostname(), jax.local_device_count()]
+    told = exchange("devices", mine)
+    most = max(count for _, count in told)
+    fewer = [
+        f"worker {index} ({host}) has {count}"
+        for index, (host, count) in enumerate(told)
+        if count < most
+    ]
+    lacking = f"; {', '.join(fewer)}, the others {most}" if fewer else ""
+    raise ValueError(
+        f"mesh: {shape} needs {needed} devices, but {len(told)} workers have "
+        f"{found}{lacking}: choose a smaller mesh, or start more workers"
+    )
+
+
+def _make_cpu_devices(num_devices: int) -> None:
+    """Ask for CPU devices; accelerators are what they are."""
+    try:
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError:
+        # Some devices exist already, as in a notebook's second call: the mesh is then
+        # checked against those.
+        return

@@ -1,0 +1,159 @@
+"""The workers of one host: started, asked, ended, and what they left to read."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from jaxpar.launch.contract import Worker
+from jaxpar.launch.pulse import Beat, read_pulse
+from jaxpar.launch.rendezvous import WorkerEnd
+
+STACKS_SIGNAL = signal.SIGUSR2
+"""Makes a worker write down its stacks, in whatever code it hangs."""
+
+_STACKS_SECONDS = 5.0
+_OUTERMOST_FRAME = "_run_module_as_main"
+_TAIL_LINES, _TAIL_BYTES = 20, 16_384
+
+
+class Group:
+    """Workers that were started together.
+
+    Args:
+      workers: their contracts.
+      command: what each runs, behind Python and the worker's own module.
+    """
+
+    def __init__(self, workers: Sequence[Worker], command: Sequence[str]):
+        self.workers = workers
+        self.began = time.monotonic()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._ended_by_us: set[int] = set()
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self.end)
+            for worker in workers:
+                self._start(worker, command)
+            on_failure.pop_all()
+
+    def _start(self, worker: Worker, command: Sequence[str]) -> None:
+        Path(worker.files).mkdir(parents=True, exist_ok=True, mode=0o700)
+        with worker.log.open("wb") as log:
+            process = subprocess.Popen(
+                worker_command(command),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **variables(worker)},
+                # What it starts ends with it, and a terminal's signals are ours.
+                start_new_session=True,
+            )
+        self._processes.append(process)
+
+    def codes(self) -> list[int | None]:
+        """Exit codes; minus the number of a signal; None of those that run."""
+        return [process.poll() for process in self._processes]
+
+    def beats(self) -> list[Beat]:
+        """What each worker is at; from its start on where it has not said."""
+        unknown = Beat("start", None, None, self.began)
+        return [read_pulse(worker.pulse) or unknown for worker in self.workers]
+
+    def stopped(self) -> set[int]:
+        """The places of those that a signal has stopped."""
+        found = set()
+        for place, process in enumerate(self._processes):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
+                    found.add(place)
+        return found
+
+    def send(self, number: int) -> None:
+        """Send a signal to every worker that runs."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def dump_stacks(self) -> None:
+        """Have every worker write its stacks; those that are stopped go on for it."""
+        self.send(STACKS_SIGNAL)
+        self.send(signal.SIGCONT)
+        until = time.monotonic() + _STACKS_SECONDS
+        waiting = [
+            worker
+            for worker, process in zip(self.workers, self._processes, strict=True)
+            if process.poll() is None
+        ]
+        while waiting and time.monotonic() < until:
+            time.sleep(0.05)
+            waiting = [worker for worker in waiting if not _has_stacks(worker)]
+
+    def end(self) -> None:
+        """End what still runs, at once: what it has saved is whole."""
+        for worker, process in zip(self.workers, self._processes, strict=False):
+            if process.poll() is None:
+                self._ended_by_us.add(worker.index)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def ends(self) -> list[WorkerEnd]:
+        """How each ended."""
+        return [
+            WorkerEnd(
+                index=worker.index,
+                code=None if worker.index in self._ended_by_us else code,
+                at=str(beat),
+                resumed=beat.resumed,
+                step=beat.step,
+                error=read_error(worker),
+                tail=tail(worker.log),
+            )
+            for worker, beat, code in zip(
+                self.workers, self.beats(), self.codes(), strict=True
+            )
+        ]
+
+
+def worker_command(command: Sequence[str]) -> list[str]:
+    """What a worker is started by."""
+    return [sys.executable, "-m", "jaxpar.launch.worker", *command]
+
+
+def variables(worker: Worker) -> Mapping[str, str]:
+    """What a worker's environment has besides its supervisor's."""
+    return {**worker.environment(), "PYTHONUNBUFFERED": "1"}
+
+
+def read_error(worker: Worker) -> str | None:
+    """What a worker said that ended it."""
+    try:
+        return json.loads(worker.error.read_text(encoding="utf-8"))["error"]
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+
+
+def tail(log: Path) -> list[str]:
+    """The last lines of a log."""
+    try:
+        with log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    return text.splitlines()[-_TAIL_LINES:]
+
+
+def _has_stacks(worker: Worker) -> bool:
+    """Whether the main thread's stack, which comes last, has been written."""
+    with contextlib.suppress(FileNotFoundError):
+        return _OUTERMOST_FRAME in worker.stacks.read_text(errors="replace")
+    return False

@@ -1,0 +1,111 @@
+"""How does a worker become one of its group, or say why it can't?"""
+
+import socket
+import time
+from typing import Any
+
+import jax
+
+from jaxpar.launch.contract import Worker
+from jaxpar.launch.gloo import listen_on
+
+_TRY_SECONDS = 0.2
+
+
+class JoinError(OSError):
+    """A worker did not find the others; the message says what to look at."""
+
+
+def join(worker: Worker) -> None:
+    """Find the other workers; nothing of JAX may have run before.
+
+    Args:
+      worker: who this is. Alone, it joins nobody.
+
+    Raises:
+      JoinError: if the coordinator can't be reached, or its port is in use.
+      ValueError: if certificates are given, and this jax can't use them.
+    """
+    if worker.coordinator is None:
+        return
+    host, _, port = worker.coordinator.rpartition(":")
+    if worker.index == 0:
+        _require_free(host, int(port))
+    else:
+        _wait_for(worker, host, int(port))
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        worker.coordinator,
+        num_processes=worker.processes,
+        process_id=worker.index,
+        local_device_ids=worker.gpus,
+        cluster_detection_method="deactivate",
+        initialization_timeout=worker.start_seconds,
+        heartbeat_timeout_seconds=worker.heartbeat_seconds,
+        # By default it would listen on every address of the host.
+        coordinator_bind_address=worker.coordinator,
+        **_tls_options(worker),
+    )
+    listen_on(worker.address)
+
+
+def _tls_options(worker: Worker) -> dict[str, Any]:
+    if worker.tls is None:
+        return {}
+    if jax.__version_info__ < (0, 11, 2):
+        raise ValueError(
+            f"jax {jax.__version__} has no TLS between workers: install jax 0.11.2 or "
+            "newer, or launch with --insecure on a network that is yours alone"
+        )
+    return {
+        "mtls_cert_file": worker.tls.certificate,
+        "mtls_key_file": worker.tls.key,
+        "mtls_ca_file": worker.tls.authority,
+        "verify_secure_credentials": True,
+    }
+
+
+def _require_free(host: str, port: int) -> None:
+    """Refuse a port that somebody listens on, before JAX ends the process for it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((host.strip("[]"), port))
+        except OSError as error:
+            raise JoinError(
+                f"worker 0 can't listen on {host}:{port} ({error.strerror})"
+                f"{listener(port)}: choose another --port, or leave it out"
+            ) from error
+
+
+def listener(port: int) -> str:
+    """Who listens on a port, in words; nothing where that can't be told."""
+    import psutil  # noqa: PLC0415 - only for this message
+
+    try:
+        for each in psutil.net_connections("tcp"):
+            if each.laddr and each.laddr.port == port and each.pid:
+                return f": process {each.pid} ({psutil.Process(each.pid).name()}) does"
+    except psutil.Error:
+        return ""
+    return ""
+
+
+def _wait_for(worker: Worker, host: str, port: int) -> None:
+    """Wait until the coordinator listens."""
+    until = time.monotonic() + worker.start_seconds
+    reason = "no answer"
+    while time.monotonic() < until:
+        try:
+            with socket.create_connection((host.strip("[]"), port), timeout=5):
+                return
+        except OSError as error:
+            reason = error.strerror or str(error)
+        time.sleep(_TRY_SECONDS)
+    raise JoinError(
+        f"worker {worker.index} ({socket.gethostname()}) did not reach the coordinator "
+        f"at {worker.coordinator} within {worker.start_seconds} s ({reason}). Look "
+        "whether host 0 runs, whether its address can be reached from here, and "
+        "whether a firewall closes the port"
+    )

@@ -1,0 +1,68 @@
+"""How long may a worker be at one thing before it counts as stuck?"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxpar.launch.pulse import Beat
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Seconds; 0 for no limit."""
+
+    start: float = 600.0
+    """From a worker's start to its first restore or step: imports, finding the others,
+    making the state."""
+    compile: float = 1800.0
+    """The first step, and an evaluation, with what they compile."""
+    step: float = 300.0
+    """A step, and waiting for its batch."""
+    save: float = 1800.0
+    """Waiting for a checkpoint to be saved, or restoring one."""
+    rendezvous: float = 600.0
+    """For the hosts to find each other."""
+    lost: float = 60.0
+    """Without a sign of another host's supervisor, after which it counts as lost."""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value < 0:
+                raise ValueError(
+                    f"limits: {field.name}={value:g} must be seconds, at least 0 (no "
+                    "limit)"
+                )
+
+    def of(self, phase: str) -> float:
+        """The limit of what a worker is at."""
+        return {
+            "start": self.start,
+            "compile": self.compile,
+            "evaluate": self.compile,
+            "step": self.step,
+            "data": self.step,
+        }.get(phase, self.save)
+
+    def late(self, beats: Sequence[Beat], now: float) -> list[tuple[int, str]]:
+        """Find the workers that are at something for longer than they may be.
+
+        Args:
+          beats: of each.
+          now: on this host's monotonic clock, in seconds.
+
+        Returns:
+          (its place, in words) of each, those that got least far first.
+        """
+        found = [
+            (beat.step if beat.step is not None else -1, beat.since, place)
+            for place, beat in enumerate(beats)
+            if 0 < self.of(beat.phase) < now - beat.since
+        ]
+        return [
+            (
+                place,
+                f"was at {beats[place]} for {now - since:.1f} s, above the limit of "
+                f"{self.of(beats[place].phase):g} s",
+            )
+            for _, since, place in sorted(found)
+        ]

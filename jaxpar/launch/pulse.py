@@ -1,0 +1,115 @@
+"""What is a worker at, as another process of its host can tell at any moment?
+
+A few numbers in a small mapped file. They are written without a system call, and stay
+there when the worker is stopped or killed.
+"""
+
+import dataclasses
+import mmap
+import struct
+import time
+from pathlib import Path
+
+PHASES = (
+    "start",
+    "restore",
+    "compile",
+    "step",
+    "data",
+    "save",
+    "evaluate",
+    "end",
+)
+"""What a worker may be at; "data" is waiting for a batch."""
+
+_FORM = struct.Struct("<QBqqd")  # Writes so far, phase, step, resumed at, since when.
+_NONE = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Beat:
+    """What a worker was at.
+
+    Attributes:
+      phase: one of `PHASES`.
+      step: the step that it is at or has done last; None before the first.
+      resumed: the step that it went on from; None before it has.
+      since: when it began with it, on this host's monotonic clock, in seconds.
+    """
+
+    phase: str
+    step: int | None
+    resumed: int | None
+    since: float
+
+    def __str__(self) -> str:
+        at = "" if self.step is None else f", step {self.step}"
+        return f"{self.phase}{at}"
+
+
+class Pulse:
+    """Writes what this process is at.
+
+    Args:
+      path: of the file, which is made; None to write nowhere.
+    """
+
+    def __init__(self, path: Path | None):
+        self._map: mmap.mmap | None = None
+        self._writes = 0
+        self.phase = PHASES[0]
+        self._step: int | None = None
+        self._resumed: int | None = None
+        if path is not None:
+            with path.open("w+b") as file:
+                file.truncate(_FORM.size)
+                self._map = mmap.mmap(file.fileno(), _FORM.size)
+        self._write()
+
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """Begin a phase; `step` None stays at the step before."""
+        self.phase = phase
+        self._step = self._step if step is None else step
+        self._write()
+
+    def resume(self, step: int) -> None:
+        """Say which step the run goes on from."""
+        self._step = self._resumed = step
+        self._write()
+
+    def _write(self) -> None:
+        if self._map is None:
+            return
+        # Odd while the fields are written, so that a reader tries again.
+        self._writes += 2
+        struct.pack_into("<Q", self._map, 0, self._writes - 1)
+        _FORM.pack_into(
+            self._map,
+            0,
+            self._writes - 1,
+            PHASES.index(self.phase),
+            _NONE if self._step is None else self._step,
+            _NONE if self._resumed is None else self._resumed,
+            time.monotonic(),
+        )
+        struct.pack_into("<Q", self._map, 0, self._writes)
+
+
+def read_pulse(path: Path) -> Beat | None:
+    """Read what another process is at; None before it has said so."""
+    for _ in range(3):
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        if len(content) < _FORM.size:
+            return None
+        writes, phase, step, resumed, since = _FORM.unpack(content)
+        if writes % 2 == 0 and 0 <= phase < len(PHASES):
+            return Beat(
+                phase=PHASES[phase],
+                step=None if step == _NONE else step,
+                resumed=None if resumed == _NONE else resumed,
+                since=since,
+            )
+    return None

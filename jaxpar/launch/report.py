@@ -1,0 +1,99 @@
+"""What happened to a run: in its folder, and on the terminal of who launched it."""
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from jaxpar.launch.rendezvous import Attempt, Outcome, WorkerEnd
+
+_FOLLOW_SECONDS = 0.1
+
+
+class Report:
+    """Writes ``launch/report.txt``, and prints what matters, from host 0.
+
+    Args:
+      folder: the run's.
+      host: whose supervisor this is.
+    """
+
+    def __init__(self, folder: Path, host: int):
+        self.path = folder / "launch" / "report.txt"
+        self._is_head = host == 0
+
+    def say(self, text: str) -> None:
+        """A line to the terminal and to the report."""
+        if self._is_head:
+            print(f"launch: {text}", flush=True)
+            self._add(text)
+
+    def attempt(self, attempt: Attempt, outcomes: Mapping[int, Outcome]) -> None:
+        """Tell how an attempt ended: every host, every worker."""
+        if not self._is_head:
+            return
+        lines = [f"attempt {attempt.number} on {time.strftime('%Y-%m-%d %H:%M:%S')}"]
+        for host, outcome in sorted(outcomes.items()):
+            lines.append(f"host {host}: {outcome.kind}: {outcome.why}")
+            for end in outcome.workers:
+                lines += self._worker(attempt, end, told=outcome.kind != "done")
+        self._add("\n".join(lines))
+        errors = {
+            end.error for each in outcomes.values() for end in each.workers if end.error
+        }
+        for error in sorted(errors):
+            print(f"launch: {error}", file=sys.stderr, flush=True)
+
+    def over(self, code: int, why: str) -> None:
+        """Tell how the run ended."""
+        if code:
+            self.say(f"{why}. Code {code}; more in {str(self.path)!r}")
+
+    @contextlib.contextmanager
+    def following(self, log: Path) -> Iterator[None]:
+        """Copy what is added to a log to this terminal."""
+        if not self._is_head:
+            yield
+            return
+        is_over = threading.Event()
+        thread = threading.Thread(target=_copy, args=(log, is_over), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+    def _worker(self, attempt: Attempt, end: WorkerEnd, *, told: bool) -> list[str]:
+        code = "ended by the supervisor" if end.code is None else f"code {end.code}"
+        lines = [f"  worker {end.index}: {code}, at {end.at}"]
+        if not told:
+            return lines
+        lines += [f"    | {line}" for line in end.tail]
+        folder = self.path.parent / f"{attempt.number:04d}"
+        stacks = folder / f"worker-{end.index:04d}.stacks.txt"
+        if stacks.exists() and stacks.stat().st_size:
+            lines.append("    stacks:")
+            text = stacks.read_text(encoding="utf-8", errors="replace")
+            lines += [f"    : {line}" for line in text.splitlines()]
+        return lines
+
+    def _add(self, text: str) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
+
+
+def _copy(log: Path, is_over: threading.Event) -> None:
+    with log.open("rb") as file:
+        while True:
+            was_over = is_over.is_set()
+            new = file.read()
+            if new:
+                sys.stdout.write(new.decode(errors="replace"))
+                sys.stdout.flush()
+            elif was_over:
+                return
+            else:
+                is_over.wait(_FOLLOW_SECONDS)

@@ -1,0 +1,65 @@
+"""Who may connect to a run's coordinator: this host, or who has a certificate."""
+
+import ipaddress
+from pathlib import Path
+
+from jaxpar.launch.contract import Tls
+
+AUTHORITY, CERTIFICATE, KEY = "ca.pem", "cert.pem", "key.pem"
+
+
+def require_secure(address: str, tls: Tls | None, *, insecure: bool) -> None:
+    """Refuse to listen where strangers can connect.
+
+    Args:
+      address: of this host, as the others are to reach it.
+      tls: certificates, if there are any.
+      insecure: whether to do without on purpose.
+
+    Raises:
+      ValueError: if the address is not a loopback one, with neither.
+    """
+    if tls is not None or insecure or is_loopback(address):
+        return
+    raise ValueError(
+        f"--address {address}: others can reach it, and JAX's coordinator lets in "
+        "whoever connects. Give the folder of this host's certificates (--tls DIR, "
+        "made by `jaxpar launch certs`), or --insecure on a network that is yours alone"
+    )
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this host can reach an address."""
+    try:
+        return ipaddress.ip_address(address.strip("[]")).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def read_tls(folder: Path) -> Tls:
+    """Name the files of a host's certificates.
+
+    Args:
+      folder: as `jaxpar launch certs` made it for this host.
+
+    Returns:
+      The files.
+
+    Raises:
+      FileNotFoundError: if one is missing.
+      PermissionError: if others than this user can read the key.
+    """
+    for name in (AUTHORITY, CERTIFICATE, KEY):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(
+                f"--tls {str(folder)!r} has no {name}: make the certificates of all "
+                "hosts by `jaxpar launch certs`, and copy this host's folder here"
+            )
+    mode = (folder / KEY).stat().st_mode
+    if mode & 0o077:
+        raise PermissionError(
+            f"--tls: {str(folder / KEY)!r} can be read by others (mode "
+            f"{mode & 0o777:o}): chmod 600 it"
+        )
+    paths = [str((folder / name).absolute()) for name in (CERTIFICATE, KEY, AUTHORITY)]
+    return Tls(*paths)

@@ -1,0 +1,252 @@
+"""Who keeps a run going? A parent of the workers on each host, without JAX.
+
+It starts the workers, passes signals on, and watches what they are at. When one ends
+badly or makes no progress, all are ended and started again, from the newest checkpoint
+that is sound; so often an hour, and then no more. What happened is in ``report.txt``.
+"""
+
+import dataclasses
+import signal
+import socket
+from collections.abc import Sequence
+from types import FrameType
+
+from jaxpar.exit_codes import GAVE_UP, STOPPED
+from jaxpar.launch.budget import Budget
+from jaxpar.launch.group import Group
+from jaxpar.launch.rendezvous import (
+    Attempt,
+    Board,
+    Kind,
+    Member,
+    Outcome,
+    wait_until,
+)
+from jaxpar.launch.report import Report
+from jaxpar.launch.start import Launch, workers_of
+from jaxpar.launch.watchdog import Watchdog
+
+
+def supervise(launch: Launch) -> int:
+    """Run to the end, whatever it takes.
+
+    Args:
+      launch: what to start.
+
+    Returns:
+      The exit code: 0 when all workers have ended well, `STOPPED` after a signal, the
+      workers' own where starting again would not help, `GAVE_UP` otherwise.
+    """
+    return _Supervisor(launch).run()
+
+
+class _Supervisor:
+    def __init__(self, launch: Launch):
+        self.launch = launch
+        folder = launch.folder / "launch"
+        self.board = Board(folder, launch.host, launch.processes, launch.address)
+        self.report = Report(launch.folder, launch.host)
+        self.budget = Budget(launch.restarts)
+        self.asked: int | None = None
+        self.is_head = launch.host == 0
+        before = self.board.attempt()
+        self.number = 0 if before is None else before.number
+
+    def run(self) -> int:
+        """Attempt after attempt."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._notice)
+        while True:
+            attempt = self._next_attempt()
+            if attempt.state == "over":
+                self.report.over(attempt.code, attempt.why)
+                return attempt.code
+            self.number = attempt.number
+            self.board.tell(attempt=attempt.number, running=True, outcome=None)
+            outcome = self._attend(attempt)
+            self.board.tell(running=False, outcome=outcome)
+            if self.is_head:
+                self._decide(attempt)
+
+    def _notice(self, number: int, _: FrameType | None) -> None:
+        self.asked = number
+
+    # Between attempts
+
+    def _next_attempt(self) -> Attempt:
+        """Announce the next attempt, or hear of it."""
+        self.board.tell()
+        over = self._announced_over()
+        if over:
+            return over
+        if self.is_head:
+            return self._announce()
+        return self._hear()
+
+    def _announced_over(self) -> Attempt | None:
+        told = self.board.attempt()
+        if told is None or told.members.get(self.launch.host) != self.board.me.id:
+            return None
+        return told if told.state == "over" else None
+
+    def _hear(self) -> Attempt:
+        def announced() -> Attempt | None:
+            told = self.board.attempt()
+            if told is None or told.members.get(self.launch.host) != self.board.me.id:
+                return None
+            is_new = told.number > self.number or told.state == "over"
+            return told if is_new else None
+
+        seconds = self.launch.limits.rendezvous
+        told = wait_until(announced, seconds, self.board.tell)
+        return told or Attempt(
+            number=self.number,
+            state="over",
+            coordinator=None,
+            members={},
+            processes={},
+            planned=0,
+            code=GAVE_UP,
+            why=f"host 0 announced nothing within {seconds:g} s: is its launcher "
+            f"running, with the same folder ({str(self.board.folder)!r})?",
+        )
+
+    def _announce(self) -> Attempt:
+        members = self._wait_for_members()
+        missing = sorted(set(range(self.launch.hosts)) - {m.host for m in members})
+        least = self.launch.least_hosts or self.launch.hosts
+        processes = {m.host: m.processes for m in members}
+        total = sum(processes.values())
+        attempt = Attempt(
+            number=self.number + 1,
+            state="run",
+            coordinator=None if total == 1 else self._coordinator(),
+            members={m.host: m.id for m in members},
+            processes=processes,
+            planned=self.board.planned(total),
+        )
+        if self.asked is not None:
+            why = f"{signal.Signals(self.asked).name} came while nothing ran"
+            attempt = dataclasses.replace(attempt, state="over", code=STOPPED, why=why)
+        elif len(members) < least:
+            why = (
+                f"{len(members)} of {self.launch.hosts} hosts came within "
+                f"{self.launch.limits.rendezvous:g} s; missing: "
+                f"{', '.join(f'host {host}' for host in missing)}. Start their "
+                f"launchers with the same folder ({str(self.board.folder)!r})"
+            )
+            attempt = dataclasses.replace(attempt, state="over", code=GAVE_UP, why=why)
+        self.board.announce(attempt)
+        return attempt
+
+    def _wait_for_members(self) -> list[Member]:
+        """Those that are alive and idle: all, or who is there when the time is over."""
+
+        def idle() -> list[Member]:
+            found = [self.board.member(host) for host in range(self.launch.hosts)]
+            return [
+                m
+                for m in found
+                if m is not None
+                and not m.running
+                and (m.host == 0 or self._is_alive(m))
+            ]
+
+        def all_idle() -> list[Member] | None:
+            found = idle()
+            is_whole = len(found) == self.launch.hosts
+            return found if is_whole or self.asked is not None else None
+
+        seconds = self.launch.limits.rendezvous
+        return wait_until(all_idle, seconds, self.board.tell) or idle()
+
+    def _is_alive(self, member: Member) -> bool:
+        lost = self.launch.limits.lost
+        return self.board.silent_seconds(member, unheard=lost) < lost
+
+    def _coordinator(self) -> str:
+        port = self.launch.port or free_port(self.launch.address)
+        return f"{self.launch.address}:{port}"
+
+    # During an attempt
+
+    def _attend(self, attempt: Attempt) -> Outcome:
+        """Start the workers and watch them until they have ended."""
+        group = Group(workers_of(self.launch, attempt), self.launch.command)
+        watch = Watchdog(
+            group, self.board, attempt, self.launch.limits, lambda: self.asked
+        )
+        with self.report.following(group.workers[0].log):
+            kind, code, why = watch.to_the_end()
+        return Outcome(kind, code, why, group.ends())
+
+    # After an attempt
+
+    def _decide(self, attempt: Attempt) -> None:
+        """End the attempt on all hosts; say whether another follows."""
+        mine = self.board.me.outcome
+        assert mine is not None, "told by run"
+        if mine.kind != "done":
+            ended = dataclasses.replace(attempt, state="ended", why=mine.why)
+            self.board.announce(ended)
+        outcomes = self._outcomes(attempt)
+        cause = _cause(outcomes)
+        self.report.attempt(attempt, outcomes)
+        code: int | None = {"done": 0, "stopped": STOPPED, "refused": cause.code}.get(
+            cause.kind
+        )
+        why = cause.why
+        if code is None:
+            steps = [end.step for each in outcomes.values() for end in each.workers]
+            went_on = [
+                end.resumed for each in outcomes.values() for end in each.workers
+            ]
+            pause = self.budget.spend(progressed=_moved(steps, went_on))
+            if pause is None:
+                code = GAVE_UP
+                why = f"{why}; {self.launch.restarts} restarts within an hour are used"
+            elif self.asked is None:
+                self.report.say(f"{why}: starting again in {pause:g} s")
+                wait_until(lambda: self.asked, pause, self.board.tell)
+        if code is not None:
+            over = dataclasses.replace(attempt, state="over", code=code, why=why)
+            self.board.announce(over)
+
+    def _outcomes(self, attempt: Attempt) -> dict[int, Outcome]:
+        """What each host's supervisor says, once it has ended its workers."""
+
+        def outcome(host: int) -> Outcome | None:
+            member = self.board.member(host)
+            if member is None or member.id != attempt.members[host]:
+                return gone
+            if member.attempt == attempt.number and not member.running:
+                return member.outcome
+            return None if self._is_alive(member) else gone
+
+        gone = Outcome("failed", 1, "its supervisor does not answer", [])
+        wait_until(
+            lambda: all(outcome(host) for host in attempt.members),
+            self.launch.limits.save,
+            self.board.tell,
+        )
+        return {host: outcome(host) or gone for host in attempt.members}
+
+
+def free_port(address: str) -> int:
+    """A port of an address that nothing listens on now."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as free:
+        free.bind((address, 0))
+        return free.getsockname()[1]
+
+
+def _cause(outcomes: dict[int, Outcome]) -> Outcome:
+    """The outcome that decides: what is final, then what failed first of all."""
+    order: Sequence[Kind] = ("refused", "stalled", "failed", "stopped", "ended", "done")
+    return min(outcomes.values(), key=lambda each: order.index(each.kind))
+
+
+def _moved(steps: Sequence[int | None], resumed: Sequence[int | None]) -> bool:
+    """Whether an attempt came further than where it began."""
+    last = max((step for step in steps if step is not None), default=0)
+    return last > max((step for step in resumed if step is not None), default=0)

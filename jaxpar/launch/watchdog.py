@@ -1,0 +1,137 @@
+"""How does an attempt go on this host, and when is it over?
+
+By its workers' exit codes, by what they are at and for how long, and by what the other
+hosts tell.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+
+from jaxpar.exit_codes import FINAL, STOPPED
+from jaxpar.launch.group import Group
+from jaxpar.launch.limits import Limits
+from jaxpar.launch.rendezvous import POLL_SECONDS, Attempt, Board, Kind, wait_until
+
+_GRACE_SECONDS = 2.0
+"""For workers to say what ended them, after the first has ended."""
+_SAVING_SECONDS = 600.0
+"""For workers to save and end after a signal, at most."""
+
+
+class Watchdog:
+    """Watches one attempt on one host.
+
+    Args:
+      group: its workers.
+      board: where the hosts tell each other.
+      attempt: which.
+      limits: of each phase.
+      asked: gives the signal that asks for an end, once one has come.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        board: Board,
+        attempt: Attempt,
+        limits: Limits,
+        asked: Callable[[], int | None],
+    ):
+        self._group, self._board, self._attempt = group, board, attempt
+        self._limits, self._asked = limits, asked
+        self._passed_on: tuple[int, float] | None = None
+
+    def to_the_end(self) -> tuple[Kind, int, str]:
+        """Return when no worker is left: how it went, a code, and why."""
+        while True:
+            self._board.tell()
+            self._pass_on()
+            found = self._own_end() or self._stall() or self._end_elsewhere()
+            if found:
+                self._group.end()
+                return found
+            time.sleep(POLL_SECONDS)
+
+    def _pass_on(self) -> None:
+        """Hand a signal on, once; workers save and end."""
+        asked = self._asked()
+        if asked is not None and self._passed_on is None:
+            self._passed_on = (asked, time.monotonic())
+            self._group.send(signal.SIGTERM)
+
+    def _own_end(self) -> tuple[Kind, int, str] | None:
+        """Judge by the exit codes."""
+        codes = self._group.codes()
+        if all(code == 0 for code in codes):
+            return "done", 0, "all workers have ended well"
+        if not any(codes):
+            return None
+        saves = STOPPED in codes
+        seconds = self._limits.save if saves else _GRACE_SECONDS
+        wait_until(lambda: None not in self._group.codes(), seconds, self._board.tell)
+        return self._judged(self._group.codes())
+
+    def _judged(self, codes: Sequence[int | None]) -> tuple[Kind, int, str]:
+        bad = [(i, code) for i, code in enumerate(codes) if code]
+        final = [(i, code) for i, code in bad if code in FINAL]
+        if final:
+            i, code = final[0]
+            return "refused", code, self._said(i, code)
+        ends_so = (STOPPED, -signal.SIGTERM)  # The latter before a run has begun.
+        if self._passed_on is not None and all(code in ends_so for _, code in bad):
+            name = signal.Signals(self._passed_on[0]).name
+            return "stopped", STOPPED, f"{name} came: start again to go on"
+        # What was killed comes before what then failed for want of it.
+        killed = [each for each in bad if each[1] < 0 and each[1] != -signal.SIGABRT]
+        others = [each for each in bad if each[1] != STOPPED]
+        i, code = (killed or others or bad)[0]
+        return "failed", 1, self._said(i, code)
+
+    def _said(self, place: int, code: int) -> str:
+        ended = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with code {code}"
+        )
+        return f"{self._name(place)} {ended}"
+
+    def _stall(self) -> tuple[Kind, int, str] | None:
+        """Find a worker that is at something for longer than it may be."""
+        now = time.monotonic()
+        late = self._limits.late(self._group.beats(), now)
+        if self._passed_on and now - self._passed_on[1] > _SAVING_SECONDS:
+            late = [(0, f"did not save and end within {_SAVING_SECONDS:g} s")]
+        if not late:
+            return None
+        # One that was stopped holds the others up, which are as late as it.
+        stopped = self._group.stopped()
+        place, why = next((each for each in late if each[0] in stopped), late[0])
+        self._group.dump_stacks()
+        state = " (the process was stopped)" if place in stopped else ""
+        return "stalled", 1, f"{self._name(place)} {why}{state}"
+
+    def _name(self, place: int) -> str:
+        index = self._group.workers[place].index
+        return f"worker {index} ({self._board.me.hostname})"
+
+    def _end_elsewhere(self) -> tuple[Kind, int, str] | None:
+        """Hear of other hosts."""
+        told = self._board.attempt()
+        assert told is not None, "announced before"
+        if told.number != self._attempt.number or told.state != "run":
+            self._group.dump_stacks()
+            return "ended", 0, told.why
+        for host, member_id in self._attempt.members.items():
+            member = self._board.member(host)
+            if host == self._board.me.host or member is None:
+                continue
+            changed = member.id != member_id
+            outcome = member.outcome if member.attempt == told.number else None
+            if changed or (outcome is not None and outcome.kind != "done"):
+                self._group.dump_stacks()
+                return "ended", 0, f"host {host} ended the attempt"
+            if self._board.silent_seconds(member) > self._limits.lost:
+                why = f"the supervisor of host {host} ({member.hostname}) is silent"
+                return "failed", 1, why
+        return None

@@ -1,0 +1,101 @@
+"""A worker: joins the others, then runs the script that was launched.
+
+    python -m jaxpar.launch.worker SCRIPT [FLAGS]
+
+A supervisor starts it, with a contract in its environment. What ends it badly is
+written down for the supervisor to tell once, and not by every worker.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import json
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+from types import TracebackType
+
+from jaxpar.exit_codes import REFUSED
+from jaxpar.launch.contract import Worker, current
+from jaxpar.launch.group import STACKS_SIGNAL
+from jaxpar.launch.own_pulse import own_pulse
+
+_PR_SET_PDEATHSIG = 1
+
+_REFUSALS = (ValueError, TypeError, OSError, ImportError)
+"""What a script says, before it trains, to who gave it what can't be done."""
+
+
+def main(args: list[str]) -> None:
+    """Run a script as one worker of a group."""
+    worker = current()
+    if worker is None:
+        raise SystemExit(
+            "jaxpar.launch.worker is started by a supervisor: use `jaxpar launch`"
+        )
+    _end_with_parent()
+    stacks = worker.stacks.open("w", encoding="utf-8")
+    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+    pulse = own_pulse()
+    sys.excepthook = functools.partial(_end_by, worker)
+    try:
+        _run_script(worker, args)
+    except SystemExit as ended:
+        if ended.code not in (0, None):
+            _end(worker, str(ended), _code(ended))
+    pulse.enter("end")
+
+
+def _run_script(worker: Worker, args: list[str]) -> None:
+    # They import jax, which takes long; the pulse and the stacks are there before.
+    from jaxpar.launch.cache import use_private_cache  # noqa: PLC0415
+    from jaxpar.launch.join import join  # noqa: PLC0415
+
+    use_private_cache()
+    join(worker)
+    script = Path(args[0])
+    sys.argv = args
+    sys.path[0] = str(script.parent.absolute())
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _end_by(
+    worker: Worker,
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """What Python calls with an error that nothing caught."""
+    sys.__excepthook__(kind, error, trace)
+    refuses = own_pulse().phase == "start" and isinstance(error, _REFUSALS)
+    _end(worker, f"{kind.__name__}: {error}", REFUSED if refuses else 1)
+
+
+def _end(worker: Worker, error: str, code: int) -> None:
+    """Say what went wrong and end here: JAX's own end would wait for the others."""
+    with contextlib.suppress(OSError):
+        worker.error.write_text(json.dumps({"error": error}), encoding="utf-8")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _code(ended: SystemExit) -> int:
+    """The code that Python would end with; what argument parsers give is a refusal."""
+    if isinstance(ended.code, int):
+        return REFUSED if ended.code == 2 else ended.code
+    print(ended.code, file=sys.stderr)
+    return 1
+
+
+def _end_with_parent() -> None:
+    """Have the system end this process when its supervisor is killed (on Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
