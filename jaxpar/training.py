@@ -213,6 +213,7 @@ class _Loop:
         values = jax.device_get(taken.metrics)
         of_workers, slow = self.pace.hear()
         logger.log(taken.step, {**values, **of_workers})
+        logger.flush()  # A checkpoint never has steps that the log has not.
         for each in slow:
             times = round(each.times, 2)
             self._tell(

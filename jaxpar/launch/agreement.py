@@ -138,12 +138,12 @@ def own_code() -> dict[str, str]:
     found: dict[str, str] = {}
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if not file or not file.endswith(".py"):
+        if not file or not file.endswith(".py") or name == "__mp_main__":
             continue
         path = Path(file)
         if any(path.is_relative_to(place) for place in installed) or not path.exists():
             continue
-        label = path.name if name == "__main__" else name
+        label = "of the script" if name == "__main__" else name
         found[label] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     return found
 

@@ -5,7 +5,7 @@ one that other hosts can't reach. To be dropped when jax has a setting for it.
 """
 
 from jax._src import distributed, xla_bridge
-from jax._src.lib import _jax
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 
 def listen_on(address: str) -> None:

@@ -43,13 +43,15 @@ class Report:
         errors = {
             end.error for each in outcomes.values() for end in each.workers if end.error
         }
-        for error in sorted(errors):
+        for error in sorted(errors - {each.why for each in outcomes.values()}):
             print(f"launch: {error}", file=sys.stderr, flush=True)
 
     def over(self, code: int, why: str) -> None:
         """Tell how the run ended."""
         if code:
-            self.say(f"{why}. Code {code}; more in {str(self.path)!r}")
+            self.say(
+                f"{why}\nlaunch: ended with code {code}; more in {str(self.path)!r}"
+            )
 
     @contextlib.contextmanager
     def following(self, log: Path) -> Iterator[None]:

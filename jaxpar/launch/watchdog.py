@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from jaxpar.exit_codes import FINAL, STOPPED
-from jaxpar.launch.group import Group
+from jaxpar.launch.group import Group, read_error
 from jaxpar.launch.limits import Limits
 from jaxpar.launch.rendezvous import POLL_SECONDS, Attempt, Board, Kind, wait_until
 
@@ -77,7 +77,8 @@ class Watchdog:
         final = [(i, code) for i, code in bad if code in FINAL]
         if final:
             i, code = final[0]
-            return "refused", code, self._said(i, code)
+            error = read_error(self._group.workers[i])
+            return "refused", code, error or self._said(i, code)
         ends_so = (STOPPED, -signal.SIGTERM)  # The latter before a run has begun.
         if self._passed_on is not None and all(code in ends_so for _, code in bad):
             name = signal.Signals(self._passed_on[0]).name

@@ -1,0 +1,380 @@
+"""How does a run get its processes from Ray? As the workers of one `JaxTrainer`.
+
+Ray places the workers and starts all of them again when one fails; the run then goes
+on from its newest sound checkpoint. They join by jaxpar's own contract: Ray's joining
+is left out, for without a GPU or a TPU it does nothing and says nothing, and its
+coordinator listens on every address.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from jaxpar.exit_codes import GAVE_UP, STOPPED
+from jaxpar.launch.limits import Limits
+from jaxpar.launch.ray_plan import Plan, attempt_folder, attempts
+from jaxpar.launch.rendezvous import POLL_SECONDS, Board, Outcome
+from jaxpar.launch.report import Report
+from jaxpar.launch.security import is_loopback
+from jaxpar.launch.start import host_gpus
+
+_TOKEN_BYTES = 32
+_OBJECT_STORE_BYTES = 128 * 1024**2
+_NOTICED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ray:
+    """Start a run's workers by Ray Train, on a cluster or on this host alone.
+
+    Start it again to go on with the run, with fewer or more workers if need be: the
+    global batch stays the same.
+
+    Attributes:
+      script: what every worker runs; its own flags follow after ``--``. It is given
+        ``--out`` too. Every host of the cluster must see it, at the same place.
+      out: the run's folder; runs/ and the script's name if not given. All hosts must
+        see it.
+      processes: workers; if not given, one for each GPU of this host, else one.
+      address: of a Ray cluster that runs, as ray.init takes it; if not given, one is
+        started on this host for as long as the run takes, which only this host reaches.
+      use_gpu: a GPU for each worker; if not, they use the CPU alone.
+      tls: folder on every host with its certificates, by `jaxpar launch certs`. On a
+        cluster of several hosts this or --insecure is needed.
+      insecure: listen on addresses that others reach, without certificates; take a
+        cluster that asks for no token.
+      limits: how long a worker may be at one thing before all are started again.
+      restarts: of the workers, at most.
+      dry_run: print what would be started, and start nothing.
+      flags: of the script.
+    """
+
+    script: Path
+    out: Path | None = None
+    processes: int | None = None
+    address: str | None = None
+    use_gpu: bool = False
+    tls: Path | None = None
+    insecure: bool = False
+    limits: Limits = dataclasses.field(default_factory=Limits)
+    restarts: int = 10
+    dry_run: bool = False
+    flags: tuple[str, ...] = ()
+
+
+def launch_ray(args: Ray) -> int:
+    """Run to the end, by Ray.
+
+    Args:
+      args: what to start.
+
+    Returns:
+      The exit code: 0 when all workers have ended well, `STOPPED` after a signal, the
+      workers' own where starting again would not help, `GAVE_UP` otherwise.
+
+    Raises:
+      ValueError: if it can't be done; the message names the flag.
+      FileNotFoundError: if the script is not there.
+      ModuleNotFoundError: if Ray Train is not installed.
+      RuntimeError: if Ray would listen where others reach it.
+    """
+    plan, processes = make_plan(args), num_workers(args)
+    if args.dry_run:
+        where = args.address or "a cluster on this host alone"
+        device = "GPU" if args.use_gpu else "CPU"
+        print(f"Ray Train: {processes} workers of one {device} each, on {where}")
+        print(shlex.join(plan.command))
+        return 0
+    return _Launcher(plan, args, processes).run()
+
+
+def make_plan(args: Ray) -> Plan:
+    """Check what was asked for; nothing is started.
+
+    Raises:
+      ValueError: if restarts is negative.
+      FileNotFoundError: if the script is not there.
+    """
+    if not args.script.is_file():
+        raise FileNotFoundError(f"{str(args.script)!r}: there is no such script")
+    if args.restarts < 0:
+        raise ValueError(f"--restarts {args.restarts}: must be at least 0")
+    out = (args.out or Path("runs", args.script.stem)).absolute()
+    script = str(args.script.absolute())
+    return Plan(
+        command=(script, "--out", str(out), *args.flags),
+        folder=out,
+        working_folder=Path.cwd(),
+        stop=_session(out) / "stop",
+        on_cpu=not args.use_gpu,
+        tls=None if args.tls is None else args.tls.absolute(),
+        insecure=args.insecure,
+        limits=args.limits,
+    )
+
+
+def num_workers(args: Ray) -> int:
+    """How many workers to start.
+
+    Raises:
+      ValueError: if this host, or the number, can't give that many.
+    """
+    gpus = len(host_gpus())
+    if args.use_gpu and args.address is not None and args.processes is None:
+        raise ValueError("--processes: say how many of the cluster's GPUs to use")
+    wanted = args.processes
+    if wanted is None:
+        wanted = max(gpus, 1) if args.use_gpu else 1
+    if wanted < 1:
+        raise ValueError(f"--processes {wanted}: must be at least 1")
+    if args.use_gpu and args.address is None and wanted > gpus:
+        raise ValueError(
+            f"--use-gpu: {wanted} workers need a GPU each, and this host has {gpus}; "
+            "choose fewer (--processes), or name a cluster (--address)"
+        )
+    return wanted
+
+
+def _session(out: Path) -> Path:
+    """A folder for what Ray and the launcher keep as long as the launch lasts."""
+    return out / "launch" / f"ray-session-{secrets.token_hex(4)}"
+
+
+class _Launcher:
+    """One launch: a driver of Ray, with the run's report.
+
+    Args:
+      plan: what the workers do.
+      args: what was asked for.
+      processes: workers.
+    """
+
+    def __init__(self, plan: Plan, args: Ray, processes: int):
+        self._plan, self._args, self._processes = plan, args, processes
+        self._before = max(attempts(plan.folder), default=0)
+        self._told = self._before
+        self._asked: int | None = None
+        plan.stop.parent.mkdir(parents=True, mode=0o700)
+        self._report = Report(plan.folder, host=0)
+
+    def run(self) -> int:
+        """Have Ray start the workers, and again; tell what became of them."""
+        self._notice_signals()
+        with contextlib.ExitStack() as at_end:
+            session = self._plan.stop.parent
+            at_end.callback(shutil.rmtree, session, ignore_errors=True)
+            ray = at_end.enter_context(connected(self._args, self._processes))
+            self._notice_signals()  # Ray has put its own in their place.
+            failed = self._fit(ray)
+        code, why = self._verdict(failed)
+        self._report.over(code, why)
+        return code
+
+    def _notice_signals(self) -> None:
+        for number in _NOTICED:
+            signal.signal(number, self._notice)
+
+    def _notice(self, number: int, _: FrameType | None) -> None:
+        self._asked = number
+
+    def _fit(self, ray: Any) -> str | None:
+        """Attend to the run while Ray has it; what Ray gave up by."""
+        trainer = self._trainer(ray)
+        # Outside the main thread, where Ray would take SIGINT for itself.
+        with (
+            concurrent.futures.ThreadPoolExecutor(1) as threads,
+            contextlib.ExitStack() as following,
+        ):
+            fit = threads.submit(trainer.fit)
+            shown = self._before
+            while not fit.done():
+                if self._asked is not None:
+                    self._plan.stop.touch()
+                number = max(attempts(self._plan.folder), default=0)
+                log = attempt_folder(self._plan.folder, number) / "worker-0000.log"
+                if number > shown and log.exists():
+                    following.close()
+                    self._tell_until(number - 1)
+                    following.enter_context(self._report.following(log))
+                    shown = number
+                time.sleep(POLL_SECONDS)
+            following.close()
+            self._tell_until(max(attempts(self._plan.folder), default=0))
+            try:
+                fit.result()
+            except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
+                return str(error)
+        return None
+
+    def _trainer(self, ray: Any) -> Any:
+        from ray.train.v2 import jax  # noqa: PLC0415 # pyright: ignore - an extra
+
+        from jaxpar.launch.ray_worker import run_worker  # noqa: PLC0415 - an extra
+
+        restarts, session = self._args.restarts, self._plan.stop.parent
+        train = ray.train
+        return jax.JaxTrainer(
+            run_worker,
+            train_loop_config={"plan": self._plan},
+            # Neither GPU nor TPU: jaxpar's workers join by themselves.
+            jax_config=jax.JaxConfig(),
+            scaling_config=train.ScalingConfig(
+                num_workers=self._processes, use_gpu=self._args.use_gpu
+            ),
+            run_config=train.RunConfig(
+                name=session.name,
+                storage_path=str(session.parent),
+                failure_config=train.FailureConfig(
+                    max_failures=restarts, controller_failure_limit=restarts
+                ),
+            ),
+        )
+
+    def _tell_until(self, number: int) -> None:
+        """Report the attempts up to one."""
+        for each in range(self._told + 1, number + 1):
+            board = Board(attempt_folder(self._plan.folder, each), 0, 1, "")
+            attempt = board.attempt()
+            if attempt is None:
+                continue
+            outcomes = read_outcomes(board, attempt.members)
+            self._report.attempt(attempt, outcomes)
+            cause = _cause(outcomes)
+            if cause.kind != "done":
+                self._report.say(f"attempt {each}: {cause.why}")
+            self._told = each
+
+    def _verdict(self, failed: str | None) -> tuple[int, str]:
+        """The run's code, and why."""
+        if self._told == self._before:
+            name = signal.Signals(self._asked).name if self._asked else None
+            if name:
+                return STOPPED, f"{name} came while nothing ran"
+            return GAVE_UP, f"Ray started no workers: {failed}"
+        board = Board(attempt_folder(self._plan.folder, self._told), 0, 1, "")
+        attempt = board.attempt()
+        assert attempt is not None, "told"
+        cause = _cause(read_outcomes(board, attempt.members))
+        if cause.kind == "refused":
+            return cause.code, cause.why
+        if failed is not None or cause.kind not in ("done", "stopped"):
+            used = f"{self._args.restarts} restarts are used"
+            return GAVE_UP, f"{cause.why}; {used}"
+        return cause.code, cause.why
+
+
+def read_outcomes(board: Board, indices: Sequence[int] | Any) -> dict[int, Outcome]:
+    """What became of each worker of an attempt, as it told itself."""
+    gone = Outcome("failed", 1, "its process of Ray's ended before it could tell", [])
+    members = {index: board.member(index) for index in indices}
+    return {
+        index: member.outcome if member and member.outcome else gone
+        for index, member in members.items()
+    }
+
+
+def _cause(outcomes: dict[int, Outcome]) -> Outcome:
+    """The outcome that decides: what is final, then what failed first of all."""
+    order = ("refused", "stalled", "failed", "stopped", "ended", "done")
+    return min(outcomes.values(), key=lambda each: order.index(each.kind))
+
+
+@contextlib.contextmanager
+def connected(args: Ray, processes: int) -> Iterator[Any]:
+    """Have a cluster of Ray that lets in only who has its token.
+
+    Args:
+      args: says which.
+      processes: that one on this host has room for.
+
+    Yields:
+      The module ``ray``.
+
+    Raises:
+      ValueError: if the cluster is to be used without a token, and not --insecure.
+      ModuleNotFoundError: if Ray Train is not installed.
+      RuntimeError: if a cluster on this host would listen where others reach it.
+    """
+    with contextlib.ExitStack() as at_end:
+        quiet = {"log_to_driver": False, "logging_level": "WARNING"}
+        if args.address is not None:
+            _require_token_mode(insecure=args.insecure)
+            ray = _import_ray()
+            at_end.callback(ray.shutdown)
+            ray.init(address=args.address, **quiet)
+            yield ray
+            return
+        private = at_end.enter_context(
+            # Ray's processes may be at their last files yet.
+            tempfile.TemporaryDirectory(prefix="jaxpar-", ignore_cleanup_errors=True)
+        )
+        _set_up_private_cluster(Path(private))
+        ray = _import_ray()
+        at_end.callback(ray.shutdown)
+        ray.init(
+            address="local",
+            num_cpus=processes,
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            _temp_dir=private,
+            **quiet,
+        )
+        address = ray.util.get_node_ip_address()
+        if not is_loopback(address):
+            raise RuntimeError(
+                f"Ray listens on {address}, where others reach it: it was imported "
+                "before it was told not to. Launch from a process of its own"
+            )
+        yield ray
+
+
+def _set_up_private_cluster(folder: Path) -> None:
+    """Set what Ray reads when it is imported, for itself and all that it starts.
+
+    Args:
+      folder: of this user alone; for the token, which is never in an environment or on
+        a command line.
+    """
+    token = folder / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(_TOKEN_BYTES), encoding="ascii")
+    os.environ.pop("RAY_AUTH_TOKEN", None)
+    os.environ.update(
+        RAY_AUTH_MODE="token",
+        RAY_AUTH_TOKEN_PATH=str(token),
+        # On any system this has Ray take the loopback address for its own.
+        RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
+        RAY_USAGE_STATS_ENABLED="0",
+    )
+
+
+def _require_token_mode(*, insecure: bool) -> None:
+    mode = os.environ.setdefault("RAY_AUTH_MODE", "disabled" if insecure else "token")
+    if mode != "token" and not insecure:
+        raise ValueError(
+            f"--address: RAY_AUTH_MODE is {mode!r}, so whoever connects to the cluster "
+            "runs code on it. Start it with RAY_AUTH_MODE=token and set that here too, "
+            "or give --insecure on a network that is yours alone"
+        )
+
+
+def _import_ray() -> Any:
+    try:
+        import ray  # noqa: PLC0415 # pyright: ignore - an extra; needs its settings
+        import ray.train.v2.jax  # noqa: PLC0415 # pyright: ignore - an extra
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"`jaxpar launch ray` needs Ray Train ({error}): pip install jaxpar[ray]"
+        ) from error
+    return ray

@@ -1,0 +1,137 @@
+"""Runs by `jaxpar launch`, as a user starts them, and what they leave."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import psutil
+import pytest
+
+from jaxpar.launch.pulse import Beat, read_pulse
+from tests.multiprocess.test_training import ROOT
+
+SCRIPT = ROOT / "tests/multiprocess/script.py"
+LIMIT_SECONDS = 240
+
+
+def environment() -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+
+def command(
+    out: Path, *flags: str, of_launch: tuple[str, ...] = (), script: Path = SCRIPT
+) -> list[str]:
+    own = ["launch", "local", "--out", str(out), *of_launch, str(script)]
+    return [sys.executable, "-m", "jaxpar", *own, "--", *flags]
+
+
+class Launched:
+    """A launcher that runs, and is ended with the block."""
+
+    def __init__(self, out: Path, args: list[str], **options: Any):
+        self.out, self.log = out, out.with_suffix(f".{time.monotonic_ns()}.log")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                args,
+                cwd=ROOT,
+                env=environment(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                **options,
+            )
+
+    def __enter__(self) -> "Launched":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Workers die with their supervisor.
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+    def code(self) -> int:
+        return self.process.wait(timeout=LIMIT_SECONDS)
+
+    def told(self) -> str:
+        return self.log.read_text()
+
+    def report(self) -> str:
+        return (self.out / "launch" / "report.txt").read_text()
+
+    def until(self, found: Callable[[], Any], what: str) -> Any:
+        """Wait for something to come true, while the launcher runs."""
+        limit = time.monotonic() + LIMIT_SECONDS
+        while time.monotonic() < limit:
+            value = found()
+            if value:
+                return value
+            if self.process.poll() is not None:
+                pytest.fail(f"{what}: ended before\n{self.told()[-6000:]}")
+            time.sleep(0.05)
+        pytest.fail(f"{what}: not within {LIMIT_SECONDS} s\n{self.told()[-6000:]}")
+
+    def attempt(self) -> int:
+        path = self.out / "launch" / "attempt.json"
+        return json.loads(path.read_text())["number"] if path.exists() else 0
+
+    def beat(self, worker: int = 0) -> Beat | None:
+        folder = self.out / "launch" / f"{self.attempt():04d}"
+        return read_pulse(folder / f"worker-{worker:04d}.pulse")
+
+    def wait_for_step(self, step: int) -> None:
+        def reached() -> bool:
+            beat = self.beat()
+            return beat is not None and beat.step is not None and beat.step >= step
+
+        self.until(reached, f"step {step}")
+
+    def workers(self) -> list[psutil.Process]:
+        """In the order of their indices."""
+        found = [
+            each
+            for each in psutil.Process(self.process.pid).children()
+            if "jaxpar.launch.worker" in each.cmdline()
+        ]
+        return sorted(found, key=lambda each: each.pid)
+
+    def kill_a_worker(self, place: int) -> None:
+        os.kill(self.workers()[place].pid, signal.SIGKILL)
+
+
+def run_to_the_end(out: Path, *flags: str, processes: int, **of_launch: Any) -> str:
+    """Launch a run and wait for it; what it said."""
+    options = [f"--{k.replace('_', '-')}={v}" for k, v in of_launch.items()]
+    args = command(out, *flags, of_launch=(f"--processes={processes}", *options))
+    with Launched(out, args) as launched:
+        code = launched.code()
+        assert code == 0, (code, launched.told()[-6000:])
+        return launched.told()
+
+
+def final_files(out: Path, step: int) -> dict[str, bytes]:
+    """The newest checkpoint's leaves, as bytes, by name."""
+    from jaxpar.checkpoint import arrays, folder, manifest  # noqa: PLC0415
+
+    path = folder.step_path(out / "checkpoints", step)
+    leaves = manifest.read_manifest(path).leaves
+    return {
+        name: arrays.read_whole(path, name).tobytes()
+        for name, leaf in leaves.items()
+        if leaf.num_bytes
+    }

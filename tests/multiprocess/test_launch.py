@@ -1,0 +1,186 @@
+"""Do launched workers train as one process does, and stay at it through trouble?
+
+Real supervisors and workers, gloo between them.
+"""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxpar.exit_codes import REFUSED, STOPPED
+from jaxpar.goodput import read_account, total
+from tests.multiprocess.launching import (
+    Launched,
+    command,
+    final_files,
+    run_to_the_end,
+)
+from tests.runs import events, losses
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+MESHES = {
+    "data": ("--mesh.data=4",),
+    "tensor": ("--mesh.data=1", "--mesh.tensor=4"),
+    "pipe": ("--mesh.data=2", "--mesh.pipe=2", "--accumulate=4", "--zero=1"),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_two_and_four_workers_train_as_one(mesh: str, tmp_path: Path) -> None:
+    """The same mesh of four devices, in one process, in two and in four."""
+    flags = (*MESHES[mesh], "--dropout=0", "--steps=6", "--save-every=6")
+    found = {}
+    for processes in (1, 2, 4):
+        out = tmp_path / str(processes)
+        run_to_the_end(out, *flags, processes=processes)
+        found[processes] = losses(out)
+    for processes in (2, 4):
+        assert found[processes] == pytest.approx(found[1], rel=1e-6), mesh
+    assert len(found[1]) == 6
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two workers that nothing happened to."""
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    run_to_the_end(out, processes=2)
+    return out
+
+
+def assert_same_end(out: Path, whole: Path, step: int = 12) -> None:
+    assert losses(out) == losses(whole)
+    mine, theirs = final_files(out, step), final_files(whole, step)
+    assert mine.keys() == theirs.keys()
+    assert [name for name in mine if mine[name] != theirs[name]] == []
+
+
+def test_killed_worker_is_back_in_a_minute(whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "killed"
+    with Launched(out, command(out, of_launch=("--processes=2",))) as run:
+        run.wait_for_step(7)
+        run.kill_a_worker(1)
+        began = time.monotonic()
+        run.until(lambda: run.attempt() == 2, "a second attempt")
+        run.wait_for_step(5)
+        assert time.monotonic() - began < 60
+        assert run.code() == 0, run.told()
+        report = run.report()
+    assert "worker 1" in report
+    assert "was killed by SIGKILL" in report
+    assert_same_end(out, whole)
+    accounts = read_account(out)
+    assert [account["resumed"] for account in accounts] == [0, 4]
+    wall = accounts[-1]["ended"] - accounts[0]["began"]
+    assert sum(total(accounts).values()) == pytest.approx(wall, abs=0.1)
+    assert "2 starts" in run.told()
+
+
+def test_stopped_worker_is_found_within_the_limit(whole: Path, tmp_path: Path) -> None:
+    """SIGSTOP: nothing ends, and nothing goes on."""
+    out, limit = tmp_path / "stopped", 10.0
+    args = command(out, of_launch=("--processes=2", f"--limits.step={limit}"))
+    with Launched(out, args) as run:
+        run.wait_for_step(6)
+        os.kill(run.workers()[1].pid, signal.SIGSTOP)
+        began = time.monotonic()
+        run.until(lambda: "starting again" in run.told(), "a restart")
+        seconds = time.monotonic() - began
+        assert run.code() == 0, run.told()
+        report = run.report()
+    assert limit <= seconds < 1.1 * limit + 3, "3 s to write stacks and end the group"
+    assert re.search(r"worker 1 .*above the limit of 10 s \(the process was st", report)
+    late = re.search(r"was at \w+, step \d+ for (\d+\.\d) s", report)
+    assert limit < float(late[1]) < 1.1 * limit
+    stacks = report.split("attempt 2")[0]
+    assert stacks.count("stacks:") == 2
+    assert stacks.count("_run_module_as_main") == 2
+    assert_same_end(out, whole)
+
+
+def test_signal_to_the_launcher_saves_and_ends(whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "signal"
+    with Launched(out, command(out, of_launch=("--processes=2",))) as run:
+        run.wait_for_step(5)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.code() == STOPPED, run.told()
+    (event,) = events(out, "stopped")
+    assert event["step"] % 4 or event["step"] < 12
+    run_to_the_end(out, processes=2)
+    assert_same_end(out, whole)
+
+
+def test_four_two_and_four_workers_give_one_curve(tmp_path: Path) -> None:
+    """The same global batch: half of the devices take twice the micro-batches."""
+    flags = ("--mesh.data=4", "--dropout=0", "--steps=30", "--save-every=50")
+    run_to_the_end(tmp_path / "whole", *flags, processes=4)
+    out = tmp_path / "elastic"
+    for processes, until in ((4, 8), (2, 16)):
+        args = command(out, *flags, of_launch=(f"--processes={processes}",))
+        with Launched(out, args) as run:
+            run.wait_for_step(until)
+            run.process.send_signal(signal.SIGTERM)
+            assert run.code() == STOPPED, run.told()
+    run_to_the_end(out, *flags, processes=4)
+    assert losses(out) == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    assert [e["step"] > 0 for e in events(out, "stopped")] == [True, True]
+
+
+@pytest.mark.parametrize("kind", ["config", "data", "code"])
+def test_worker_that_differs_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    out, script = tmp_path / "run", tmp_path / "differs.py"
+    script.write_text(
+        "import dataclasses, pathlib\n"
+        "import numpy as np\n"
+        "from jaxpar.config import parse\n"
+        "from jaxpar.data import Tokens\n"
+        "from jaxpar.launch.contract import current\n"
+        "from tests.multiprocess import script\n"
+        f"if current().index == 1 and {kind == 'code'}:\n"
+        "    # As if this host had another version of the script.\n"
+        "    __file__ = str(pathlib.Path(__file__).with_suffix('.other.py'))\n"
+        "    pathlib.Path(__file__).write_text('# another version')\n"
+        "config = parse(script.Config, 'x')\n"
+        f"if current().index == 1 and {kind == 'config'}:\n"
+        "    config = dataclasses.replace(config, steps=13)\n"
+        f"if current().index == 1 and {kind == 'data'}:\n"
+        "    config = dataclasses.replace(config)\n"
+        "    script.np = type('np', (), {**vars(np), 'random': type('r', (), {\n"
+        "        'default_rng': staticmethod(lambda _: np.random.default_rng(9))})})\n"
+        "script.main(config)\n"
+    )
+    args = command(out, of_launch=("--processes=2",), script=script)
+    with Launched(out, args) as run:
+        assert run.code() == REFUSED, run.told()
+        told = run.told()
+    what = {
+        "config": "config steps is 13, not 12",
+        "data": "data corpus_sha256 is",
+        "code": "code of the script is",
+    }
+    assert re.search(rf"worker 1 \(.*\): {what[kind]}", told)
+    assert "compile" not in told
+    assert not (out / "checkpoints").exists()
+
+
+def test_slow_worker_is_named_within_twenty_steps(tmp_path: Path) -> None:
+    """Stopped for half of the time, in turns far shorter than a step."""
+    out = tmp_path / "slow"
+    flags = ("--steps=400", "--save-every=400", "--pause=0.02")
+    with Launched(out, command(out, *flags, of_launch=("--processes=2",))) as run:
+        run.wait_for_step(10)
+        slowed, began = run.workers()[1], run.beat().step
+        while "slow at step" not in run.told() and run.beat().step < began + 40:
+            slowed.suspend()
+            time.sleep(0.004)
+            slowed.resume()
+            time.sleep(0.004)
+        assert "slow at step" in run.told(), run.told()
+    (event,) = events(out, "slow")
+    assert event["worker"] == 1
+    assert event["step"] <= began + 20
+    assert 1.5 < event["times"] < 3.5
