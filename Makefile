@@ -15,9 +15,11 @@ LANE :=
 # Compilers for GPUs and TPUs that are not here, for tests/compiled; no: skip those.
 COMPILERS := yes
 
+LAUNCH_TESTS := $(addprefix tests/multiprocess/test_,launch.py hosts.py schedulers.py)
+
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help train test test-slow lint format setup compilers clean
+.PHONY: help train test test-slow test-launch lint format setup compilers clean
 
 help: ## Print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -31,6 +33,9 @@ test: compilers ## Run what needs no GPU and takes under 15 minutes on two cores
 test-slow: compilers ## Run the long versions as well
 	@$(PYTEST) --optimized -o faulthandler_timeout=1800 $(ARGS)
 	@$(PYTEST) --optimized --devices 16 tests/equivalence/test_pipeline.py -m slow
+
+test-launch: setup ## Start real runs: supervisors, Slurm, MPI, network namespaces
+	@$(BIN)/python -m pytest $(LAUNCH_TESTS) $(ARGS)
 
 lint: setup ## Check style (ruff) and types (pyright)
 	@$(BIN)/ruff check .

@@ -1,7 +1,10 @@
 """``jaxpar launch``: what starts a run's processes, and keeps them up."""
 
 import dataclasses
+import os
 import shlex
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,8 +13,17 @@ from rich.console import Console
 
 from jaxpar.launch.contract import VARIABLE
 from jaxpar.launch.group import variables, worker_command
+from jaxpar.launch.k8s import K8s, write_manifest
 from jaxpar.launch.limits import Limits
 from jaxpar.launch.rendezvous import Attempt
+from jaxpar.launch.sbatch import Batch, write_script
+from jaxpar.launch.scheduler import (
+    Place,
+    has_slurm_job,
+    mpi_place,
+    require_program,
+    slurm_place,
+)
 from jaxpar.launch.security import read_tls, require_secure
 from jaxpar.launch.start import Launch, host_gpus, workers_of
 from jaxpar.launch.supervisor import supervise
@@ -78,6 +90,37 @@ class Local(Supervised):
 
 
 @dataclasses.dataclass(frozen=True)
+class Slurm(Supervised):
+    """Start a run in a Slurm allocation, or write a job's script for one.
+
+    Within a task of srun this is the supervisor of its node; within an allocation it
+    starts such a task on each node.
+
+    Attributes:
+      script_out: write a script for sbatch into this file, and start nothing.
+      batch: what the script asks Slurm for.
+    """
+
+    script_out: Annotated[Path | None, tyro.conf.arg(name="sbatch")] = None
+    batch: Batch = dataclasses.field(default_factory=lambda: Batch("jaxpar"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Mpi(Supervised):
+    """Start a run's supervisors by mpiexec, one a host.
+
+    Within a process that mpiexec started, this is a supervisor.
+
+    Attributes:
+      hosts: processes that mpiexec starts.
+      mpiexec: more flags for it, such as "-f hosts.txt".
+    """
+
+    hosts: int = 1
+    mpiexec: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Certs:
     """Make a private authority and a certificate for each host, for mutual TLS.
 
@@ -92,8 +135,22 @@ class Certs:
     days: int = 30
 
 
+@dataclasses.dataclass(frozen=True)
+class Manifest(K8s):
+    """Write a manifest that starts a run in a Kubernetes cluster.
+
+    Nothing is started: kubectl apply does that. The image has jaxpar and the script.
+    """
+
+    script: Script
+    flags: tyro.conf.Suppress[tuple[str, ...]] = ()
+
+
 Commands = (
     Annotated[Local, tyro.conf.subcommand("local")]
+    | Annotated[Slurm, tyro.conf.subcommand("slurm")]
+    | Annotated[Mpi, tyro.conf.subcommand("mpi")]
+    | Annotated[Manifest, tyro.conf.subcommand("k8s")]
     | Annotated[Certs, tyro.conf.subcommand("certs")]
 )
 
@@ -106,7 +163,7 @@ class StartRun:
 
     def with_flags(self, flags: tuple[str, ...]) -> "StartRun":
         """With what followed ``--``."""
-        if not isinstance(self.where, Supervised):
+        if not isinstance(self.where, Supervised | Manifest):
             raise ValueError("launch certs takes no flags after --.")
         return StartRun(dataclasses.replace(self.where, flags=flags))
 
@@ -116,14 +173,82 @@ def start_run(args: StartRun) -> None:
     where = args.where
     if isinstance(where, Certs):
         _make_certificates(where)
-        return
-    launch = make_launch(
-        where, host=where.host, hosts=where.hosts, least_hosts=where.least_hosts
-    )
-    if where.dry_run:
+    elif isinstance(where, Manifest):
+        write_manifest(where)
+    elif isinstance(where, Slurm):
+        _start_slurm(where)
+    elif isinstance(where, Mpi):
+        _start_mpi(where)
+    else:
+        _start_here(where, where.host, where.hosts, where.least_hosts)
+
+
+def _start_here(
+    args: Supervised, host: int, hosts: int, least_hosts: int | None = None
+) -> None:
+    """Be the supervisor of this host."""
+    launch = make_launch(args, host=host, hosts=hosts, least_hosts=least_hosts)
+    if args.dry_run:
         _print_what_starts(launch)
         return
     raise SystemExit(supervise(launch))
+
+
+def _start_at(args: Supervised, place: Place) -> None:
+    """Be the supervisor of the host that a scheduler says this is."""
+    if place.name is not None and args.address == Supervised.address:
+        args = dataclasses.replace(args, address=place.name)
+    _start_here(args, place.host, place.hosts)
+
+
+def _start_slurm(args: Slurm) -> None:
+    place = slurm_place()
+    if args.script_out is not None:
+        launch = make_launch(args, host=0, hosts=args.batch.nodes)
+        logs = launch.folder / "launch"
+        text = write_script(args.batch, _again(without="--sbatch"), logs)
+        args.script_out.write_text(text, encoding="utf-8")
+        print(f"written: submit it by `sbatch {args.script_out}`")
+    elif place is not None:
+        _start_at(args, place)
+    elif has_slurm_job():
+        srun = require_program("srun", "start this where Slurm is installed")
+        _hand_over([srun, "--ntasks-per-node=1", *_again()], args)
+    else:
+        raise ValueError(
+            "this is in no Slurm allocation: write a job's script (--sbatch FILE) and "
+            "submit it, or start this within salloc or srun"
+        )
+
+
+def _start_mpi(args: Mpi) -> None:
+    place = mpi_place()
+    if place is not None:
+        _start_at(args, place)
+        return
+    remedy = "install an MPI (`pip install mpich`, say), or use `jaxpar launch local`"
+    mpiexec = require_program("mpiexec", remedy)
+    more = shlex.split(args.mpiexec)
+    _hand_over([mpiexec, "-n", str(args.hosts), *more, *_again()], args)
+
+
+def _again(without: str | None = None) -> list[str]:
+    """This very command, for others to run; without one flag and its value."""
+    given = sys.argv[1:]
+    for i, each in enumerate(given):
+        if without and each == without:
+            given = [*given[:i], *given[i + 2 :]]
+        elif without and each.startswith(f"{without}="):
+            given = [*given[:i], *given[i + 1 :]]
+    return [sys.executable, "-m", "jaxpar", *given]
+
+
+def _hand_over(command: Sequence[str], args: Supervised) -> None:
+    """Become another program; its code is this one's."""
+    if args.dry_run:
+        print(shlex.join(command))
+        return
+    os.execv(command[0], list(command))
 
 
 def make_launch(

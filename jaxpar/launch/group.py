@@ -1,7 +1,6 @@
 """The workers of one host: started, asked, ended, and what they left to read."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from jaxpar.launch.contract import Worker
+from jaxpar.launch.errors import read_error
 from jaxpar.launch.pulse import Beat, read_pulse
 from jaxpar.launch.rendezvous import WorkerEnd
 
@@ -130,14 +130,6 @@ def worker_command(command: Sequence[str]) -> list[str]:
 def variables(worker: Worker) -> Mapping[str, str]:
     """What a worker's environment has besides its supervisor's."""
     return {**worker.environment(), "PYTHONUNBUFFERED": "1"}
-
-
-def read_error(worker: Worker) -> str | None:
-    """What a worker said that ended it."""
-    try:
-        return json.loads(worker.error.read_text(encoding="utf-8"))["error"]
-    except (FileNotFoundError, json.JSONDecodeError):
-        return None
 
 
 def tail(log: Path) -> list[str]:

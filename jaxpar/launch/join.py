@@ -5,8 +5,10 @@ import time
 from typing import Any
 
 import jax
+import psutil
 
 from jaxpar.launch.contract import Worker
+from jaxpar.launch.errors import say_error
 from jaxpar.launch.gloo import listen_on
 
 _TRY_SECONDS = 0.2
@@ -34,19 +36,38 @@ def join(worker: Worker) -> None:
     else:
         _wait_for(worker, host, int(port))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # Where it finds nobody, JAX ends the process at once: this is what is left then.
+    say_error(worker, _not_found(worker))
     jax.distributed.initialize(
         worker.coordinator,
         num_processes=worker.processes,
         process_id=worker.index,
         local_device_ids=worker.gpus,
         cluster_detection_method="deactivate",
-        initialization_timeout=worker.start_seconds,
+        initialization_timeout=max(1, int(_remaining_seconds(worker))),
         heartbeat_timeout_seconds=worker.heartbeat_seconds,
         # By default it would listen on every address of the host.
         coordinator_bind_address=worker.coordinator,
         **_tls_options(worker),
     )
+    worker.error.unlink()
     listen_on(worker.address)
+
+
+def _not_found(worker: Worker) -> str:
+    how = "without certificates" if worker.tls is None else "over TLS"
+    return (
+        f"worker {worker.index} ({socket.gethostname()}) reached {worker.coordinator} "
+        f"{how}, and not all of {worker.processes} workers met there within "
+        f"{worker.start_seconds} s. Look whether a launcher runs on every host, and "
+        "whether all of them have certificates of one authority (--tls), or none"
+    )
+
+
+def _remaining_seconds(worker: Worker) -> float:
+    """Of the time for finding the others; imports have taken some."""
+    taken = time.time() - psutil.Process().create_time()
+    return worker.start_seconds - taken
 
 
 def _tls_options(worker: Worker) -> dict[str, Any]:
@@ -81,8 +102,6 @@ def _require_free(host: str, port: int) -> None:
 
 def listener(port: int) -> str:
     """Who listens on a port, in words; nothing where that can't be told."""
-    import psutil  # noqa: PLC0415 - only for this message
-
     try:
         for each in psutil.net_connections("tcp"):
             if each.laddr and each.laddr.port == port and each.pid:
@@ -94,7 +113,7 @@ def listener(port: int) -> str:
 
 def _wait_for(worker: Worker, host: str, port: int) -> None:
     """Wait until the coordinator listens."""
-    until = time.monotonic() + worker.start_seconds
+    until = time.monotonic() + _remaining_seconds(worker)
     reason = "no answer"
     while time.monotonic() < until:
         try:

@@ -79,7 +79,7 @@ def objects(job: K8s) -> list[dict[str, Any]]:
     train_job = _object(job, f"{_TRAINER}/v1alpha1", "TrainJob", _train_job(job))
     if job.runtime is not None:
         return [train_job]
-    # Trainer finds the job and the container by these; the rest of it is in the TrainJob.
+    # By these Trainer finds what its TrainJob is about.
     labels = {f"{_TRAINER}/trainjob-ancestor-step": "trainer"}
     runtime = {
         "mlPolicy": {"numNodes": job.hosts},
@@ -114,6 +114,7 @@ def _job_set(
         "podFailurePolicy": {"rules": _failure_rules()},
         "template": {"spec": make_pod(job, container)},
     }
+    metadata = {"metadata": {"labels": labels}} if labels else {}
     return {
         "network": {
             "enableDNSHostnames": True,
@@ -123,11 +124,7 @@ def _job_set(
         "successPolicy": {"operator": "All"},
         "failurePolicy": {"maxRestarts": job.job_restarts, "rules": [final]},
         "replicatedJobs": [
-            {
-                "name": NODE,
-                "replicas": 1,
-                "template": {"metadata": {"labels": labels}, "spec": indexed},
-            }
+            {"name": NODE, "replicas": 1, "template": {**metadata, "spec": indexed}}
         ],
     }
 

@@ -8,7 +8,7 @@ from jaxpar.launch.limits import Limits
 from jaxpar.launch.security import AUTHORITY, CERTIFICATE, KEY
 
 _INDEX, _POD_IP = "JOB_COMPLETION_INDEX", "POD_IP"
-_SECRET, _CERTS = "/run/jaxpar/secret", "/run/jaxpar/certs"
+_SECRET, _CERTS, _HOME = (f"/run/jaxpar/{name}" for name in ("secret", "certs", "home"))
 
 
 def make_pod(job: K8s, container: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +78,11 @@ def secret_key(file: str, index: int | str) -> str:
 def _volumes(job: K8s) -> list[tuple[str, str, dict[str, Any]]]:
     """(name, path, source) of each."""
     claim = {"persistentVolumeClaim": {"claimName": job.claim}}
-    found: list[tuple[str, str, dict[str, Any]]] = [("runs", str(job.mount), claim)]
+    found: list[tuple[str, str, dict[str, Any]]] = [
+        ("runs", str(job.mount), claim),
+        # For an image that does not know the user; compiled programs are kept there.
+        ("home", _HOME, {"emptyDir": {}}),
+    ]
     if job.gpus:
         found.append(("shm", "/dev/shm", {"emptyDir": {"medium": "Memory"}}))
     if job.secret:
@@ -146,10 +150,7 @@ def _environment(job: K8s) -> list[dict[str, Any]]:
     return [
         {"name": _INDEX, "valueFrom": {"fieldRef": {"fieldPath": index}}},
         {"name": _POD_IP, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-        # The image need not know the user.
-        {"name": "HOME", "value": "/tmp"},
-        # What a pod has compiled, the next has at once.
-        {"name": "XDG_CACHE_HOME", "value": _literal(str(job.mount / ".cache"))},
+        {"name": "HOME", "value": _HOME},
     ]
 
 

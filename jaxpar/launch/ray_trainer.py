@@ -327,7 +327,8 @@ def connected(args: Ray, processes: int) -> Iterator[Any]:
             num_cpus=processes,
             include_dashboard=False,
             object_store_memory=_OBJECT_STORE_BYTES,
-            _temp_dir=private,
+            # One level down: Ray opens its folder to all users.
+            _temp_dir=str(Path(private, "ray")),
             **quiet,
         )
         address = ray.util.get_node_ip_address()

@@ -16,9 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-Kind = Literal["done", "stopped", "refused", "failed", "stalled", "ended"]
-"""How an attempt went on a host: to its end; at a signal, saved; not to be tried again;
-by a failure here; by a worker that made no progress; because of another host."""
+Kind = Literal["done", "stopped", "saved", "refused", "failed", "stalled", "ended"]
+"""How an attempt went on a host: to its end; at a signal to its launcher; at a signal
+to somebody else, saved too; not to be tried again; by a failure here; by a worker that
+made no progress; because of another host."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Member:
       attempt: the last that it took part in; 0 for none.
       running: whether it still does.
       outcome: of that attempt, once it has ended.
+      asked: the signal that asks for an end, once one has come; None for none.
     """
 
     host: int
@@ -92,6 +94,7 @@ class Member:
     attempt: int = 0
     running: bool = False
     outcome: Outcome | None = None
+    asked: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

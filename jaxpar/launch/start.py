@@ -63,7 +63,8 @@ def workers_of(launch: Launch, attempt: Attempt) -> list[Worker]:
             folder=str(launch.folder),
             attempt=attempt.number,
             files=str(launch.folder / "launch" / f"{attempt.number:04d}"),
-            start_seconds=int(launch.limits.start),
+            # Before the watchdog's limit, so that a worker can say what it waited for.
+            start_seconds=int(_JOIN_SHARE * (launch.limits.start or _ANY_SECONDS)),
             heartbeat_seconds=launch.heartbeat_seconds,
         )
         for i in range(launch.processes)
@@ -79,3 +80,5 @@ def host_gpus() -> tuple[int, ...]:
 
 
 _DEVICES = Path("/dev")
+_JOIN_SHARE = 0.75
+_ANY_SECONDS = 3600

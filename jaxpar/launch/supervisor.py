@@ -71,11 +71,16 @@ class _Supervisor:
     def _notice(self, number: int, _: FrameType | None) -> None:
         self.asked = number
 
+    def _tell(self) -> None:
+        """A sign of life."""
+        asked = None if self.asked is None else signal.Signals(self.asked).name
+        self.board.tell(asked=asked)
+
     # Between attempts
 
     def _next_attempt(self) -> Attempt:
         """Announce the next attempt, or hear of it."""
-        self.board.tell()
+        self._tell()
         over = self._announced_over()
         if over:
             return over
@@ -98,7 +103,7 @@ class _Supervisor:
             return told if is_new else None
 
         seconds = self.launch.limits.rendezvous
-        told = wait_until(announced, seconds, self.board.tell)
+        told = wait_until(announced, seconds, self._tell)
         return told or Attempt(
             number=self.number,
             state="over",
@@ -125,8 +130,9 @@ class _Supervisor:
             processes=processes,
             planned=self.board.planned(total),
         )
-        if self.asked is not None:
-            why = f"{signal.Signals(self.asked).name} came while nothing ran"
+        asked = [m.asked for m in members if m.asked]
+        if asked:
+            why = f"{asked[0]} came while nothing ran: start again to go on"
             attempt = dataclasses.replace(attempt, state="over", code=STOPPED, why=why)
         elif len(members) < least:
             why = (
@@ -155,18 +161,19 @@ class _Supervisor:
         def all_idle() -> list[Member] | None:
             found = idle()
             is_whole = len(found) == self.launch.hosts
-            return found if is_whole or self.asked is not None else None
+            return found if is_whole or any(m.asked for m in found) else None
 
         seconds = self.launch.limits.rendezvous
-        return wait_until(all_idle, seconds, self.board.tell) or idle()
+        return wait_until(all_idle, seconds, self._tell) or idle()
 
     def _is_alive(self, member: Member) -> bool:
         lost = self.launch.limits.lost
         return self.board.silent_seconds(member, unheard=lost) < lost
 
     def _coordinator(self) -> str:
-        port = self.launch.port or free_port(self.launch.address)
-        return f"{self.launch.address}:{port}"
+        address = self.launch.address
+        port = self.launch.port or free_port(address)
+        return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
     # During an attempt
 
@@ -207,7 +214,7 @@ class _Supervisor:
                 why = f"{why}; {self.launch.restarts} restarts within an hour are used"
             elif self.asked is None:
                 self.report.say(f"{why}: starting again in {pause:g} s")
-                wait_until(lambda: self.asked, pause, self.board.tell)
+                wait_until(lambda: self.asked, pause, self._tell)
         if code is not None:
             over = dataclasses.replace(attempt, state="over", code=code, why=why)
             self.board.announce(over)
@@ -242,7 +249,15 @@ def free_port(address: str) -> int:
 
 def _cause(outcomes: dict[int, Outcome]) -> Outcome:
     """The outcome that decides: what is final, then what failed first of all."""
-    order: Sequence[Kind] = ("refused", "stalled", "failed", "stopped", "ended", "done")
+    order: Sequence[Kind] = (
+        "refused",
+        "stalled",
+        "failed",
+        "stopped",
+        "saved",
+        "ended",
+        "done",
+    )
     return min(outcomes.values(), key=lambda each: order.index(each.kind))
 
 

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from jaxpar.exit_codes import FINAL, STOPPED
-from jaxpar.launch.group import Group, read_error
+from jaxpar.launch.errors import read_error
+from jaxpar.launch.group import Group
 from jaxpar.launch.limits import Limits
 from jaxpar.launch.rendezvous import POLL_SECONDS, Attempt, Board, Kind, wait_until
 
@@ -83,10 +84,12 @@ class Watchdog:
         if self._passed_on is not None and all(code in ends_so for _, code in bad):
             name = signal.Signals(self._passed_on[0]).name
             return "stopped", STOPPED, f"{name} came: start again to go on"
+        if all(code == STOPPED for _, code in bad):
+            return "saved", STOPPED, f"{self._name(bad[0][0])} was asked to end"
         # What was killed comes before what then failed for want of it.
         killed = [each for each in bad if each[1] < 0 and each[1] != -signal.SIGABRT]
         others = [each for each in bad if each[1] != STOPPED]
-        i, code = (killed or others or bad)[0]
+        i, code = (killed or others)[0]
         return "failed", 1, self._said(i, code)
 
     def _said(self, place: int, code: int) -> str:
@@ -95,7 +98,8 @@ class Watchdog:
             if code < 0
             else f"ended with code {code}"
         )
-        return f"{self._name(place)} {ended}"
+        error = read_error(self._group.workers[place])
+        return f"{self._name(place)} {ended}{f': {error}' if error else ''}"
 
     def _stall(self) -> tuple[Kind, int, str] | None:
         """Find a worker that is at something for longer than it may be."""

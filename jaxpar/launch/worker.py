@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
-import json
 import os
 import runpy
 import signal
@@ -20,6 +19,7 @@ from types import TracebackType
 
 from jaxpar.exit_codes import REFUSED
 from jaxpar.launch.contract import Worker, current
+from jaxpar.launch.errors import say_error
 from jaxpar.launch.group import STACKS_SIGNAL
 from jaxpar.launch.own_pulse import own_pulse
 
@@ -77,7 +77,7 @@ def _end_by(
 def _end(worker: Worker, error: str, code: int) -> None:
     """Say what went wrong and end here: JAX's own end would wait for the others."""
     with contextlib.suppress(OSError):
-        worker.error.write_text(json.dumps({"error": error}), encoding="utf-8")
+        say_error(worker, error)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,0 +1,95 @@
+"""A batch script for Slurm: it goes on after time limits and requeues by itself."""
+
+import dataclasses
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxpar.exit_codes import STOPPED
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """What a job asks Slurm for.
+
+    Attributes:
+      name: of the job.
+      nodes: how many; each gets one supervisor.
+      time: limit, in Slurm's form, such as "04:00:00".
+      warn_seconds: before the limit, when the run is told to save and end.
+      gpus: of each node; 0 to ask for none.
+      partition: to submit to; None for the default one.
+      account: to charge; None for the default one.
+    """
+
+    name: str
+    nodes: int = 1
+    time: str = "04:00:00"
+    warn_seconds: int = 300
+    gpus: int = 0
+    partition: str | None = None
+    account: str | None = None
+
+    def __post_init__(self):
+        if self.nodes < 1:
+            raise ValueError(f"--batch.nodes {self.nodes}: must be at least 1")
+        if not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", self.time):
+            raise ValueError(
+                f"--batch.time {self.time!r}: must be Slurm's [days-]hours:minutes:"
+                "seconds"
+            )
+        if self.warn_seconds < 0 or self.gpus < 0:
+            raise ValueError("--batch.warn-seconds and --batch.gpus must be at least 0")
+        for flag in ("name", "partition", "account"):
+            value = getattr(self, flag)
+            if value is not None and not re.fullmatch(r"[\w.@-]+", value):
+                raise ValueError(
+                    f"--batch.{flag} {value!r}: must be of letters, digits, '.', '_', "
+                    "'@' and '-'"
+                )
+
+
+def write_script(batch: Batch, command: Sequence[str], folder: Path) -> str:
+    """Write the script that ``sbatch`` takes.
+
+    Args:
+      batch: what the job asks for.
+      command: what each node's task runs.
+      folder: of the logs; made by the script.
+
+    Returns:
+      The script's text.
+    """
+    asks = {
+        "job-name": batch.name,
+        "nodes": batch.nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": batch.gpus or None,
+        "time": batch.time,
+        "partition": batch.partition,
+        "account": batch.account,
+        "signal": f"USR1@{batch.warn_seconds}",
+        "output": f"{folder}/slurm-%j.log",
+        "open-mode": "append",
+    }
+    lines = [f"#SBATCH --{k}={v}" for k, v in asks.items() if v is not None]
+    log = shlex.quote(f"{folder}/slurm-%j-task-%t.log")
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *lines,
+            "#SBATCH --requeue",
+            "",
+            f"mkdir -p {shlex.quote(str(folder))}",
+            f"srun --ntasks-per-node=1 --output={log} --open-mode=append \\",
+            f"  {shlex.join(command)}",
+            "code=$?",
+            f"if [ $code -eq {STOPPED} ]; then",
+            "  # Saved at the warning: go on when there is time again.",
+            '  scontrol requeue "$SLURM_JOB_ID"',
+            "fi",
+            "exit $code",
+            "",
+        ]
+    )

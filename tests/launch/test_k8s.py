@@ -1,0 +1,400 @@
+"""Does the manifest start what was asked for, and would a cluster take it?
+
+No cluster is here: the objects are compared with the models that Kubeflow Trainer
+publishes of its own API, JobSet's and Kubernetes', and what a cluster would do with
+commands, variables and exit codes is done by hand.
+"""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tyro
+import yaml
+
+from jaxpar.cli_launch import Local
+from jaxpar.exit_codes import DIVERGED, FINAL, GAVE_UP, STOPPED
+from jaxpar.launch import watchdog
+from jaxpar.launch.contract import Tls
+from jaxpar.launch.k8s import K8s, manifest, objects, write_manifest
+from jaxpar.launch.limits import Limits
+from jaxpar.launch.security import read_tls, require_secure
+
+ROOT = Path(__file__).resolve().parents[2]
+ALONE = K8s(script=Path("/app/gpt.py"), name="gpt", image="team/train:1", claim="runs")
+SECURE = dataclasses.replace(
+    ALONE,
+    hosts=4,
+    gpus=8,
+    secret="gpt-certs",
+    namespace="ml",
+    mount=Path("/data"),
+    out=Path("/data/runs/a"),
+    port=8476,
+    limits=Limits(rendezvous=1800.0),
+    restarts=7,
+    flags=("--lr", "1e-4", "--name", "a b", "--note", "$(POD_IP) costs $5"),
+)
+INSECURE = dataclasses.replace(ALONE, hosts=2, processes=3, insecure=True)
+THEIR_RUNTIME = dataclasses.replace(SECURE, kind="trainjob", runtime="jax-distributed")
+JOBS = {
+    "alone": ALONE,
+    "secure": SECURE,
+    "insecure": INSECURE,
+    "trainjob": dataclasses.replace(SECURE, kind="trainjob"),
+    "trainjob alone": dataclasses.replace(ALONE, kind="trainjob"),
+    "their runtime": THEIR_RUNTIME,
+}
+MODELS = {
+    "JobSet": "JobsetV1alpha2JobSet",
+    "TrainJob": "TrainerV1alpha1TrainJob",
+    "TrainingRuntime": "TrainerV1alpha1TrainingRuntime",
+}
+
+every_job = pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+
+
+def by_model(made: dict) -> dict:
+    """An object as its published model reads it: without what that does not know."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    return getattr(models, MODELS[made["kind"]]).from_dict(made).to_dict()
+
+
+def job_spec(job: K8s) -> dict:
+    """The indexed job of a job's JobSet or runtime."""
+    spec = objects(job)[0]["spec"]
+    spec = spec.get("template", {"spec": spec})["spec"]
+    (replicated,) = spec["replicatedJobs"]
+    assert (replicated["name"], replicated["replicas"]) == ("node", 1)
+    return replicated["template"]["spec"]
+
+
+def pod(job: K8s) -> dict:
+    """The pods' spec, or what is patched of somebody else's."""
+    if job.runtime is None:
+        return job_spec(job)["template"]["spec"]
+    (patch,) = objects(job)[0]["spec"]["runtimePatches"]
+    (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    assert replicated["name"] == "node"
+    return replicated["template"]["spec"]["template"]["spec"]
+
+
+def container(job: K8s) -> dict:
+    """What is run, with what a cluster puts into it."""
+    if job.kind == "trainjob":
+        trainer = objects(job)[-1]["spec"]["trainer"]
+        return {**trainer, "resources": trainer.get("resourcesPerNode")}
+    return pod(job)["containers"][0]
+
+
+def in_cluster(text: str, index: int) -> str:
+    """Text with variables put in as the kubelet does it."""
+    values = {"JOB_COMPLETION_INDEX": str(index), "POD_IP": f"10.0.0.{index}"}
+
+    def value(match: re.Match) -> str:
+        return "$" if match[0] == "$$" else values.get(match[1], match[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", value, text)
+
+
+def arguments(job: K8s, index: int) -> list[str]:
+    """What a pod's ``jaxpar`` is given."""
+    return [in_cluster(text, index) for text in container(job)["args"]]
+
+
+def told(job: K8s, index: int) -> tuple[Local, list[str]]:
+    """What a pod's supervisor makes of its arguments, and its script's flags."""
+    found = arguments(job, index)
+    assert found[:2] == ["launch", "local"]
+    at = found.index("--") if "--" in found else len(found)
+    return tyro.cli(Local, args=found[2:at]), found[at + 1 :]
+
+
+@every_job
+def test_published_models_know_all_of_the_manifest(job):
+    for made in yaml.safe_load_all(manifest(job)):
+        assert by_model(made) == made
+
+
+@pytest.mark.parametrize(
+    ("job", "at", "field"),
+    [
+        (SECURE, (), "replicas"),
+        (SECURE, ("spec", "network"), "enableDnsHostnames"),
+        (THEIR_RUNTIME, ("spec", "trainer"), "volumes"),
+    ],
+)
+def test_published_models_know_no_other_field(job, at, field):
+    (made,) = objects(job)
+    place = made
+    for part in at:
+        place = place[part]
+    place[field] = 1
+    assert by_model(made) != made
+
+
+@every_job
+def test_text_holds_the_objects(job):
+    assert list(yaml.safe_load_all(manifest(job))) == objects(job)
+
+
+@every_job
+def test_each_host_is_a_pod(job):
+    if job.runtime is None:
+        spec = job_spec(job)
+        assert (spec["completions"], spec["parallelism"]) == (job.hosts, job.hosts)
+        assert spec["completionMode"] == "Indexed"
+    if job.kind == "trainjob":
+        assert objects(job)[-1]["spec"]["trainer"]["numNodes"] == job.hosts
+
+
+@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+def test_supervisor_is_told_what_was_asked_for(kind):
+    job = dataclasses.replace(SECURE, kind=kind)
+    local, flags = told(job, 3)
+    assert local == Local(
+        script=Path("/app/gpt.py"),
+        out=Path("/data/runs/a"),
+        hosts=4,
+        host=3,
+        processes=8,
+        gpus=tuple(range(8)),
+        address="gpt-node-0-3.gpt.ml.svc.cluster.local",
+        port=8476,
+        tls=Path("/run/jaxpar/certs"),
+        limits=Limits(rendezvous=1800.0),
+        restarts=7,
+    )
+    assert flags == list(job.flags)
+
+
+def test_insecure_hosts_are_reached_by_their_own_address():
+    local, flags = told(INSECURE, 1)
+    assert (local.address, local.insecure, local.tls) == ("10.0.0.1", True, None)
+    assert (local.hosts, local.host, local.processes) == (2, 1, 3)
+    assert (local.out, local.gpus, flags) == (Path("/runs/gpt"), (), [])
+
+
+def test_single_host_listens_to_itself_alone():
+    local, _ = told(ALONE, 0)
+    require_secure(local.address, None, insecure=local.insecure)
+    assert not local.insecure
+
+
+@every_job
+def test_variables_are_given_before_they_are_used(job):
+    given = container(job)["env"]
+    fields = {
+        each["name"]: each["valueFrom"]["fieldRef"]["fieldPath"]
+        for each in given
+        if "valueFrom" in each
+    }
+    assert fields == {
+        "JOB_COMPLETION_INDEX": "metadata.annotations"
+        "['batch.kubernetes.io/job-completion-index']",
+        "POD_IP": "status.podIP",
+    }
+    words = [*container(job)["command"], *arguments(job, 0)[:-1]]
+    used = re.findall(r"(?<!\$)\$\((\w+)\)", " ".join(words))
+    assert set(used) <= set(fields)
+
+
+@pytest.mark.parametrize(
+    ("code", "is_taken_away", "action"),
+    [
+        *((code, False, "FailJob") for code in FINAL),
+        (STOPPED, False, "Ignore"),
+        (STOPPED, True, "Ignore"),
+        (137, True, "Ignore"),
+        (DIVERGED, True, "FailJob"),
+        (GAVE_UP, False, None),
+        (1, False, None),
+        (137, False, None),
+    ],
+)
+def test_exit_code_decides_what_happens(code, is_taken_away, action):
+    """None is Kubernetes' own rule, and backoffLimit 0: the job fails."""
+    spec = job_spec(SECURE)
+
+    def fits(rule: dict) -> bool:
+        if "onExitCodes" in rule:
+            wanted = rule["onExitCodes"]
+            assert (wanted["containerName"], wanted["operator"]) == ("node", "In")
+            assert wanted["values"] == sorted(set(wanted["values"]) - {0})
+            return code in wanted["values"]
+        assert rule["onPodConditions"] == [
+            {"type": "DisruptionTarget", "status": "True"}
+        ]
+        return is_taken_away
+
+    rules = spec["podFailurePolicy"]["rules"]
+    assert next((rule["action"] for rule in rules if fits(rule)), None) == action
+    assert (spec["backoffLimit"], spec["podReplacementPolicy"]) == (0, "Failed")
+    assert spec["template"]["spec"]["restartPolicy"] == "Never"
+
+
+@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+def test_job_that_failed_by_a_code_is_not_started_again(kind):
+    job = dataclasses.replace(SECURE, kind=kind, job_restarts=5)
+    spec = objects(job)[0]["spec"]
+    policy = spec.get("template", {"spec": spec})["spec"]["failurePolicy"]
+    assert policy["maxRestarts"] == 5
+    (rule,) = policy["rules"]
+    assert rule["action"] == "FailJobSet"
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+
+
+@every_job
+def test_pod_has_no_privileges_and_time_to_save(job):
+    spec = pod(job)
+    (only,) = spec["containers"]
+    assert only["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    context = spec["securityContext"]
+    assert context["runAsNonRoot"] is True
+    assert context["runAsUser"] == context["fsGroup"] == 1000
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert spec["terminationGracePeriodSeconds"] > watchdog._SAVING_SECONDS
+    if job.runtime is None:
+        assert spec["automountServiceAccountToken"] is False
+
+
+@every_job
+def test_pod_has_the_volumes_that_it_mounts(job):
+    spec = pod(job)
+    sources = {each.pop("name"): each for each in spec["volumes"]}
+    (only,) = spec["containers"]
+    mounts = {each["name"]: each["mountPath"] for each in only["volumeMounts"]}
+    assert set(sources) == set(mounts)
+    assert sources["runs"] == {"persistentVolumeClaim": {"claimName": "runs"}}
+    assert mounts["runs"] == str(job.mount)
+    home = {"name": "HOME", "value": mounts["home"]}
+    assert home in container(job)["env"]
+    assert sources["home"] == {"emptyDir": {}}
+    if job.gpus:
+        assert sources["shm"] == {"emptyDir": {"medium": "Memory"}}
+        assert mounts["shm"] == "/dev/shm"
+        limits = container(job)["resources"]["limits"]
+        assert limits == {"nvidia.com/gpu": job.gpus}
+    else:
+        assert "shm" not in sources
+        assert not container(job).get("resources")
+    assert ("secret" in sources) == (job.secret is not None)
+
+
+def test_trainjob_is_of_the_runtime_that_is_written_with_it():
+    runtime, train_job = objects(JOBS["trainjob"])
+    assert train_job["spec"]["runtimeRef"] == {
+        "apiGroup": runtime["apiVersion"].partition("/")[0],
+        "kind": runtime["kind"],
+        "name": runtime["metadata"]["name"],
+    }
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    labels = replicated["template"]["metadata"]["labels"]
+    assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    assert "runtimePatches" not in train_job["spec"]
+
+
+def test_trainjob_is_of_the_runtime_that_is_named():
+    (train_job,) = objects(THEIR_RUNTIME)
+    reference = train_job["spec"]["runtimeRef"]
+    assert reference["kind"] == "ClusterTrainingRuntime"
+    assert reference["name"] == "jax-distributed"
+
+
+FAKE_KUBECTL = """
+kubectl() {
+  for word in "$@"; do
+    case $word in --from-file=*)
+      word=${word#--from-file=}
+      cp "${word#*=}" "$SECRET/${word%%=*}" && chmod 440 "$SECRET/${word%%=*}" ;;
+    esac
+  done
+}
+jaxpar() { "$PYTHON" -m jaxpar "$@"; }
+set -e
+"""
+
+
+def test_secret_made_as_told_gives_each_pod_its_own_certificates(tmp_path):
+    """The manifest's own commands and the container's own shell, with kubectl faked."""
+    x509 = pytest.importorskip("cryptography.x509")
+    secret, certs = tmp_path / "secret", tmp_path / "own"
+    secret.mkdir()
+    job = dataclasses.replace(SECURE, hosts=2)
+    lines = [line[2:] for line in manifest(job).splitlines() if line[:2] == "# "]
+    assert lines[0].startswith("Once")
+    assert lines[-1] == "To start: kubectl apply -f FILE"
+    environment = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(ROOT),
+        "SECRET": str(secret),
+    }
+    subprocess.run(
+        ["bash", "-c", FAKE_KUBECTL + "\n".join(lines[1:-1])],
+        check=True,
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+    )
+    for index in range(2):
+        certs.mkdir(exist_ok=True)
+        command = [
+            in_cluster(text, index)
+            .replace("/run/jaxpar/secret", str(secret))
+            .replace("/run/jaxpar/certs", str(certs))
+            for text in container(job)["command"]
+        ]
+        assert command[-1] == "jaxpar"
+        shown = subprocess.check_output([*command[:-1], "echo", "a b"], text=True)
+        assert shown == "a b\n"
+        tls = read_tls(certs)
+        assert isinstance(tls, Tls)
+        found = x509.load_pem_x509_certificate(Path(tls.certificate).read_bytes())
+        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        assert names.value.get_values_for_type(x509.DNSName) == [
+            told(job, index)[0].address
+        ]
+
+
+def test_no_secret_is_in_the_manifest(tmp_path, monkeypatch):
+    """Nor anything of what is around it: it would be read with the manifest."""
+    monkeypatch.chdir(tmp_path)
+    Path("gpt-certs").mkdir()
+    for name in ("ca.pem", "cert.pem", "key.pem"):
+        Path("gpt-certs", name).write_text("PRIVATE-PEM")
+    monkeypatch.setenv("HF_TOKEN", "PRIVATE-TOKEN")
+    for job in JOBS.values():
+        text = manifest(job)
+        assert "PRIVATE" not in text
+        assert str(tmp_path) not in text
+        assert "Secret" not in {made["kind"] for made in objects(job)}
+
+
+def test_manifest_is_written_to_its_file_or_printed(tmp_path, capsys):
+    job = dataclasses.replace(ALONE, file=tmp_path / "gpt.yaml")
+    write_manifest(job)
+    assert job.file.read_text() == manifest(job)
+    assert manifest(job).startswith(f"# To start: kubectl apply -f {job.file}\n---\n")
+    assert capsys.readouterr().out == ""
+    write_manifest(ALONE)
+    assert capsys.readouterr().out == manifest(ALONE)
+
+
+def test_missing_folder_of_the_file_is_named(tmp_path):
+    job = dataclasses.replace(ALONE, file=tmp_path / "missing" / "gpt.yaml")
+    with pytest.raises(FileNotFoundError, match=r"--file .*make it first"):
+        write_manifest(job)
+
+
+def test_missing_pyyaml_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jaxpar.launch.yaml_text", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'jaxpar\[k8s\]'"):
+        manifest(ALONE)
