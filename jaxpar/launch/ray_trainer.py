@@ -165,16 +165,16 @@ class _Launcher:
         self._before = max(attempts(plan.folder), default=0)
         self._told = self._before
         self._asked: int | None = None
-        plan.stop.parent.mkdir(parents=True, mode=0o700)
         self._report = Report(plan.folder, host=0)
 
     def run(self) -> int:
         """Have Ray start the workers, and again; tell what became of them."""
         self._notice_signals()
         with contextlib.ExitStack() as at_end:
-            session = self._plan.stop.parent
-            at_end.callback(shutil.rmtree, session, ignore_errors=True)
             ray = at_end.enter_context(connected(self._args, self._processes))
+            session = self._plan.stop.parent
+            session.mkdir(parents=True, mode=0o700)
+            at_end.callback(shutil.rmtree, session, ignore_errors=True)
             self._notice_signals()  # Ray has put its own in their place.
             failed = self._fit(ray)
         code, why = self._verdict(failed)

@@ -1,0 +1,89 @@
+"""Do supervisors agree through their files, and tell the living from the dead?"""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from jaxpar.launch.budget import Budget
+from jaxpar.launch.rendezvous import Attempt, Board, Outcome, WorkerEnd, wait_until
+
+ATTEMPT = Attempt(
+    number=3,
+    state="run",
+    coordinator="10.0.0.1:99",
+    members={0: "a", 1: "b", 2: "c"},
+    processes={0: 2, 1: 4, 2: 2},
+    planned=8,
+)
+
+
+def boards(folder: Path) -> list[Board]:
+    return [Board(folder, host, 2, "127.0.0.1") for host in range(2)]
+
+
+def test_members_read_each_other_whole(tmp_path: Path) -> None:
+    first, second = boards(tmp_path)
+    end = WorkerEnd(2, -9, "step, step 4", 0, 4, "ValueError: no", ["a", "b"])
+    outcome = Outcome("failed", 1, "worker 2 was killed", [end])
+    second.tell(attempt=3, outcome=outcome)
+    assert first.member(1) == second.me
+    assert first.member(1).outcome == outcome
+    assert first.member(0) is None
+
+
+def test_attempts_are_read_as_announced(tmp_path: Path) -> None:
+    first, second = boards(tmp_path)
+    assert second.attempt() is None
+    first.announce(ATTEMPT)
+    assert second.attempt() == ATTEMPT
+    assert [ATTEMPT.first_worker(host) for host in range(3)] == [0, 2, 6]
+
+
+def test_member_is_alive_while_its_count_changes(tmp_path: Path) -> None:
+    """A file that was there before may be of a supervisor that is long gone."""
+    first, second = boards(tmp_path)
+    second.tell()
+    silent = first.silent_seconds(first.member(1), unheard=60.0)
+    assert silent >= 60
+    second.tell()
+    assert first.silent_seconds(first.member(1), unheard=60.0) < 1
+    replaced = dataclasses.replace(second.me, id="another", count=1)
+    assert first.silent_seconds(replaced, unheard=60.0) >= 60
+
+
+def test_plan_stays_that_of_the_first_launch(tmp_path: Path) -> None:
+    first, second = boards(tmp_path)
+    assert first.planned(4) == 4
+    assert second.planned(2) == 4
+
+
+def test_folder_is_private(tmp_path: Path) -> None:
+    Board(tmp_path / "launch", 0, 1, "127.0.0.1")
+    assert (tmp_path / "launch").stat().st_mode & 0o777 == 0o700
+
+
+def test_waiting_ends_with_the_time() -> None:
+    asked = []
+    assert wait_until(lambda: None, 0.05, lambda: asked.append(1)) is None
+    assert asked
+    assert wait_until(lambda: 7, 1.0, lambda: None) == 7
+
+
+def test_budget_pauses_longer_while_nothing_is_gained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    budget = Budget(4)
+    assert [budget.spend(progressed=p) for p in (False, False, True, False)] == [
+        2.0,
+        4.0,
+        1.0,
+        2.0,
+    ]
+    assert budget.spend(progressed=True) is None
+    now[0] += 3601
+    assert budget.spend(progressed=True) == 1.0
+    with pytest.raises(ValueError, match="restarts is -1; it must be at least 0"):
+        Budget(-1)
