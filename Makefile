@@ -31,7 +31,7 @@ test: compilers ## Run what needs no GPU and takes under 15 minutes on two cores
 	@$(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: compilers ## Run the long versions as well
-	@$(PYTEST) --optimized -o faulthandler_timeout=1800 $(ARGS)
+	@$(PYTEST) --optimized --soak -o faulthandler_timeout=1800 $(ARGS)
 	@$(PYTEST) --optimized --devices 16 tests/equivalence/test_pipeline.py -m slow
 
 test-launch: setup ## Start real runs: supervisors, Slurm, MPI, network namespaces

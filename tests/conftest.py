@@ -27,6 +27,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
     parser.addoption(
+        "--soak", action="store_true", help="also run what takes half an hour"
+    )
+    parser.addoption(
         "--optimized",
         action="store_true",
         help="compile as users do; else fast, for most tests take one step",

@@ -16,7 +16,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,13 +24,15 @@ from typing import Any
 from jaxpar.exit_codes import GAVE_UP, STOPPED
 from jaxpar.launch.limits import Limits
 from jaxpar.launch.ray_plan import Plan, attempt_folder, attempts
-from jaxpar.launch.rendezvous import POLL_SECONDS, Board, Outcome
+from jaxpar.launch.rendezvous import POLL_SECONDS, Attempt, Board, Outcome
 from jaxpar.launch.report import Report
 from jaxpar.launch.security import is_loopback
 from jaxpar.launch.start import host_gpus
+from jaxpar.launch.supervisor import _cause as cause_of
 
 _TOKEN_BYTES = 32
 _OBJECT_STORE_BYTES = 128 * 1024**2
+_GOOD = ("done", "stopped")
 _NOTICED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -164,6 +166,7 @@ class _Launcher:
         self._plan, self._args, self._processes = plan, args, processes
         self._before = max(attempts(plan.folder), default=0)
         self._told = self._before
+        self._cause = Outcome("ended", GAVE_UP, "nothing ran", [])
         self._asked: int | None = None
         self._report = Report(plan.folder, host=0)
 
@@ -205,12 +208,12 @@ class _Launcher:
                 log = attempt_folder(self._plan.folder, number) / "worker-0000.log"
                 if number > shown and log.exists():
                     following.close()
-                    self._tell_until(number - 1)
+                    self._report_until(number - 1)
                     following.enter_context(self._report.following(log))
                     shown = number
                 time.sleep(POLL_SECONDS)
             following.close()
-            self._tell_until(max(attempts(self._plan.folder), default=0))
+            self._report_until(max(attempts(self._plan.folder), default=0))
             try:
                 fit.result()
             except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
@@ -241,53 +244,48 @@ class _Launcher:
             ),
         )
 
-    def _tell_until(self, number: int) -> None:
+    def _report_until(self, number: int) -> None:
         """Report the attempts up to one."""
         for each in range(self._told + 1, number + 1):
-            board = Board(attempt_folder(self._plan.folder, each), 0, 1, "")
-            attempt = board.attempt()
-            if attempt is None:
-                continue
-            outcomes = read_outcomes(board, attempt.members)
+            attempt, outcomes = read_attempt(self._plan.folder, each)
+            if self._told > self._before:
+                self._report.say(f"{self._cause.why}: Ray has started all again")
             self._report.attempt(attempt, outcomes)
-            cause = _cause(outcomes)
-            if cause.kind != "done":
-                self._report.say(f"attempt {each}: {cause.why}")
-            self._told = each
+            self._told, self._cause = each, cause_of(outcomes)
 
     def _verdict(self, failed: str | None) -> tuple[int, str]:
         """The run's code, and why."""
         if self._told == self._before:
-            name = signal.Signals(self._asked).name if self._asked else None
-            if name:
-                return STOPPED, f"{name} came while nothing ran"
+            if self._asked is not None:
+                return STOPPED, f"{signal.Signals(self._asked).name} came before it ran"
             return GAVE_UP, f"Ray started no workers: {failed}"
-        board = Board(attempt_folder(self._plan.folder, self._told), 0, 1, "")
-        attempt = board.attempt()
-        assert attempt is not None, "told"
-        cause = _cause(read_outcomes(board, attempt.members))
-        if cause.kind == "refused":
+        cause = self._cause
+        if cause.kind == "refused" or (failed is None and cause.kind in _GOOD):
             return cause.code, cause.why
-        if failed is not None or cause.kind not in ("done", "stopped"):
-            used = f"{self._args.restarts} restarts are used"
-            return GAVE_UP, f"{cause.why}; {used}"
-        return cause.code, cause.why
+        why = failed if cause.kind in _GOOD else cause.why
+        return GAVE_UP, f"{why}; {self._args.restarts} restarts are used"
 
 
-def read_outcomes(board: Board, indices: Sequence[int] | Any) -> dict[int, Outcome]:
-    """What became of each worker of an attempt, as it told itself."""
-    gone = Outcome("failed", 1, "its process of Ray's ended before it could tell", [])
-    members = {index: board.member(index) for index in indices}
-    return {
-        index: member.outcome if member and member.outcome else gone
-        for index, member in members.items()
-    }
+def read_attempt(folder: Path, number: int) -> tuple[Attempt, dict[int, Outcome]]:
+    """Read what an attempt was, and what each worker told of its end.
 
+    Args:
+      folder: of the run.
+      number: of the attempt.
 
-def _cause(outcomes: dict[int, Outcome]) -> Outcome:
-    """The outcome that decides: what is final, then what failed first of all."""
-    order = ("refused", "stalled", "failed", "stopped", "ended", "done")
-    return min(outcomes.values(), key=lambda each: order.index(each.kind))
+    Returns:
+      The attempt; the outcomes by worker, failed where none was told.
+    """
+    board = Board(attempt_folder(folder, number), 0, 1, "")
+    attempt = board.attempt()
+    assert attempt is not None, "announced with its folder"
+    outcomes = {}
+    for index in attempt.members:
+        member = board.member(index)
+        why = f"worker {index}: Ray's process ended before it could tell why"
+        gone = Outcome("failed", 1, why, [])
+        outcomes[index] = member.outcome if member and member.outcome else gone
+    return attempt, outcomes
 
 
 @contextlib.contextmanager

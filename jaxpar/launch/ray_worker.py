@@ -54,19 +54,23 @@ def run_worker(config: dict[str, Any]) -> None:
     attempt = _attempt(number, coordinator, planned, context.get_world_size())
     outcome = _attend(plan, board, attempt)
     board.tell(running=False, outcome=outcome)
-    if outcome.kind in ("failed", "stalled") and not _is_final(board, attempt):
+    is_bad = outcome.kind in ("failed", "stalled", "saved")
+    if is_bad and not _is_refused(board, attempt):
         raise WorkerFailedError(outcome.why)
 
 
 def _announce(plan: Plan, address: str, total: int) -> tuple[int, str | None, int]:
     """Number the attempt and tell what it is; the first worker does."""
     number = max(attempts(plan.folder), default=0) + 1
-    folder = attempt_folder(plan.folder, number)
-    folder.mkdir(parents=True, mode=0o700)
     planned = Board(plan.folder / "launch", 0, total, address).planned(total)
-    coordinator = None if total == 1 else f"{address}:{free_port(address)}"
+    host = f"[{address}]" if ":" in address else address
+    coordinator = None if total == 1 else f"{host}:{free_port(address)}"
     attempt = _attempt(number, coordinator, planned, total)
-    Board(folder, 0, 1, address).announce(attempt)
+    # In one move, so that who finds the folder finds what it is of.
+    folder = attempt_folder(plan.folder, number)
+    unfinished = plan.stop.with_name(folder.name)
+    Board(unfinished, 0, 1, address).announce(attempt)
+    unfinished.rename(folder)
     return number, coordinator, planned
 
 
@@ -133,8 +137,11 @@ def _asked(plan: Plan) -> int | None:
     return signal.SIGTERM if plan.stop.exists() else None
 
 
-def _is_final(board: Board, attempt: Attempt) -> bool:
-    """Whether another worker, for want of which this one failed, is final."""
+def _is_refused(board: Board, attempt: Attempt) -> bool:
+    """Whether another worker, for want of which this one failed, is not to run again.
+
+    It waits for the others to tell: Ray tries again what is raised.
+    """
 
     def outcomes() -> list[Outcome | None]:
         members = [board.member(index) for index in attempt.members]

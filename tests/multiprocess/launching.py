@@ -101,6 +101,11 @@ class Launched:
 
         self.until(reached, f"step {step}")
 
+    def has_gained(self) -> bool:
+        """Whether the attempt is a step further than where it went on from."""
+        beat = self.beat()
+        return beat is not None and (beat.step or 0) > (beat.resumed or 0) + 1
+
     def workers(self) -> list[psutil.Process]:
         """In the order of their indices."""
         found = [

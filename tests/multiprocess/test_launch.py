@@ -4,6 +4,7 @@ Real supervisors and workers, gloo between them.
 """
 
 import os
+import random
 import re
 import signal
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from jaxpar.exit_codes import REFUSED, STOPPED
 from jaxpar.goodput import read_account, total
+from jaxpar.metrics import read_metrics
 from tests.multiprocess.launching import (
     Launched,
     command,
@@ -184,3 +186,56 @@ def test_slow_worker_is_named_within_twenty_steps(tmp_path: Path) -> None:
     assert event["worker"] == 1
     assert event["step"] <= began + 20
     assert 1.5 < event["times"] < 3.5
+
+
+def test_worker_that_waits_for_its_data_is_named(tmp_path: Path) -> None:
+    """Its batches take as long as a step; the others wait for it in the step."""
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "from jaxpar.config import parse\n"
+        "from tests.multiprocess import script\n"
+        "script.main(parse(script.Config, 'x'), pauses={1: 0.5})\n"
+    )
+    out = tmp_path / "run"
+    flags = ("--steps=25", "--save-every=100")
+    with Launched(
+        out, command(out, *flags, of_launch=("--processes=2",), script=script)
+    ) as run:
+        assert run.code() == 0, run.told()
+    (event,) = events(out, "slow")
+    assert event["worker"] == 1
+    assert event["step"] <= 20
+    assert "waiting for its data" in event["why"]
+    numbers = [
+        r for r in read_metrics(out / "metrics.jsonl") if "data_seconds_max" in r
+    ]
+    assert len(numbers) >= 4
+    for each in numbers[1:]:
+        assert each["data_seconds_min"] < 0.1 < 0.4 < each["data_seconds_max"]
+        assert each["memory_gb_max"] >= each["memory_gb_median"] > 0.05
+
+
+@pytest.mark.parametrize("kills", [pytest.param(5), pytest.param(50)])
+def test_soak_of_kills_ends_as_undisturbed(
+    kills: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Each attempt gets one step further at least, and then a worker is killed."""
+    if kills == 50 and not request.config.getoption("--soak"):
+        pytest.skip("half an hour: pytest --soak")
+    steps = 2 * kills + 4
+    flags = (f"--steps={steps}", "--save-every=1", "--pause=0.1")
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    run_to_the_end(whole, *flags, processes=2)
+    rng = random.Random(0)
+    launch = ("--processes=2", "--restarts=1000")
+    with Launched(out, command(out, *flags, of_launch=launch)) as run:
+        for attempt in range(1, kills + 1):
+            run.until(lambda n=attempt: run.attempt() == n, f"attempt {attempt}")
+            run.until(run.has_gained, f"a step of attempt {attempt}")
+            time.sleep(rng.uniform(0.0, 0.4))
+            run.kill_a_worker(rng.randrange(2))
+        assert run.code() == 0, run.told()
+    assert_same_end(out, whole, steps)
+    told = run.told()
+    assert f"{kills + 1} starts" in told
+    assert "goodput" in told
