@@ -46,7 +46,8 @@ class Supervised:
       address: of this host, as the other hosts reach it. On any but a loopback address
         --tls or --insecure is needed.
       port: that the coordinator listens on; if not given, a free one.
-      tls: folder of this host's certificates, by `jaxpar launch certs`.
+      tls: folder of this host's certificates, or of all hosts', by `jaxpar launch
+        certs`.
       insecure: listen on an address that others reach, without certificates.
       limits: how long a worker may be at one thing before the group is started again.
       restarts: of the group within an hour, at most.
@@ -204,7 +205,16 @@ def _start_at(args: Supervised, place: Place) -> None:
 def _start_slurm(args: Slurm) -> None:
     place = slurm_place()
     if args.script_out is not None:
-        launch = make_launch(args, host=0, hosts=args.batch.nodes)
+        if args.batch.nodes > 1 and args.tls is None and not args.insecure:
+            raise ValueError(
+                f"--batch.nodes {args.batch.nodes}: workers on several nodes listen "
+                "where others can connect. Give the folder of the nodes' certificates "
+                "(--tls DIR, by `jaxpar launch certs`), or --insecure on a network "
+                "that is yours alone"
+            )
+        launch = make_launch(
+            dataclasses.replace(args, tls=None), host=0, hosts=args.batch.nodes
+        )
         logs = launch.folder / "launch"
         text = write_script(args.batch, _again(without="--sbatch"), logs)
         args.script_out.write_text(text, encoding="utf-8")
@@ -264,7 +274,7 @@ def make_launch(
         raise FileNotFoundError(f"{str(args.script)!r}: there is no such script")
     if not 0 <= host < hosts:
         raise ValueError(f"--host {host}: must be from 0 to --hosts - 1 ({hosts - 1})")
-    tls = None if args.tls is None else read_tls(args.tls)
+    tls = None if args.tls is None else read_tls(args.tls, args.address)
     require_secure(args.address, tls, insecure=args.insecure)
     gpus = args.gpus or host_gpus()
     processes = args.processes or max(len(gpus), 1)

@@ -57,6 +57,7 @@ def test_dry_run_prints_contracts_and_commands(script, capsys) -> None:
         (("local", "--processes=3", "--gpus", "0", "1", "--", "SCRIPT"), ""),
         (("local", "--limits.step=-1", "SCRIPT"), "limits: step=-1 must be seconds"),
         (("slurm", "SCRIPT"), "this is in no Slurm allocation"),
+        (("slurm", "--batch.nodes=2", "--sbatch=x", "SCRIPT"), "--tls DIR"),
         (("slurm", "--batch.nodes=0", "--sbatch=x", "SCRIPT"), "--batch.nodes 0"),
     ],
 )

@@ -3,10 +3,13 @@
 import contextlib
 import io
 import re
+import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from jaxpar.cli import main
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 FIRST_STEP = "metrics = engine.step(batch)"
@@ -37,3 +40,27 @@ def test_readme_examples_run_and_learn(
     assert float(match[1]) < 0.5 * float(losses[0])
     assert list((tmp_path / "runs/mine").glob("step_*")), "it saves a checkpoint"
     assert "kernel" in printed.getvalue(), "it explains where leaves rest"
+
+
+def launches() -> list[str]:
+    found = re.findall(
+        r"^\.venv/bin/jaxpar (launch .*?)(?:  +#.*)?$", README.read_text(), re.M
+    )
+    return [line for line in found if line.split()[1] in ("local", "slurm", "k8s")]
+
+
+@pytest.mark.parametrize("line", launches())
+def test_readme_launches_are_what_the_command_takes(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """Printed or written, not started."""
+    where, *words = line.split()[1:]
+    given = [f"{tmp_path}/job.sh" if word == "job.sh" else word for word in words]
+    dry = [] if where == "k8s" else ["--dry-run"]
+    monkeypatch.chdir(README.parent)
+    monkeypatch.setattr(sys, "argv", ["jaxpar", "launch", where, *given])
+    main(["launch", where, *dry, *given])
+    printed = capsys.readouterr().out
+    assert "recipes/gpt.py" in printed + "".join(
+        path.read_text() for path in tmp_path.iterdir()
+    )

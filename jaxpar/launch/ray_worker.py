@@ -53,7 +53,11 @@ def run_worker(config: dict[str, Any]) -> None:
     board.tell(attempt=number, running=True)
     attempt = _attempt(number, coordinator, planned, context.get_world_size())
     outcome = _attend(plan, board, attempt)
-    board.tell(running=False, outcome=outcome)
+    board.tell(running=False)
+    if outcome.kind == "stopped":
+        # Who is at its end yet is not to hear of one that is over, and be ended.
+        wait_until(lambda: _all_ended(board, attempt), plan.limits.save, board.tell)
+    board.tell(outcome=outcome)
     is_bad = outcome.kind in ("failed", "stalled", "saved")
     if is_bad and not _is_refused(board, attempt):
         raise WorkerFailedError(outcome.why)
@@ -135,6 +139,11 @@ def _contract(plan: Plan, board: Board, attempt: Attempt) -> Worker:
 
 def _asked(plan: Plan) -> int | None:
     return signal.SIGTERM if plan.stop.exists() else None
+
+
+def _all_ended(board: Board, attempt: Attempt) -> bool:
+    members = [board.member(index) for index in attempt.members]
+    return not any(member is None or member.running for member in members)
 
 
 def _is_refused(board: Board, attempt: Attempt) -> bool:

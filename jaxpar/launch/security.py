@@ -36,11 +36,12 @@ def is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-def read_tls(folder: Path) -> Tls:
+def read_tls(folder: Path, address: str | None = None) -> Tls:
     """Name the files of a host's certificates.
 
     Args:
-      folder: as `jaxpar launch certs` made it for this host.
+      folder: as `jaxpar launch certs` made it for this host, or for all of them.
+      address: of this host, which its own folder is called by then.
 
     Returns:
       The files.
@@ -49,6 +50,8 @@ def read_tls(folder: Path) -> Tls:
       FileNotFoundError: if one is missing.
       PermissionError: if others than this user can read the key.
     """
+    if address is not None and (folder / address).is_dir():
+        folder = folder / address
     for name in (AUTHORITY, CERTIFICATE, KEY):
         if not (folder / name).is_file():
             raise FileNotFoundError(

@@ -47,6 +47,7 @@ def test_certificates_make_tls_between_hosts(tmp_path: Path) -> None:
     hosts = ["node1", "10.0.0.2"]
     folders = make_certificates(tmp_path / "certs", hosts, days=2)
     files = [read_tls(folder) for folder in folders]
+    assert [read_tls(tmp_path / "certs", host) for host in hosts] == files
     server = context(ssl.PROTOCOL_TLS_SERVER, files[1])
     server.verify_mode = ssl.CERT_REQUIRED
     assert shaken(server, context(ssl.PROTOCOL_TLS_CLIENT, files[0]), "10.0.0.2")

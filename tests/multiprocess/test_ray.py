@@ -3,13 +3,18 @@
 A real local cluster of Ray for each launch, which takes its time to start.
 """
 
+import contextlib
+import dataclasses
 import importlib.util
 import json
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +27,9 @@ from jaxpar.exit_codes import GAVE_UP, REFUSED, STOPPED
 from jaxpar.goodput import read_account
 from jaxpar.launch.contract import VARIABLE
 from jaxpar.launch.ray_plan import attempt_folder, attempts
+from jaxpar.launch.pulse import Beat, read_pulse
 from jaxpar.launch.security import is_loopback
+from jaxpar.launch.supervisor import free_port
 from tests.multiprocess.launching import (
     LIMIT_SECONDS,
     Launched,
@@ -68,13 +75,31 @@ ray_trainer._import_ray = import_and_separate
 """
 
 
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """A cluster of Ray that runs, and who asks for its token."""
+
+    address: str
+    process: psutil.Process
+
+
 class ByRay(Launched):
     """A launch by Ray that runs, and leaves no process behind."""
 
-    def __init__(self, out: Path, *flags: str, program: str = START, **given: Any):
+    def __init__(
+        self,
+        out: Path,
+        *flags: str,
+        cluster: Cluster | None = None,
+        program: str = START,
+        **given: Any,
+    ):
         spec = {"script": str(SCRIPT), "out": str(out), "flags": flags, "processes": 2}
+        if cluster is not None:
+            given["address"] = cluster.address
         super().__init__(out, [sys.executable, "-c", program, json.dumps(spec | given)])
         self._started: set[psutil.Process] = set()
+        self._cluster = cluster
 
     def __exit__(self, *error: object) -> None:
         self.all_processes()
@@ -97,18 +122,19 @@ class ByRay(Launched):
     def attempt(self) -> int:
         return max(attempts(self.out), default=0)
 
-    def beat(self, worker: int = 0) -> Any:
-        from jaxpar.launch.pulse import read_pulse  # noqa: PLC0415
-
+    def beat(self, worker: int = 0) -> Beat | None:
         folder = attempt_folder(self.out, self.attempt())
         return read_pulse(folder / f"worker-{worker:04d}.pulse")
 
     def workers(self) -> list[psutil.Process]:
-        found = {
-            json.loads(each.environ()[VARIABLE])["index"]: each
-            for each in self.all_processes()
-            if "jaxpar.launch.worker" in each.cmdline()
-        }
+        among = self.all_processes()
+        if self._cluster is not None:
+            among = self._cluster.process.children(recursive=True)
+        found = {}
+        for each in among:
+            with contextlib.suppress(psutil.Error, KeyError):
+                if "jaxpar.launch.worker" in each.cmdline():
+                    found[json.loads(each.environ()[VARIABLE])["index"]] = each
         return [found[index] for index in sorted(found)]
 
 
@@ -131,8 +157,40 @@ def listening(process: psutil.Process) -> Iterator[str]:
 def end_of(out: Path, *flags: str, **given: Any) -> tuple[int, str]:
     """Launch and wait: the code, and what was said."""
     with ByRay(out, *flags, **given) as run:
-        run.until(run.workers, "workers")
         return run.code(), run.told()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Started by a user, with a token: it takes its time to start."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as at_end:
+        folder = Path(at_end.enter_context(tempfile.TemporaryDirectory(prefix="ray-")))
+        token = folder / "token"
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+        patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        port = free_port("127.0.0.1")
+        start = ["start", "--head", "--block", f"--port={port}", "--num-cpus=2"]
+        more = ["--include-dashboard=false", "--disable-usage-stats"]
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [Path(sys.executable).with_name("ray"), *start, *more]
+                + [f"--temp-dir={folder}/ray"],
+                env=environment(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        at_end.callback(process.wait, timeout=60)
+        at_end.callback(process.terminate)
+        limit = time.monotonic() + LIMIT_SECONDS
+        while "Ray runtime started" not in (folder / "log").read_text():
+            assert process.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < limit
+            time.sleep(0.1)
+        yield Cluster(f"127.0.0.1:{port}", psutil.Process(process.pid))
 
 
 @pytest.fixture(scope="module")
@@ -201,42 +259,51 @@ def test_killed_worker_has_all_start_again(
         victim = run.workers()[1]
         (victim if which == "worker" else victim.parent()).kill()
         run.until(lambda: run.attempt() == 2, "a second attempt")
-        run.until(lambda: run.workers(), "workers")
+        run.until(lambda: len(run.workers()) == 2, "two workers")
         assert run.code() == 0, run.told()
         report = run.report()
-    told = "worker 1 .* was killed by SIGKILL" if which == "worker" else "before it"
-    assert re.search(told, report), report
+    found = " .* was killed by SIGKILL" if which == "worker" else ": Ray's process end"
+    assert re.search(f"worker 1{found}.*: Ray has started all again", report), report
     assert_whole(out, alone)
     assert [each["resumed"] for each in read_account(out)] == [0, 4]
 
 
-def test_run_is_given_up_when_the_restarts_are_used(tmp_path: Path) -> None:
+def test_run_is_given_up_when_the_restarts_are_used(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     out = tmp_path / "given-up"
-    with ByRay(out, *FLAGS, "--pause=0.3", restarts=0) as run:
+    with ByRay(out, *FLAGS, "--pause=0.3", restarts=0, cluster=cluster) as run:
         run.wait_for_step(2)
         run.kill_a_worker(0)
         assert run.code() == GAVE_UP, run.told()
-    assert "was killed by SIGKILL; 0 restarts are used. Code 69" in run.told()
+    assert "was killed by SIGKILL; 0 restarts are used" in run.told()
 
 
-def test_what_starting_again_would_not_mend_is_not_tried_again(tmp_path: Path) -> None:
-    code, told = end_of(tmp_path / "refused", *FLAGS, "--mesh.data=3")
+def test_what_starting_again_would_not_mend_is_not_tried_again(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    out = tmp_path / "refused"
+    code, told = end_of(out, *FLAGS, "--mesh.data=3", cluster=cluster)
     assert code == REFUSED, told
-    assert "3 devices can't be shared out among 2 workers" in told
-    assert attempts(tmp_path / "refused") == [1]
+    assert told.count("3 devices can't be shared out among 2 workers") == 1
+    assert attempts(out) == [1]
 
 
-def test_workers_that_would_be_separate_jobs_are_refused(tmp_path: Path) -> None:
+def test_workers_that_would_be_separate_jobs_are_refused(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     out = tmp_path / "separate"
-    code, told = end_of(out, *FLAGS, program=SEPARATE + START)
+    code, told = end_of(out, *FLAGS, program=SEPARATE + START, cluster=cluster)
     assert code == REFUSED, told
     assert "of 2 is in a job of 1 process: each would train the whole run" in told
     assert attempts(out) == [1]
     assert not (out / "run.json").exists()
 
 
-def test_signal_saves_and_ends_and_the_run_goes_on(alone: Path, tmp_path: Path) -> None:
-    """To all of the terminal's processes, as an interrupt is."""
+def test_signal_saves_and_ends_and_the_run_goes_on(
+    alone: Path, cluster: Cluster, tmp_path: Path
+) -> None:
+    """To all of the terminal's processes, as an interrupt is; then on a cluster."""
     out = tmp_path / "signal"
     with ByRay(out, *FLAGS, "--pause=0.3") as run:
         run.wait_for_step(6)
@@ -244,7 +311,7 @@ def test_signal_saves_and_ends_and_the_run_goes_on(alone: Path, tmp_path: Path) 
         assert run.code() == STOPPED, run.told()
     (event,) = events(out, "stopped")
     assert 6 <= event["step"] < 12
-    code, told = end_of(out, *FLAGS, "--pause=0.3")
+    code, told = end_of(out, *FLAGS, "--pause=0.3", cluster=cluster)
     assert code == 0, told
     assert_whole(out, alone)
     assert attempts(out) == [1, 2]
@@ -267,7 +334,7 @@ def test_hosts_are_checked_before_a_worker_starts(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.touch()
     plan = ray_trainer.make_plan(ray_trainer.Ray(script, out=tmp_path / "out"))
-    attempt = ray_worker._attempt(1, "10.0.0.5:1234", 2, 2)
+    attempt = ray_worker._attempt(1, "127.0.0.1:1234", 2, 2)
     near, far = (Board(tmp_path, 1, 1, ip) for ip in ("127.0.0.1", "10.0.0.5"))
     assert ray_worker._contract(plan, near, attempt).index == 1
     with pytest.raises(ValueError, match=r"--address 10.0.0.5: others can reach it"):
