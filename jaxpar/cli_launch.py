@@ -141,9 +141,13 @@ class Manifest(K8s):
     """Write a manifest that starts a run in a Kubernetes cluster.
 
     Nothing is started: kubectl apply does that. The image has jaxpar and the script.
+
+    Attributes:
+      dry_run: print the manifest, and write no file.
     """
 
     script: Script
+    dry_run: bool = False
     flags: tyro.conf.Suppress[tuple[str, ...]] = ()
 
 
@@ -175,7 +179,9 @@ def start_run(args: StartRun) -> None:
     if isinstance(where, Certs):
         _make_certificates(where)
     elif isinstance(where, Manifest):
-        write_manifest(where)
+        write_manifest(
+            dataclasses.replace(where, file=None) if where.dry_run else where
+        )
     elif isinstance(where, Slurm):
         _start_slurm(where)
     elif isinstance(where, Mpi):

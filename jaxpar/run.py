@@ -13,7 +13,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -117,8 +117,16 @@ def _read_events(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+MAY_CHANGE = ("keep", "recovery", "tensorboard")
+"""Fields of a config that change no number of a run."""
+
+
 def open_run(
-    folder: str | os.PathLike[str], config: Any, identity: Mapping[str, Any]
+    folder: str | os.PathLike[str],
+    config: Any,
+    identity: Mapping[str, Any],
+    *,
+    may_change: Iterable[str] = MAY_CHANGE,
 ) -> Run:
     """Start a run in a folder, or find that it is the one to resume.
 
@@ -126,6 +134,7 @@ def open_run(
       folder: where everything that the run writes goes; made if missing.
       config: the run's config, a dataclass of JSON values.
       identity: what else must be the same to resume (the corpus's sha256).
+      may_change: fields of the config that may be others than at the first start.
 
     Returns:
       The run.
@@ -139,15 +148,19 @@ def open_run(
         json.dumps({"config": dataclasses.asdict(config), "identity": dict(identity)})
     )
     require_same(wanted["config"], wanted["identity"])
-    return Run(Path(folder), from_first(lambda: _claim(Path(folder), wanted)))
+    passed_over = set(may_change)
+    record = from_first(lambda: _claim(Path(folder), wanted, passed_over))
+    return Run(Path(folder), record)
 
 
-def _claim(folder: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
+def _claim(
+    folder: Path, wanted: Mapping[str, Any], may_change: Set[str]
+) -> dict[str, Any]:
     """Find or write the run's record; called on process 0 only."""
     record = folder / _FILE
     if record.exists():
         found = json.loads(record.read_text(encoding="utf-8"))
-        differing = _differences(found, wanted)
+        differing = _differences(found, wanted, may_change)
         if differing:
             raise ValueError(
                 f"out={str(folder)!r} holds another run: {'; '.join(differing)}. "
@@ -209,12 +222,14 @@ def mean_loss(engine: Engine, batches: Iterable[Batch]) -> float:
     return sum(totals) / sum(weights)
 
 
-def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+def _differences(
+    found: Mapping[str, Any], wanted: Mapping[str, Any], may_change: Set[str]
+) -> list[str]:
     """What differs in config and identity, as ``name: there, here``."""
     lines = []
     for part in ("config", "identity"):
         there, here = found.get(part, {}), wanted[part]
-        for name in sorted(there.keys() | here.keys()):
+        for name in sorted((there.keys() | here.keys()) - may_change):
             if there.get(name) != here.get(name):
                 lines.append(
                     f"{name} is {there.get(name)!r} there, {here.get(name)!r} here"

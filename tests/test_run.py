@@ -71,6 +71,25 @@ def test_same_run_is_resumed_whatever_the_versions(tmp_path):
     assert contents(tmp_path) == before
 
 
+@dataclasses.dataclass(frozen=True)
+class Watched(Config):
+    recovery: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+def test_run_goes_on_under_other_rules_of_recovery(tmp_path):
+    """They change no number; where the caller says that they do, it is another run."""
+    record = open_run(tmp_path, Watched(recovery={"spike": 9.0}), IDENTITY).record
+    other = Watched(recovery={"spike": 5.0, "new": 1.0})
+    assert open_run(tmp_path, other, IDENTITY).record == record
+    with pytest.raises(ValueError, match=r"recovery is .* there"):
+        open_run(tmp_path, other, IDENTITY, may_change=())
+
+
+def test_folder_of_a_launch_is_no_other_run(tmp_path):
+    (tmp_path / "launch").mkdir()
+    assert (open_run(tmp_path, Config(), IDENTITY).folder / "run.json").exists()
+
+
 def test_other_run_is_refused_and_nothing_lost(tmp_path):
     open_run(tmp_path, Config(), IDENTITY)
     (tmp_path / "metrics.jsonl").write_text("{}\n")

@@ -76,9 +76,17 @@ def require_same(config: Mapping[str, Any], identity: Mapping[str, Any]) -> None
 
     Raises:
       DisagreementError: on all workers, if one differs from most.
-      RuntimeError: if a collective over all workers gives a wrong result.
+      RuntimeError: if JAX knows of another number of them, or a collective over all
+        gives a wrong result.
     """
-    if jax.process_count() == 1:
+    worker, count = current(), jax.process_count()
+    if worker is not None and count != worker.processes:
+        raise RuntimeError(
+            f"worker {worker.index} is one of {worker.processes}, and JAX knows of "
+            f"{count} processes: nothing may ask jax for its devices before the script "
+            "is run by `jaxpar launch`"
+        )
+    if count == 1:
         return
     mine = {
         "config": dict(config),

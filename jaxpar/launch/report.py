@@ -1,6 +1,7 @@
 """What happened to a run: in its folder, and on the terminal of who launched it."""
 
 import contextlib
+import json
 import sys
 import threading
 import time
@@ -23,6 +24,8 @@ class Report:
     def __init__(self, folder: Path, host: int):
         self.path = folder / "launch" / "report.txt"
         self._is_head = host == 0
+        self._events = folder / "events.jsonl"
+        self._began = time.time()
 
     def say(self, text: str) -> None:
         """A line to the terminal and to the report."""
@@ -35,6 +38,7 @@ class Report:
         if not self._is_head:
             return
         lines = [f"attempt {attempt.number} on {time.strftime('%Y-%m-%d %H:%M:%S')}"]
+        lines += self._slow_workers()
         for host, outcome in sorted(outcomes.items()):
             lines.append(f"host {host}: {outcome.kind}: {outcome.why}")
             for end in outcome.workers:
@@ -59,6 +63,7 @@ class Report:
         if not self._is_head:
             yield
             return
+        self._began = time.time()
         is_over = threading.Event()
         thread = threading.Thread(target=_copy, args=(log, is_over), daemon=True)
         thread.start()
@@ -67,6 +72,19 @@ class Report:
         finally:
             is_over.set()
             thread.join()
+
+    def _slow_workers(self) -> list[str]:
+        """What the run itself told of slow workers, in this attempt."""
+        try:
+            lines = self._events.read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            return []
+        events = [json.loads(line) for line in lines if line.endswith("}")]
+        return [
+            f"at step {each['step']}: {each['why']}"
+            for each in events
+            if each["event"] == "slow" and each["time"] >= self._began
+        ]
 
     def _worker(self, attempt: Attempt, end: WorkerEnd, *, told: bool) -> list[str]:
         code = "ended by the supervisor" if end.code is None else f"code {end.code}"

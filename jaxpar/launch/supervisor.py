@@ -69,6 +69,8 @@ class _Supervisor:
                 self._decide(attempt)
 
     def _notice(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT and self.asked == signal.SIGINT:
+            raise SystemExit(128 + number)  # Asked twice: workers end with this.
         self.asked = number
 
     def _tell(self) -> None:

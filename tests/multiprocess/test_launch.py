@@ -205,6 +205,7 @@ def test_worker_that_waits_for_its_data_is_named(tmp_path: Path) -> None:
     (event,) = events(out, "slow")
     assert event["worker"] == 1
     assert event["step"] <= 20
+    assert "worker 1 is" in run.report()
     assert "waiting for its data" in event["why"]
     numbers = [
         r for r in read_metrics(out / "metrics.jsonl") if "data_seconds_max" in r
@@ -239,3 +240,37 @@ def test_soak_of_kills_ends_as_undisturbed(
     told = run.told()
     assert f"{kills + 1} starts" in told
     assert "goodput" in told
+
+
+def test_worker_with_too_few_devices_is_named(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    launch = ("--processes=2", "--local-devices=1")
+    with Launched(out, command(out, "--mesh.data=4", of_launch=launch)) as run:
+        assert run.code() == REFUSED, run.told()
+        told = run.told()
+    assert "needs 4 devices, but 2 workers have 2" in told
+    assert "choose a smaller mesh, or start more workers" in told
+    assert told.count("launch: ValueError") == 1
+
+
+def test_run_goes_on_without_a_host_that_is_lost(tmp_path: Path) -> None:
+    """Two supervisors on one address; one is killed, and its workers with it."""
+    flags = ("--mesh.data=4", "--dropout=0", "--steps=16", "--pause=0.1")
+    run_to_the_end(tmp_path / "whole", *flags, processes=1)
+    out = tmp_path / "run"
+    launch = (
+        "--hosts=2",
+        "--least-hosts=1",
+        "--limits.lost=5",
+        "--limits.rendezvous=8",
+    )
+    hosts = [command(out, *flags, of_launch=(*launch, f"--host={i}")) for i in range(2)]
+    with Launched(out, hosts[0]) as first, Launched(out, hosts[1]) as second:
+        first.wait_for_step(6)
+        second.process.kill()
+        assert first.code() == 0, first.told()
+        report = first.report()
+    assert "host 1: failed: its supervisor does not answer" in report
+    assert losses(out) == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    assert [account["resumed"] for account in read_account(out)] == [0, 4]
+    assert len(list((out / "launch" / "0002").glob("*.log"))) == 1

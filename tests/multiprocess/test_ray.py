@@ -26,8 +26,8 @@ import pytest
 from jaxpar.exit_codes import GAVE_UP, REFUSED, STOPPED
 from jaxpar.goodput import read_account
 from jaxpar.launch.contract import VARIABLE
-from jaxpar.launch.ray_plan import attempt_folder, attempts
 from jaxpar.launch.pulse import Beat, read_pulse
+from jaxpar.launch.ray_plan import attempt_folder, attempts
 from jaxpar.launch.security import is_loopback
 from jaxpar.launch.supervisor import free_port
 from tests.multiprocess.launching import (
@@ -173,11 +173,10 @@ def cluster() -> Iterator[Cluster]:
         patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         port = free_port("127.0.0.1")
         start = ["start", "--head", "--block", f"--port={port}", "--num-cpus=2"]
-        more = ["--include-dashboard=false", "--disable-usage-stats"]
+        more = ["--include-dashboard=false", f"--temp-dir={folder}/ray"]
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(
-                [Path(sys.executable).with_name("ray"), *start, *more]
-                + [f"--temp-dir={folder}/ray"],
+                [Path(sys.executable).with_name("ray"), *start, *more],
                 env=environment(),
                 stdout=log,
                 stderr=subprocess.STDOUT,
