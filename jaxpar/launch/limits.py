@@ -8,7 +8,7 @@ from jaxpar.launch.pulse import Beat
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Seconds; 0 for no limit."""
+    """Seconds; 0 for no limit, but of the last two."""
 
     start: float = 600.0
     """From a worker's start to its first restore or step: imports, finding the others,
@@ -32,6 +32,9 @@ class Limits:
                     f"limits: {field.name}={value:g} must be seconds, at least 0 (no "
                     "limit)"
                 )
+        for name in ("rendezvous", "lost"):
+            if getattr(self, name) == 0:
+                raise ValueError(f"limits: {name}=0 must be seconds, above 0")
 
     def of(self, phase: str) -> float:
         """The limit of what a worker is at."""

@@ -24,11 +24,16 @@ from typing import Any
 from jaxpar.exit_codes import GAVE_UP, STOPPED
 from jaxpar.launch.limits import Limits
 from jaxpar.launch.ray_plan import Plan, attempt_folder, attempts
-from jaxpar.launch.rendezvous import POLL_SECONDS, Attempt, Board, Outcome
+from jaxpar.launch.rendezvous import (
+    POLL_SECONDS,
+    Attempt,
+    Board,
+    Outcome,
+    cause_of,
+)
 from jaxpar.launch.report import Report
 from jaxpar.launch.security import is_loopback
 from jaxpar.launch.start import host_gpus
-from jaxpar.launch.supervisor import _cause as cause_of
 
 _TOKEN_BYTES = 32
 _OBJECT_STORE_BYTES = 128 * 1024**2

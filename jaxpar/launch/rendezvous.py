@@ -8,11 +8,12 @@ hosts share: a supervisor is alive while others see its count change.
 
 import dataclasses
 import json
+import math
 import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -211,8 +212,14 @@ class Board:
 def wait_until(
     done: Callable[[], Any], seconds: float, meanwhile: Callable[[], None]
 ) -> Any:
-    """Ask again and again until something true comes; None when the time is over."""
-    until = time.monotonic() + seconds
+    """Ask again and again until something true comes; None when the time is over.
+
+    Args:
+      done: asked.
+      seconds: 0 for no limit.
+      meanwhile: called between.
+    """
+    until = time.monotonic() + (seconds or math.inf)
     while time.monotonic() < until:
         found = done()
         if found:
@@ -223,6 +230,25 @@ def wait_until(
 
 
 POLL_SECONDS = 0.1
+
+_DECIDES: Sequence[Kind] = (
+    "refused",
+    "stalled",
+    "failed",
+    "stopped",
+    "saved",
+    "ended",
+    "done",
+)
+
+
+def cause_of(outcomes: Mapping[int, Outcome]) -> Outcome:
+    """The outcome that decides: what is final, then what failed by itself.
+
+    Args:
+      outcomes: of an attempt, by host.
+    """
+    return min(outcomes.values(), key=lambda each: _DECIDES.index(each.kind))
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

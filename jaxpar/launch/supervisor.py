@@ -5,10 +5,12 @@ badly or makes no progress, all are ended and started again, from the newest che
 that is sound; so often an hour, and then no more. What happened is in ``report.txt``.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from jaxpar.exit_codes import GAVE_UP, STOPPED
@@ -17,9 +19,9 @@ from jaxpar.launch.group import Group
 from jaxpar.launch.rendezvous import (
     Attempt,
     Board,
-    Kind,
     Member,
     Outcome,
+    cause_of,
     wait_until,
 )
 from jaxpar.launch.report import Report
@@ -36,8 +38,30 @@ def supervise(launch: Launch) -> int:
     Returns:
       The exit code: 0 when all workers have ended well, `STOPPED` after a signal, the
       workers' own where starting again would not help, `GAVE_UP` otherwise.
+
+    Raises:
+      BlockingIOError: if another launcher is at this run, as this host.
+      OSError: if the run's folder can't be written.
     """
-    return _Supervisor(launch).run()
+    supervisor = _Supervisor(launch)
+    with only_one(supervisor.board):
+        return supervisor.run()
+
+
+@contextlib.contextmanager
+def only_one(board: Board) -> Iterator[None]:
+    """Hold the place of a host's supervisor, or say that it is taken."""
+    path = board.folder / f"host-{board.me.host:04d}.lock"
+    with path.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(
+                f"another launcher is at the run in {str(board.folder.parent)!r} as "
+                f"host {board.me.host}: wait for its end, end it, or choose another "
+                "folder (--out)"
+            ) from None
+        yield
 
 
 class _Supervisor:
@@ -199,7 +223,7 @@ class _Supervisor:
             ended = dataclasses.replace(attempt, state="ended", why=mine.why)
             self.board.announce(ended)
         outcomes = self._outcomes(attempt)
-        cause = _cause(outcomes)
+        cause = cause_of(outcomes)
         self.report.attempt(attempt, outcomes)
         code: int | None = {"done": 0, "stopped": STOPPED, "refused": cause.code}.get(
             cause.kind
@@ -247,20 +271,6 @@ def free_port(address: str) -> int:
     with socket.socket(family) as free:
         free.bind((address, 0))
         return free.getsockname()[1]
-
-
-def _cause(outcomes: dict[int, Outcome]) -> Outcome:
-    """The outcome that decides: what is final, then what failed first of all."""
-    order: Sequence[Kind] = (
-        "refused",
-        "stalled",
-        "failed",
-        "stopped",
-        "saved",
-        "ended",
-        "done",
-    )
-    return min(outcomes.values(), key=lambda each: order.index(each.kind))
 
 
 def _moved(steps: Sequence[int | None], resumed: Sequence[int | None]) -> bool:

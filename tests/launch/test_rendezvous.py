@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 from jaxpar.launch.budget import Budget
-from jaxpar.launch.rendezvous import Attempt, Board, Outcome, WorkerEnd, wait_until
+from jaxpar.launch.rendezvous import (
+    Attempt,
+    Board,
+    Outcome,
+    WorkerEnd,
+    cause_of,
+    wait_until,
+)
+from jaxpar.launch.supervisor import only_one
 
 ATTEMPT = Attempt(
     number=3,
@@ -87,3 +95,25 @@ def test_budget_pauses_longer_while_nothing_is_gained(
     assert budget.spend(progressed=True) == 1.0
     with pytest.raises(ValueError, match="restarts is -1; it must be at least 0"):
         Budget(-1)
+
+
+def test_what_is_final_decides_then_what_failed_by_itself() -> None:
+    def of(*kinds: str) -> str:
+        return cause_of({i: Outcome(k, 1, k, []) for i, k in enumerate(kinds)}).kind
+
+    assert of("done", "done") == "done"
+    assert of("ended", "failed") == "failed"
+    assert of("failed", "stalled") == "stalled"
+    assert of("stalled", "refused") == "refused"
+    assert of("saved", "stopped") == "stopped", "asked of one, and all have saved"
+
+
+def test_second_launcher_of_a_host_is_refused(tmp_path: Path) -> None:
+    first, second = boards(tmp_path / "run" / "launch")
+    with only_one(first), only_one(second):
+        again = Board(first.folder, 0, 1, "127.0.0.1")
+        refusal = pytest.raises(BlockingIOError, match=r"another launcher .* as host 0")
+        with refusal, only_one(again):
+            pytest.fail("taken")
+    with only_one(again):
+        assert (first.folder / "host-0000.lock").exists()
