@@ -15,6 +15,7 @@ from jaxpar.launch.contract import VARIABLE
 from jaxpar.launch.group import variables, worker_command
 from jaxpar.launch.k8s import K8s, write_manifest
 from jaxpar.launch.limits import Limits
+from jaxpar.launch.ray_trainer import Ray, launch_ray
 from jaxpar.launch.rendezvous import Attempt
 from jaxpar.launch.sbatch import Batch, write_script
 from jaxpar.launch.scheduler import (
@@ -151,10 +152,23 @@ class Manifest(K8s):
     flags: tyro.conf.Suppress[tuple[str, ...]] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class OnRay(Ray):
+    """Start a run's workers by Ray Train, on a cluster or on this host alone.
+
+    Start it again to go on with the run, with fewer or more workers if need be: the
+    global batch stays the same.
+    """
+
+    script: Script
+    flags: tyro.conf.Suppress[tuple[str, ...]] = ()
+
+
 Commands = (
     Annotated[Local, tyro.conf.subcommand("local")]
     | Annotated[Slurm, tyro.conf.subcommand("slurm")]
     | Annotated[Mpi, tyro.conf.subcommand("mpi")]
+    | Annotated[OnRay, tyro.conf.subcommand("ray")]
     | Annotated[Manifest, tyro.conf.subcommand("k8s")]
     | Annotated[Certs, tyro.conf.subcommand("certs")]
 )
@@ -168,7 +182,7 @@ class StartRun:
 
     def with_flags(self, flags: tuple[str, ...]) -> "StartRun":
         """With what followed ``--``."""
-        if not isinstance(self.where, Supervised | Manifest):
+        if not isinstance(self.where, Supervised | Manifest | OnRay):
             raise ValueError("launch certs takes no flags after --.")
         return StartRun(dataclasses.replace(self.where, flags=flags))
 
@@ -182,6 +196,8 @@ def start_run(args: StartRun) -> None:
         write_manifest(
             dataclasses.replace(where, file=None) if where.dry_run else where
         )
+    elif isinstance(where, OnRay):
+        raise SystemExit(launch_ray(where))
     elif isinstance(where, Slurm):
         _start_slurm(where)
     elif isinstance(where, Mpi):

@@ -9,20 +9,18 @@ coordinator listens on every address.
 import concurrent.futures
 import contextlib
 import dataclasses
-import os
 import secrets
 import shlex
 import shutil
 import signal
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from jaxpar.exit_codes import GAVE_UP, STOPPED
 from jaxpar.launch.limits import Limits
+from jaxpar.launch.ray_cluster import connected
 from jaxpar.launch.ray_plan import Plan, attempt_folder, attempts
 from jaxpar.launch.rendezvous import (
     POLL_SECONDS,
@@ -32,11 +30,9 @@ from jaxpar.launch.rendezvous import (
     cause_of,
 )
 from jaxpar.launch.report import Report
-from jaxpar.launch.security import is_loopback
 from jaxpar.launch.start import host_gpus
+from jaxpar.launch.supervisor import only_one
 
-_TOKEN_BYTES = 32
-_OBJECT_STORE_BYTES = 128 * 1024**2
 _GOOD = ("done", "stopped")
 _NOTICED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -95,6 +91,7 @@ def launch_ray(args: Ray) -> int:
       FileNotFoundError: if the script is not there.
       ModuleNotFoundError: if Ray Train is not installed.
       RuntimeError: if Ray would listen where others reach it.
+      BlockingIOError: if another launcher is at this run.
     """
     plan, processes = make_plan(args), num_workers(args)
     if args.dry_run:
@@ -178,10 +175,13 @@ class _Launcher:
     def run(self) -> int:
         """Have Ray start the workers, and again; tell what became of them."""
         self._notice_signals()
-        with contextlib.ExitStack() as at_end:
-            ray = at_end.enter_context(connected(self._args, self._processes))
+        board = Board(self._plan.folder / "launch", 0, self._processes, "")
+        with only_one(board), contextlib.ExitStack() as at_end:
+            address, insecure = self._args.address, self._args.insecure
+            cluster = connected(address, self._processes, insecure=insecure)
+            ray = at_end.enter_context(cluster)
             session = self._plan.stop.parent
-            session.mkdir(parents=True, mode=0o700)
+            session.mkdir(mode=0o700)
             at_end.callback(shutil.rmtree, session, ignore_errors=True)
             self._notice_signals()  # Ray has put its own in their place.
             failed = self._fit(ray)
@@ -194,16 +194,17 @@ class _Launcher:
             signal.signal(number, self._notice)
 
     def _notice(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT and self._asked == signal.SIGINT:
+            raise SystemExit(128 + number)  # Asked twice: workers end with Ray's.
         self._asked = number
 
     def _fit(self, ray: Any) -> str | None:
         """Attend to the run while Ray has it; what Ray gave up by."""
         trainer = self._trainer(ray)
-        # Outside the main thread, where Ray would take SIGINT for itself.
-        with (
-            concurrent.futures.ThreadPoolExecutor(1) as threads,
-            contextlib.ExitStack() as following,
-        ):
+        with contextlib.ExitStack() as at_end, contextlib.ExitStack() as following:
+            # Outside the main thread, where Ray would take SIGINT for itself.
+            threads = concurrent.futures.ThreadPoolExecutor(1)
+            at_end.callback(threads.shutdown, wait=False)
             fit = threads.submit(trainer.fit)
             shown = self._before
             while not fit.done():
@@ -279,7 +280,8 @@ def read_attempt(folder: Path, number: int) -> tuple[Attempt, dict[int, Outcome]
       number: of the attempt.
 
     Returns:
-      The attempt; the outcomes by worker, failed where none was told.
+      The attempt; the outcomes by worker, failed where none was told. Those that were
+      killed come before those that then failed for want of them.
     """
     board = Board(attempt_folder(folder, number), 0, 1, "")
     attempt = board.attempt()
@@ -290,95 +292,12 @@ def read_attempt(folder: Path, number: int) -> tuple[Attempt, dict[int, Outcome]
         why = f"worker {index}: Ray's process ended before it could tell why"
         gone = Outcome("failed", 1, why, [])
         outcomes[index] = member.outcome if member and member.outcome else gone
-    return attempt, outcomes
+    killed_first = sorted(outcomes.items(), key=lambda each: not _was_killed(each[1]))
+    return attempt, dict(killed_first)
 
 
-@contextlib.contextmanager
-def connected(args: Ray, processes: int) -> Iterator[Any]:
-    """Have a cluster of Ray that lets in only who has its token.
-
-    Args:
-      args: says which.
-      processes: that one on this host has room for.
-
-    Yields:
-      The module ``ray``.
-
-    Raises:
-      ValueError: if the cluster is to be used without a token, and not --insecure.
-      ModuleNotFoundError: if Ray Train is not installed.
-      RuntimeError: if a cluster on this host would listen where others reach it.
-    """
-    with contextlib.ExitStack() as at_end:
-        quiet = {"log_to_driver": False, "logging_level": "WARNING"}
-        if args.address is not None:
-            _require_token_mode(insecure=args.insecure)
-            ray = _import_ray()
-            at_end.callback(ray.shutdown)
-            ray.init(address=args.address, **quiet)
-            yield ray
-            return
-        private = at_end.enter_context(
-            # Ray's processes may be at their last files yet.
-            tempfile.TemporaryDirectory(prefix="jaxpar-", ignore_cleanup_errors=True)
-        )
-        _set_up_private_cluster(Path(private))
-        ray = _import_ray()
-        at_end.callback(ray.shutdown)
-        ray.init(
-            address="local",
-            num_cpus=processes,
-            include_dashboard=False,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            # One level down: Ray opens its folder to all users.
-            _temp_dir=str(Path(private, "ray")),
-            **quiet,
-        )
-        address = ray.util.get_node_ip_address()
-        if not is_loopback(address):
-            raise RuntimeError(
-                f"Ray listens on {address}, where others reach it: it was imported "
-                "before it was told not to. Launch from a process of its own"
-            )
-        yield ray
-
-
-def _set_up_private_cluster(folder: Path) -> None:
-    """Set what Ray reads when it is imported, for itself and all that it starts.
-
-    Args:
-      folder: of this user alone; for the token, which is never in an environment or on
-        a command line.
-    """
-    token = folder / "token"
-    token.touch(mode=0o600)
-    token.write_text(secrets.token_hex(_TOKEN_BYTES), encoding="ascii")
-    os.environ.pop("RAY_AUTH_TOKEN", None)
-    os.environ.update(
-        RAY_AUTH_MODE="token",
-        RAY_AUTH_TOKEN_PATH=str(token),
-        # On any system this has Ray take the loopback address for its own.
-        RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
-        RAY_USAGE_STATS_ENABLED="0",
+def _was_killed(outcome: Outcome) -> bool:
+    codes = [end.code or 0 for end in outcome.workers] or [-signal.SIGKILL]
+    return outcome.kind == "failed" and any(
+        code < 0 and code != -signal.SIGABRT for code in codes
     )
-
-
-def _require_token_mode(*, insecure: bool) -> None:
-    mode = os.environ.setdefault("RAY_AUTH_MODE", "disabled" if insecure else "token")
-    if mode != "token" and not insecure:
-        raise ValueError(
-            f"--address: RAY_AUTH_MODE is {mode!r}, so whoever connects to the cluster "
-            "runs code on it. Start it with RAY_AUTH_MODE=token and set that here too, "
-            "or give --insecure on a network that is yours alone"
-        )
-
-
-def _import_ray() -> Any:
-    try:
-        import ray  # noqa: PLC0415 # pyright: ignore - an extra; needs its settings
-        import ray.train.v2.jax  # noqa: PLC0415 # pyright: ignore - an extra
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            f"`jaxpar launch ray` needs Ray Train ({error}): pip install jaxpar[ray]"
-        ) from error
-    return ray

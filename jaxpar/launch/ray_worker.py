@@ -46,12 +46,13 @@ def run_worker(config: dict[str, Any]) -> None:
     plan: Plan = config["plan"]
     context = ray.train.get_context()
     index, address = context.get_world_rank(), ray.util.get_node_ip_address()
-    told = _announce(plan, address, context.get_world_size()) if index == 0 else None
+    total = context.get_world_size()
+    told: Any = _announce(plan, address, total) if index == 0 else None
     number, coordinator, planned = collective.broadcast_from_rank_zero(told)
     board = Board(attempt_folder(plan.folder, number), index, 1, address)
     board.me = dataclasses.replace(board.me, id=str(index))
     board.tell(attempt=number, running=True)
-    attempt = _attempt(number, coordinator, planned, context.get_world_size())
+    attempt = _attempt(number, coordinator, planned, total)
     outcome = _attend(plan, board, attempt)
     board.tell(running=False)
     if outcome.kind == "stopped":
@@ -114,7 +115,7 @@ def _contract(plan: Plan, board: Board, attempt: Attempt) -> Worker:
       OSError: if the script or a certificate is not there.
     """
     address = board.me.address
-    tls = None if plan.tls is None else read_tls(plan.tls)
+    tls = None if plan.tls is None else read_tls(plan.tls, address)
     require_secure(address, tls, insecure=plan.insecure)
     if not Path(plan.command[0]).is_file():
         raise FileNotFoundError(

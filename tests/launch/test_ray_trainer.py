@@ -1,6 +1,7 @@
 """What is refused, and how private is a cluster, before Ray starts anything?"""
 
 import os
+import signal
 import stat
 import sys
 import types
@@ -9,8 +10,17 @@ from typing import Any
 
 import pytest
 
-from jaxpar.launch import ray_trainer
-from jaxpar.launch.ray_trainer import Ray, connected, launch_ray, num_workers
+from jaxpar.launch import ray_cluster, ray_trainer
+from jaxpar.launch.ray_cluster import connected
+from jaxpar.launch.ray_plan import attempt_folder
+from jaxpar.launch.ray_trainer import (
+    Ray,
+    launch_ray,
+    num_workers,
+    read_attempt,
+)
+from jaxpar.launch.rendezvous import Attempt, Board, Outcome, WorkerEnd
+from jaxpar.launch.supervisor import only_one
 
 
 @pytest.fixture
@@ -43,14 +53,14 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         shutdown=shutdown,
         util=types.SimpleNamespace(get_node_ip_address=lambda: told["address"]),
     )
-    monkeypatch.setattr(ray_trainer, "_import_ray", lambda: module)
+    monkeypatch.setattr(ray_cluster, "import_ray", lambda: module)
     return told
 
 
 def test_cluster_of_ones_own_is_private(
-    script: Path, environment: dict[str, str], fake: dict[str, Any]
+    environment: dict[str, str], fake: dict[str, Any]
 ) -> None:
-    with connected(Ray(script), 3):
+    with connected(None, 3, insecure=False):
         token = Path(environment["RAY_AUTH_TOKEN_PATH"])
         assert len(token.read_text()) == 64
         assert stat.S_IMODE(token.stat().st_mode) == 0o600
@@ -67,12 +77,12 @@ def test_cluster_of_ones_own_is_private(
 
 
 def test_cluster_that_others_reach_is_refused(
-    script: Path, environment: dict[str, str], fake: dict[str, Any]
+    environment: dict[str, str], fake: dict[str, Any]
 ) -> None:
     fake["address"] = "10.0.0.5"
     with (
         pytest.raises(RuntimeError, match=r"Ray listens on 10\.0\.0\.5, where others"),
-        connected(Ray(script), 1),
+        connected(None, 1, insecure=False),
     ):
         pytest.fail("connected")
     assert fake["down"] == 1
@@ -86,24 +96,23 @@ def test_cluster_that_runs_is_used_with_its_token(
     mode: str | None,
     insecure: bool,
     left: str,
-    script: Path,
     environment: dict[str, str],
     fake: dict[str, Any],
 ) -> None:
     environment |= {} if mode is None else {"RAY_AUTH_MODE": mode}
-    with connected(Ray(script, address="10.0.0.5:6379", insecure=insecure), 2):
+    with connected("10.0.0.5:6379", 2, insecure=insecure):
         assert fake["init"]["address"] == "10.0.0.5:6379"
     assert environment["RAY_AUTH_MODE"] == left
     assert environment["RAY_AUTH_TOKEN"] == "another cluster's"
 
 
 def test_cluster_without_a_token_is_refused(
-    script: Path, environment: dict[str, str], fake: dict[str, Any]
+    environment: dict[str, str], fake: dict[str, Any]
 ) -> None:
     environment["RAY_AUTH_MODE"] = "disabled"
     with (
         pytest.raises(ValueError, match="--address: RAY_AUTH_MODE is 'disabled'"),
-        connected(Ray(script, address="auto"), 1),
+        connected("auto", 1, insecure=False),
     ):
         pytest.fail("connected")
     assert "init" not in fake
@@ -115,7 +124,6 @@ def test_missing_ray_is_told_with_what_installs_it(
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install jaxpar\[ray\]"):
         launch_ray(Ray(script, out=script.parent / "out"))
-    assert not (script.parent / "out" / "launch").exists()
 
 
 def test_what_cannot_be_started_is_refused_by_its_flag(
@@ -163,3 +171,31 @@ def test_dry_run_prints_and_starts_nothing(
     assert "2 workers of one CPU each, on a cluster on this host alone" in told
     assert f"{script} --out {out} --steps 9" in told
     assert not out.exists()
+
+
+def test_second_launcher_of_a_run_is_refused(script: Path) -> None:
+    out = script.parent / "out"
+    with (
+        only_one(Board(out / "launch", 0, 1, "")),
+        pytest.raises(BlockingIOError, match="another launcher is at the run"),
+    ):
+        launch_ray(Ray(script, out=out))
+
+
+def test_killed_workers_come_before_those_that_failed_for_want_of_them(
+    tmp_path: Path,
+) -> None:
+    """One was killed, one aborted by JAX, and of one Ray's own process was killed."""
+    folder = attempt_folder(tmp_path, 1)
+    members = {index: str(index) for index in range(4)}
+    processes = dict.fromkeys(members, 1)
+    attempt = Attempt(1, "run", None, members, processes, planned=4)
+    for index, code in ((0, -signal.SIGABRT), (1, 1), (2, -signal.SIGKILL)):
+        end = WorkerEnd(index, code, "step", None, 3, None, [])
+        board = Board(folder, index, 1, "127.0.0.1")
+        board.announce(attempt)
+        board.tell(outcome=Outcome("failed", 1, f"worker {index}", [end]))
+    found, outcomes = read_attempt(tmp_path, 1)
+    assert found == attempt
+    assert list(outcomes) == [2, 3, 0, 1]
+    assert outcomes[3].why == "worker 3: Ray's process ended before it could tell why"

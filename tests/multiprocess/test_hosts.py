@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxpar.exit_codes import GAVE_UP
@@ -74,6 +75,12 @@ class OnHost(Launched):
         super().__init__(out, ["ip", "netns", "exec", cable.spaces[host], *args])
 
 
+needs_tls = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="TLS came with jax 0.11.2"
+)
+
+
+@needs_tls
 def test_run_over_tls_survives_a_partition(cable: Cable, tmp_path: Path) -> None:
     """The cable is pulled during training; the run goes on when it is back."""
     out = tmp_path / "run"
@@ -104,6 +111,7 @@ def test_run_over_tls_survives_a_partition(cable: Cable, tmp_path: Path) -> None
             assert not any(key.split("\n")[1].encode() in content for key in keys)
 
 
+@needs_tls
 def test_connection_without_certificates_is_refused(
     cable: Cable, tmp_path: Path
 ) -> None:

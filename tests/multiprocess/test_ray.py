@@ -62,8 +62,8 @@ raise SystemExit(launch_ray(Ray(**paths, flags=tuple(given.pop("flags")), **give
 """
 # Workers that are told of no coordinator are what Ray's own joining leaves on a CPU.
 SEPARATE = """
-from jaxpar.launch import ray_trainer
-import_ray = ray_trainer._import_ray
+from jaxpar.launch import ray_cluster
+import_ray = ray_cluster.import_ray
 def import_and_separate():
     ray = import_ray()
     from jaxpar.launch import ray_worker
@@ -71,7 +71,7 @@ def import_and_separate():
     announce = ray_worker._announce
     ray_worker._announce = lambda *given: (announce(*given)[0], None, 2)
     return ray
-ray_trainer._import_ray = import_and_separate
+ray_cluster.import_ray = import_and_separate
 """
 
 

@@ -1,0 +1,115 @@
+"""Which cluster of Ray does a run use, and who else could?
+
+One that runs, with its token; or one that is started on this host for the run alone,
+listens on the loopback address, and has a token of its own in a private file.
+"""
+
+import contextlib
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxpar.launch.security import is_loopback
+
+_TOKEN_BYTES = 32
+_OBJECT_STORE_BYTES = 128 * 1024**2
+
+
+@contextlib.contextmanager
+def connected(address: str | None, processes: int, *, insecure: bool) -> Iterator[Any]:
+    """Have a cluster of Ray that lets in only who has its token.
+
+    Args:
+      address: of one that runs; None to have one on this host, for the block.
+      processes: that the one on this host has room for.
+      insecure: take one that asks for no token.
+
+    Yields:
+      The module ``ray``.
+
+    Raises:
+      ValueError: if the one that runs is to be used without a token.
+      ModuleNotFoundError: if Ray Train is not installed.
+      RuntimeError: if a cluster on this host would listen where others reach it.
+    """
+    with contextlib.ExitStack() as at_end:
+        quiet = {"log_to_driver": False, "logging_level": "WARNING"}
+        if address is not None:
+            _require_token_mode(insecure=insecure)
+            ray = import_ray()
+            at_end.callback(ray.shutdown)
+            ray.init(address=address, **quiet)
+            yield ray
+            return
+        private = at_end.enter_context(
+            # Ray's processes may be at their last files yet.
+            tempfile.TemporaryDirectory(prefix="jaxpar-", ignore_cleanup_errors=True)
+        )
+        _set_up_private_cluster(Path(private))
+        ray = import_ray()
+        at_end.callback(ray.shutdown)
+        ray.init(
+            address="local",
+            num_cpus=processes,
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            # One level down: Ray opens its folder to all users.
+            _temp_dir=str(Path(private, "ray")),
+            **quiet,
+        )
+        own = ray.util.get_node_ip_address()
+        if not is_loopback(own):
+            raise RuntimeError(
+                f"Ray listens on {own}, where others reach it: it was imported "
+                "before it was told not to. Launch from a process of its own"
+            )
+        yield ray
+
+
+def _set_up_private_cluster(folder: Path) -> None:
+    """Set what Ray reads when it is imported, for itself and all that it starts.
+
+    Args:
+      folder: of this user alone; for the token, which is never in an environment or on
+        a command line.
+    """
+    token = folder / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(_TOKEN_BYTES), encoding="ascii")
+    os.environ.pop("RAY_AUTH_TOKEN", None)
+    os.environ.update(
+        RAY_AUTH_MODE="token",
+        RAY_AUTH_TOKEN_PATH=str(token),
+        # On any system this has Ray take the loopback address for its own.
+        RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
+        RAY_USAGE_STATS_ENABLED="0",
+    )
+
+
+def _require_token_mode(*, insecure: bool) -> None:
+    mode = os.environ.setdefault("RAY_AUTH_MODE", "disabled" if insecure else "token")
+    if mode != "token" and not insecure:
+        raise ValueError(
+            f"--address: RAY_AUTH_MODE is {mode!r}, so whoever connects to the cluster "
+            "runs code on it. Start it with RAY_AUTH_MODE=token and set that here too, "
+            "or give --insecure on a network that is yours alone"
+        )
+
+
+def import_ray() -> Any:
+    """Import Ray Train, once what it reads is set.
+
+    Raises:
+      ModuleNotFoundError: if it, or what it needs, is not installed.
+    """
+    try:
+        import ray  # noqa: PLC0415 # pyright: ignore - an extra; needs its settings
+        import ray.train.v2.jax  # noqa: PLC0415 # pyright: ignore - an extra
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"`jaxpar launch ray` needs Ray Train ({error}): pip install jaxpar[ray]"
+        ) from error
+    return ray
