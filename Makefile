@@ -15,7 +15,7 @@ LANE :=
 # Compilers for GPUs and TPUs that are not here, for tests/compiled; no: skip those.
 COMPILERS := yes
 
-LAUNCH_TESTS := $(addprefix tests/multiprocess/test_,launch.py hosts.py schedulers.py)
+LAUNCH_TESTS := $(addprefix tests/multiprocess/test_,launch.py hosts.py schedulers.py ray.py)
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
