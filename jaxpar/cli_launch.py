@@ -197,7 +197,9 @@ def start_run(args: StartRun) -> None:
             dataclasses.replace(where, file=None) if where.dry_run else where
         )
     elif isinstance(where, OnRay):
-        raise SystemExit(launch_ray(where))
+        code = launch_ray(where)
+        if code:
+            raise SystemExit(code)
     elif isinstance(where, Slurm):
         _start_slurm(where)
     elif isinstance(where, Mpi):

@@ -46,7 +46,8 @@ def launches() -> list[str]:
     found = re.findall(
         r"^\.venv/bin/jaxpar (launch .*?)(?:  +#.*)?$", README.read_text(), re.M
     )
-    return [line for line in found if line.split()[1] in ("local", "slurm", "k8s")]
+    told = ("local", "slurm", "ray", "k8s")
+    return [line for line in found if line.split()[1] in told]
 
 
 @pytest.mark.parametrize("line", launches())
