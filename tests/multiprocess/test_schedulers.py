@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -48,7 +49,8 @@ def slurm() -> Iterator[None]:
     """A controller, a node and their authentication, on this machine."""
     if shutil.which("slurmctld") is None or os.geteuid() != 0:
         missing("no slurm-wlm and munge, or not root")
-    if not _answers():
+    is_ours = not _answers()
+    if is_ours:
         for folder in (
             "/run/munge",
             "/var/log/slurm",
@@ -71,6 +73,9 @@ def slurm() -> Iterator[None]:
         time.sleep(0.5)
     yield
     subprocess.run(["scancel", "--user=root"], check=False)
+    if is_ours:
+        subprocess.run(["scontrol", "shutdown"], check=False)
+        os.kill(int(Path("/run/munge/munged.pid").read_text()), signal.SIGTERM)
 
 
 def _answers() -> bool:
