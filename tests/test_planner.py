@@ -92,7 +92,7 @@ def test_mesh_that_does_not_fit_the_target_is_refused():
 def test_flags_behind_dashes_are_for_plan_alone():
     done = run("schedule", "1f1b", "--stages", 2, "--microbatches", 2, "--", "--x")
     assert done.returncode != 0
-    assert "only plan takes flags after --" in done.stderr
+    assert "only plan and launch take flags after --" in done.stderr
 
 
 def test_environment_names_versions_devices_and_targets():

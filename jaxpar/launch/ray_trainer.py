@@ -170,6 +170,7 @@ class _Launcher:
         self._told = self._before
         self._cause = Outcome("ended", GAVE_UP, "nothing ran", [])
         self._asked: int | None = None
+        self._is_connected = False
         self._report = Report(plan.folder, host=0)
 
     def run(self) -> int:
@@ -183,6 +184,7 @@ class _Launcher:
             session = self._plan.stop.parent
             session.mkdir(mode=0o700)
             at_end.callback(shutil.rmtree, session, ignore_errors=True)
+            self._is_connected = True
             self._notice_signals()  # Ray has put its own in their place.
             failed = self._fit(ray)
         code, why = self._verdict(failed)
@@ -197,6 +199,8 @@ class _Launcher:
         if number == signal.SIGINT and self._asked == signal.SIGINT:
             raise SystemExit(128 + number)  # Asked twice: workers end with Ray's.
         self._asked = number
+        if not self._is_connected:
+            raise SystemExit(STOPPED)  # Ray may try for minutes.
 
     def _fit(self, ray: Any) -> str | None:
         """Attend to the run while Ray has it; what Ray gave up by."""

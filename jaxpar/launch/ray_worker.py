@@ -13,10 +13,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import ray.train  # pyright: ignore[reportMissingImports]
-import ray.util  # pyright: ignore[reportMissingImports]
-from ray.train import collective  # pyright: ignore[reportMissingImports]
-
 from jaxpar.exit_codes import REFUSED
 from jaxpar.launch.contract import Worker
 from jaxpar.launch.group import Group
@@ -43,6 +39,12 @@ def run_worker(config: dict[str, Any]) -> None:
     Raises:
       WorkerFailedError: if starting all workers again may help.
     """
+    import ray.train  # noqa: PLC0415 # pyright: ignore[reportMissingImports] - an extra
+    import ray.util  # noqa: PLC0415 # pyright: ignore[reportMissingImports] - an extra
+    from ray.train import (  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
+        collective,
+    )
+
     plan: Plan = config["plan"]
     context = ray.train.get_context()
     index, address = context.get_world_rank(), ray.util.get_node_ip_address()
