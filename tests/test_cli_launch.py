@@ -74,6 +74,7 @@ def test_what_cant_be_done_is_said_before_anything_starts(
 
 def test_mpi_without_mpiexec_says_what_to_install(script, capsys, monkeypatch) -> None:
     monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
     assert "install an MPI" in refused(capsys, "mpi", script)
 
 

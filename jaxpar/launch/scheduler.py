@@ -6,6 +6,7 @@ Under Slurm and MPI every task is a supervisor, which starts its host's workers.
 import dataclasses
 import os
 import shutil
+import sys
 from collections.abc import Mapping
 
 
@@ -60,12 +61,13 @@ def has_slurm_job(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def require_program(name: str, remedy: str) -> str:
-    """Find a scheduler's program.
+    """Find a scheduler's program: on the path, or where this Python has its own.
 
     Raises:
       FileNotFoundError: if there is none.
     """
-    path = shutil.which(name)
+    own = os.path.dirname(sys.executable)
+    path = shutil.which(name) or shutil.which(name, path=own)
     if path is None:
         raise FileNotFoundError(f"there is no {name!r} on this machine: {remedy}")
     return path

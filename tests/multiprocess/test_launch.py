@@ -63,7 +63,9 @@ def assert_same_end(out: Path, whole: Path, step: int = 12) -> None:
 
 def test_killed_worker_is_back_in_a_minute(whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "killed"
-    with Launched(out, command(out, of_launch=("--processes=2",))) as run:
+    # Slowly, so that step 4 is saved when step 7 is there.
+    args = command(out, "--pause=0.5", of_launch=("--processes=2",))
+    with Launched(out, args) as run:
         run.wait_for_step(7)
         run.kill_a_worker(1)
         began = time.monotonic()
@@ -255,7 +257,7 @@ def test_worker_with_too_few_devices_is_named(tmp_path: Path) -> None:
 
 def test_run_goes_on_without_a_host_that_is_lost(tmp_path: Path) -> None:
     """Two supervisors on one address; one is killed, and its workers with it."""
-    flags = ("--mesh.data=4", "--dropout=0", "--steps=16", "--pause=0.1")
+    flags = ("--mesh.data=4", "--dropout=0", "--steps=16", "--pause=0.5")
     run_to_the_end(tmp_path / "whole", *flags, processes=1)
     out = tmp_path / "run"
     launch = (
