@@ -93,7 +93,8 @@ class Group:
         ]
         while waiting and time.monotonic() < until:
             time.sleep(0.05)
-            waiting = [worker for worker in waiting if not _has_stacks(worker)]
+            # The outermost frame of the main thread comes last.
+            waiting = [w for w in waiting if _OUTERMOST_FRAME not in _stacks(w)]
 
     def end(self) -> None:
         """End what still runs, at once: what it has saved is whole."""
@@ -115,6 +116,7 @@ class Group:
                 step=beat.step,
                 error=read_error(worker),
                 tail=tail(worker.log),
+                stacks=_stacks(worker).splitlines(),
             )
             for worker, beat, code in zip(
                 self.workers, self.beats(), self.codes(), strict=True
@@ -144,8 +146,7 @@ def tail(log: Path) -> list[str]:
     return text.splitlines()[-_TAIL_LINES:]
 
 
-def _has_stacks(worker: Worker) -> bool:
-    """Whether the main thread's stack, which comes last, has been written."""
+def _stacks(worker: Worker) -> str:
     with contextlib.suppress(FileNotFoundError):
-        return _OUTERMOST_FRAME in worker.stacks.read_text(errors="replace")
-    return False
+        return worker.stacks.read_text(encoding="utf-8", errors="replace")
+    return ""

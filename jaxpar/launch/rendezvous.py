@@ -35,6 +35,7 @@ class WorkerEnd:
       step: the last step that it did.
       error: what it said of it, in a line.
       tail: the last lines of its log.
+      stacks: lines of its stacks; none if it was not asked for them.
     """
 
     index: int
@@ -44,6 +45,7 @@ class WorkerEnd:
     step: int | None
     error: str | None
     tail: list[str]
+    stacks: list[str]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,7 +42,7 @@ class Report:
         for host, outcome in sorted(outcomes.items()):
             lines.append(f"host {host}: {outcome.kind}: {outcome.why}")
             for end in outcome.workers:
-                lines += self._worker(attempt, end, told=outcome.kind != "done")
+                lines += _worker(end, told=outcome.kind != "done")
         self._add("\n".join(lines))
         errors = {
             end.error for each in outcomes.values() for end in each.workers if end.error
@@ -53,9 +53,8 @@ class Report:
     def over(self, code: int, why: str) -> None:
         """Tell how the run ended."""
         if code:
-            self.say(
-                f"{why}\nlaunch: ended with code {code}; more in {str(self.path)!r}"
-            )
+            self.say(why)
+            self.say(f"ended with code {code}; more in {str(self.path)!r}")
 
     @contextlib.contextmanager
     def following(self, log: Path) -> Iterator[None]:
@@ -86,23 +85,20 @@ class Report:
             if each["event"] == "slow" and each["time"] >= self._began
         ]
 
-    def _worker(self, attempt: Attempt, end: WorkerEnd, *, told: bool) -> list[str]:
-        code = "ended by the supervisor" if end.code is None else f"code {end.code}"
-        lines = [f"  worker {end.index}: {code}, at {end.at}"]
-        if not told:
-            return lines
-        lines += [f"    | {line}" for line in end.tail]
-        folder = self.path.parent / f"{attempt.number:04d}"
-        stacks = folder / f"worker-{end.index:04d}.stacks.txt"
-        if stacks.exists() and stacks.stat().st_size:
-            lines.append("    stacks:")
-            text = stacks.read_text(encoding="utf-8", errors="replace")
-            lines += [f"    : {line}" for line in text.splitlines()]
-        return lines
-
     def _add(self, text: str) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
+
+
+def _worker(end: WorkerEnd, *, told: bool) -> list[str]:
+    """A worker's end; what it left to read only where it is to be told."""
+    code = "ended by the supervisor" if end.code is None else f"code {end.code}"
+    lines = [f"  worker {end.index}: {code}, at {end.at}"]
+    if told:
+        lines += [f"    | {line}" for line in end.tail]
+        lines += ["    stacks:"] if end.stacks else []
+        lines += [f"    : {line}" for line in end.stacks]
+    return lines
 
 
 def _copy(log: Path, is_over: threading.Event) -> None:

@@ -191,7 +191,7 @@ def test_killed_workers_come_before_those_that_failed_for_want_of_them(
     processes = dict.fromkeys(members, 1)
     attempt = Attempt(1, "run", None, members, processes, planned=4)
     for index, code in ((0, -signal.SIGABRT), (1, 1), (2, -signal.SIGKILL)):
-        end = WorkerEnd(index, code, "step", None, 3, None, [])
+        end = WorkerEnd(index, code, "step", None, 3, None, [], [])
         board = Board(folder, index, 1, "127.0.0.1")
         board.announce(attempt)
         board.tell(outcome=Outcome("failed", 1, f"worker {index}", [end]))

@@ -32,7 +32,7 @@ def boards(folder: Path) -> list[Board]:
 
 def test_members_read_each_other_whole(tmp_path: Path) -> None:
     first, second = boards(tmp_path)
-    end = WorkerEnd(2, -9, "step, step 4", 0, 4, "ValueError: no", ["a", "b"])
+    end = WorkerEnd(2, -9, "step, step 4", 0, 4, "ValueError: no", ["a", "b"], [])
     outcome = Outcome("failed", 1, "worker 2 was killed", [end])
     second.tell(attempt=3, outcome=outcome)
     assert first.member(1) == second.me

@@ -113,7 +113,7 @@ def test_signal_to_the_launcher_saves_and_ends(whole: Path, tmp_path: Path) -> N
         run.process.send_signal(signal.SIGTERM)
         assert run.code() == STOPPED, run.told()
     (event,) = events(out, "stopped")
-    assert event["step"] % 4 or event["step"] < 12
+    assert event["step"] < 12
     run_to_the_end(out, processes=2)
     assert_same_end(out, whole)
 
@@ -141,7 +141,6 @@ def test_worker_that_differs_is_refused_by_name(kind: str, tmp_path: Path) -> No
         "import dataclasses, pathlib\n"
         "import numpy as np\n"
         "from jaxpar.config import parse\n"
-        "from jaxpar.data import Tokens\n"
         "from jaxpar.launch.contract import current\n"
         "from tests.multiprocess import script\n"
         f"if current().index == 1 and {kind == 'code'}:\n"
@@ -152,7 +151,6 @@ def test_worker_that_differs_is_refused_by_name(kind: str, tmp_path: Path) -> No
         f"if current().index == 1 and {kind == 'config'}:\n"
         "    config = dataclasses.replace(config, steps=13)\n"
         f"if current().index == 1 and {kind == 'data'}:\n"
-        "    config = dataclasses.replace(config)\n"
         "    script.np = type('np', (), {**vars(np), 'random': type('r', (), {\n"
         "        'default_rng': staticmethod(lambda _: np.random.default_rng(9))})})\n"
         "script.main(config)\n"
@@ -218,7 +216,7 @@ def test_worker_that_waits_for_its_data_is_named(tmp_path: Path) -> None:
         assert each["memory_gb_max"] >= each["memory_gb_median"] > 0.05
 
 
-@pytest.mark.parametrize("kills", [pytest.param(5), pytest.param(50)])
+@pytest.mark.parametrize("kills", [5, 50])
 def test_soak_of_kills_ends_as_undisturbed(
     kills: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
