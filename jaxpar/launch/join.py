@@ -26,9 +26,16 @@ def join(worker: Worker) -> None:
 
     Raises:
       JoinError: if the coordinator can't be reached, or its port is in use.
-      ValueError: if certificates are given, and this jax can't use them.
+      ValueError: if certificates are given, and this jax can't use them; if it is to be
+        one of several, and is told of no coordinator.
     """
     if worker.coordinator is None:
+        if worker.processes > 1:
+            raise ValueError(
+                f"worker {worker.index} is one of {worker.processes} and is told of no "
+                "coordinator: each would train the whole run by itself. Start workers "
+                "by `jaxpar launch`, which has them join"
+            )
         return
     host, _, port = worker.coordinator.rpartition(":")
     if worker.index == 0:

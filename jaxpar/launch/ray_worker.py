@@ -22,7 +22,6 @@ from jaxpar.launch.security import read_tls, require_secure
 from jaxpar.launch.supervisor import free_port
 from jaxpar.launch.watchdog import Watchdog
 
-_ONE_JOB = Path(__file__).with_name("one_job.py")
 _TELL_SECONDS = 5.0
 
 
@@ -101,7 +100,7 @@ def _attend(plan: Plan, board: Board, attempt: Attempt) -> Outcome:
     if plan.on_cpu:
         os.environ["JAX_PLATFORMS"] = "cpu"
     os.chdir(plan.working_folder)
-    group = Group([worker], (str(_ONE_JOB), *plan.command))
+    group = Group([worker], plan.command)
     # Whether the others live is for Ray to say; who has ended well tells nothing more.
     limits = dataclasses.replace(plan.limits, lost=math.inf)
     watch = Watchdog(group, board, attempt, limits, lambda: _asked(plan))

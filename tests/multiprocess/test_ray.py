@@ -294,7 +294,7 @@ def test_workers_that_would_be_separate_jobs_are_refused(
     out = tmp_path / "separate"
     code, told = end_of(out, *FLAGS, program=SEPARATE + START, cluster=cluster)
     assert code == REFUSED, told
-    assert "of 2 is in a job of 1 process: each would train the whole run" in told
+    assert "of 2 and is told of no coordinator: each would train the whole run" in told
     assert attempts(out) == [1]
     assert not (out / "run.json").exists()
 
