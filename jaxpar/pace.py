@@ -24,7 +24,12 @@ from jax.sharding import PartitionSpec as P
 FIELDS: tuple[str, ...] = ("step_seconds", "data_seconds", "work_seconds", "memory_gb")
 """What every worker tells: of a step, of its wait for data, of the same work."""
 
-_WIDTH, _TURNS = 256, 8
+# Width and turns of the piece of work; on a CPU so narrow that it takes one core.
+_PIECES = {"cpu": (64, 2048)}
+_PIECE = (2048, 8)
+
+_SHARING = 8
+"""CPU workers at most that share a host, and would slow each other's piece down."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,16 +56,20 @@ class Pace:
     Args:
       every: steps between comparisons.
       factor: as slow as this, against the median, is slow.
-      lasting: comparisons in a row that make it persistent.
+      lasting: comparisons in a row that make it persistent: it is slow in their mean,
+        and at least half as much slower in each of them.
     """
 
     def __init__(self, every: int, factor: float, lasting: int = 3):
         self._every = every if jax.process_count() > 1 else 0
-        self._factor, self._lasting = factor, lasting
+        self._factor = factor
         self._waited, self._steps = 0.0, 0
         self._since = time.monotonic()
         self._told: jax.Array | None = None
-        self._in_a_row: collections.Counter[int] = collections.Counter()
+        self._recent: dict[int, collections.deque[float]] = collections.defaultdict(
+            lambda: collections.deque(maxlen=lasting)
+        )
+        self._slow: set[int] = set()
 
     def step(self, step: int, waited: float) -> bool:
         """Count a step.
@@ -82,7 +91,7 @@ class Pace:
         mine = {
             "step_seconds": (now - self._since) / steps,
             "data_seconds": self._waited / steps,
-            "work_seconds": _work_seconds(),
+            "work_seconds": _alone_seconds(),
             "memory_gb": _memory_bytes() / 1e9,
         }
         self._told = _gathered(np.array([mine[name] for name in FIELDS], np.float32))
@@ -112,13 +121,27 @@ class Pace:
                 ("max", max),
             )
         }
-        slow = []
-        for worker, times in enumerate(own_times(by_worker)):
-            is_slow = times > self._factor
-            self._in_a_row[worker] = self._in_a_row[worker] + 1 if is_slow else 0
-            if self._in_a_row[worker] == self._lasting:
-                slow.append(Slow(worker, times, _reason(by_worker, worker)))
+        times = own_times(by_worker)
+        before, self._slow = (
+            self._slow,
+            {w for w, t in enumerate(times) if self._is_slow(w, t)},
+        )
+        slow = [
+            Slow(
+                worker,
+                statistics.fmean(self._recent[worker]),
+                _reason(by_worker, worker),
+            )
+            for worker in sorted(self._slow - before)
+        ]
         return numbers, slow
+
+    def _is_slow(self, worker: int, times: float) -> bool:
+        """Take one more comparison; whether the worker is persistently slow by now."""
+        recent = self._recent[worker]
+        recent.append(times)
+        lasts = len(recent) == recent.maxlen and min(recent) > (1 + self._factor) / 2
+        return lasts and statistics.fmean(recent) > self._factor
 
 
 def own_times(workers: Sequence[Mapping[str, float]]) -> list[float]:
@@ -130,60 +153,88 @@ def own_times(workers: Sequence[Mapping[str, float]]) -> list[float]:
     Returns:
       1 for the median worker, 2 for one that takes twice as long.
     """
-    rests = [each["step_seconds"] - each["data_seconds"] for each in workers]
-    common = max(min(rests), 0.0)
-    usual = statistics.median_low([each["work_seconds"] for each in workers])
-    alone = [
-        each["data_seconds"] + common * each["work_seconds"] / max(usual, 1e-9)
-        for each in workers
-    ]
+    alone = [sum(parts.values()) for parts in _own_parts(workers)]
     median = statistics.median_low(alone)
     return [x / max(median, 1e-9) for x in alone]
 
 
+def _own_parts(workers: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """Seconds of a step that each worker alone would wait, and work."""
+    rests = [each["step_seconds"] - each["data_seconds"] for each in workers]
+    common = max(min(rests), 0.0)
+    usual = statistics.median_low([each["work_seconds"] for each in workers])
+    return [
+        {
+            "data_seconds": each["data_seconds"],
+            "work_seconds": common * each["work_seconds"] / max(usual, 1e-9),
+        }
+        for each in workers
+    ]
+
+
 def _reason(workers: Sequence[Mapping[str, float]], worker: int) -> str:
-    """What of a slow worker stands out most against the median."""
+    """What of a slow worker takes most above the median."""
     words = {
         "data_seconds": "waiting for its data",
         "work_seconds": "the same work on its devices",
     }
-    mine = workers[worker]
-    usual = {n: statistics.median_low([each[n] for each in workers]) for n in words}
-    excess = {
-        "data_seconds": (mine["data_seconds"] - usual["data_seconds"])
-        / max(mine["step_seconds"], 1e-9),
-        "work_seconds": mine["work_seconds"] / max(usual["work_seconds"], 1e-9) - 1,
-    }
-    name = max(excess, key=lambda each: excess[each])
-    return f"{words[name]} took {mine[name]:.3g} s, the others' {usual[name]:.3g} s"
+    parts = _own_parts(workers)
+
+    def excess(name: str) -> float:
+        return parts[worker][name] - statistics.median_low([x[name] for x in parts])
+
+    name = max(words, key=excess)
+    usual = statistics.median_low([each[name] for each in workers])
+    mine = workers[worker][name]
+    return f"{words[name]} took {mine:.3g} s, the others' {usual:.3g} s"
 
 
 @functools.cache
 def _piece_of_work() -> Any:
-    @jax.jit
-    def work(x: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, _TURNS, lambda _, y: jnp.tanh(y @ x), x)
+    @functools.partial(jax.jit, static_argnums=1)
+    def work(x: jax.Array, turns: int) -> jax.Array:
+        return jax.lax.fori_loop(0, turns, lambda _, y: jnp.tanh(y @ x), x)
 
     return work
+
+
+def _alone_seconds() -> float:
+    """As `_work_seconds`, while other workers of this host keep still."""
+    if jax.local_devices()[0].platform != "cpu":
+        return _work_seconds()
+    sharing = min(jax.process_count(), _SHARING)
+    turn, own_turn = _turn_seconds(), jax.process_index() % sharing
+    time.sleep(own_turn * turn)
+    seconds = _work_seconds()
+    time.sleep((sharing - 1 - own_turn) * turn)
+    return seconds
+
+
+@functools.cache
+def _turn_seconds() -> float:
+    """What this process takes for the same work, with some to spare."""
+    return 1.5 * min(_work_seconds() for _ in range(3))
 
 
 def _work_seconds() -> float:
     """The longest that one of this process's devices takes for the same work."""
     work, longest = _piece_of_work(), 0.0
     for device in jax.local_devices():
-        piece = _piece(device.id)
+        piece, turns = _piece(device.id)
         began = time.monotonic()
-        jax.block_until_ready(work(piece))
+        jax.block_until_ready(work(piece, turns))
         longest = max(longest, time.monotonic() - began)
     return longest
 
 
 @functools.cache
-def _piece(device_id: int) -> jax.Array:
+def _piece(device_id: int) -> tuple[jax.Array, int]:
     device = next(d for d in jax.local_devices() if d.id == device_id)
-    piece = jax.device_put(np.eye(_WIDTH, dtype=np.float32), device)
-    jax.block_until_ready(_piece_of_work()(piece))  # Compiles, which must not count.
-    return piece
+    width, turns = _PIECES.get(device.platform, _PIECE)
+    piece = jax.device_put(np.eye(width, dtype=np.float32), device)
+    # Compiles, which must not count.
+    jax.block_until_ready(_piece_of_work()(piece, turns))
+    return piece, turns
 
 
 def _memory_bytes() -> float:

@@ -29,7 +29,7 @@ class Recovery:
     """Rollbacks after which a run stops instead."""
     probe_every: int = 100
     """Steps between comparisons of replicated arrays over the devices. 0: never."""
-    compare_every: int = 5
+    compare_every: int = 4
     """Steps between comparisons of the workers' speed. 0: never."""
     slow: float = 1.5
     """A worker that takes so many times as long as the others' median, in three

@@ -94,12 +94,13 @@ class Launched:
         folder = self.out / "launch" / f"{self.attempt():04d}"
         return read_pulse(folder / f"worker-{worker:04d}.pulse")
 
-    def wait_for_step(self, step: int) -> None:
-        def reached() -> bool:
-            beat = self.beat()
-            return beat is not None and beat.step is not None and beat.step >= step
+    def is_at(self, step: int) -> bool:
+        """Whether it is at a step, or further."""
+        beat = self.beat()
+        return beat is not None and beat.step is not None and beat.step >= step
 
-        self.until(reached, f"step {step}")
+    def wait_for_step(self, step: int) -> None:
+        self.until(lambda: self.is_at(step), f"step {step}")
 
     def has_gained(self) -> bool:
         """Whether the attempt is a step further than where it went on from."""

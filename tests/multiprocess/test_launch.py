@@ -99,7 +99,7 @@ def test_stopped_worker_is_found_within_the_limit(whole: Path, tmp_path: Path) -
     assert limit <= seconds < 1.1 * limit + 3, "3 s to write stacks and end the group"
     assert re.search(r"worker 1 .*above the limit of 10 s \(the process was st", report)
     late = re.search(r"was at \w+, step \d+ for (\d+\.\d) s", report)
-    assert limit < float(late[1]) < 1.1 * limit
+    assert limit <= float(late[1]) < 1.1 * limit
     stacks = report.split("attempt 2")[0]
     assert stacks.count("stacks:") == 2
     assert stacks.count("_run_module_as_main") == 2
@@ -170,17 +170,19 @@ def test_worker_that_differs_is_refused_by_name(kind: str, tmp_path: Path) -> No
 
 
 def test_slow_worker_is_named_within_twenty_steps(tmp_path: Path) -> None:
-    """Stopped for half of the time, in turns far shorter than a step."""
+    """Stopped for half of the time, in turns shorter than what is measured."""
     out = tmp_path / "slow"
-    flags = ("--steps=400", "--save-every=400", "--pause=0.02")
+    flags = ("--steps=400", "--save-every=400")
     with Launched(out, command(out, *flags, of_launch=("--processes=2",))) as run:
         run.wait_for_step(10)
         slowed, began = run.workers()[1], run.beat().step
-        while "slow at step" not in run.told() and run.beat().step < began + 40:
+        while "slow at step" not in run.told() and not run.is_at(began + 40):
+            until = time.monotonic() + 0.006
             slowed.suspend()
-            time.sleep(0.004)
+            time.sleep(0.003)
             slowed.resume()
-            time.sleep(0.004)
+            # As long as it was stopped, whatever the calls take.
+            time.sleep(max(0.0, until - time.monotonic()))
         assert "slow at step" in run.told(), run.told()
     (event,) = events(out, "slow")
     assert event["worker"] == 1
