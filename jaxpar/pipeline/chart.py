@@ -1,10 +1,8 @@
 """How is a schedule shown: as text that fits a terminal, or drawn to scale?"""
 
 import dataclasses
-import importlib
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 from rich.console import Group
@@ -12,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxpar.pipeline.schedule import IDLE, Schedule, cost, kept
+from jaxpar.plotting import import_matplotlib
 
 # Work -> letter and colour in the terminal, colour and name in the drawing.
 LETTERS = {"forward": "F", "backward": "B", "weight": "W"}
@@ -202,7 +201,7 @@ def draw(
       ModuleNotFoundError: if matplotlib is missing.
       OSError: if `file` can't be written.
     """
-    figure_module = _import_matplotlib()
+    figure_module = import_matplotlib()
     found = boxes(schedule, times)
     cost_found = cost(schedule, **times)
     shortest = min(box.length for box in found)
@@ -271,14 +270,3 @@ def _shade(colour: str, chunk: int, schedule: Schedule) -> tuple[float, ...]:
     pale = 0.6 * chunk / schedule.num_chunks
     parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return tuple(part + (1 - part) * pale for part in parts)
-
-
-def _import_matplotlib() -> Any:
-    try:
-        return importlib.import_module("matplotlib.figure")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "--png needs matplotlib, which is not installed; run pip install "
-            "'jaxpar[plot]', or leave --png out.",
-            name=error.name,
-        ) from error

@@ -1,7 +1,6 @@
 """How is a plan drawn: one picture, of the panels that it has numbers for."""
 
 import contextlib
-import importlib
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 from jaxpar.plan.bars import INK, MARGIN, MUTED, WIDTH
 from jaxpar.plan.panels import panels
 from jaxpar.plan.plan import Plan
+from jaxpar.plotting import import_matplotlib
 
 FORMATS: Mapping[str, Mapping[str, None]] = MappingProxyType(
     {
@@ -85,7 +85,7 @@ def check_path(path: Path, suffixes: Sequence[str] = tuple(FORMATS)) -> None:
       ValueError: if it ends in none of `suffixes`.
       FileNotFoundError: if its folder does not exist.
     """
-    _import("matplotlib.figure")
+    import_matplotlib("matplotlib.figure")
     if path.suffix.lower() not in suffixes:
         raise ValueError(f"path={str(path)!r} must end in {' or '.join(suffixes)}.")
     if not path.parent.is_dir():
@@ -118,7 +118,7 @@ def as_svg(plan: Plan, name: str) -> str:
 @contextlib.contextmanager
 def styled() -> Iterator[None]:
     """Draw in our style, whatever the user's own is."""
-    matplotlib = _import("matplotlib")
+    matplotlib = import_matplotlib("matplotlib")
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_STYLE)
@@ -140,7 +140,7 @@ def make_figure(plan: Plan, names: Sequence[str] = ()) -> Any:
     shown = [found[name] for name in names or found]
     top, strip = (MARGIN / 2, 0.0) if names else (HEADING, TITLE)
     height = top + sum(strip + panel.inches + panel.below for panel in shown)
-    figure = _import("matplotlib.figure").Figure(figsize=(WIDTH, height))
+    figure = import_matplotlib("matplotlib.figure").Figure(figsize=(WIDTH, height))
 
     def write(x: float, down: float, text: str, **style: Any) -> None:
         figure.text(x / WIDTH, 1 - down / height, text, va="top", **style)
@@ -172,14 +172,3 @@ def headline(plan: Plan) -> tuple[str, str]:
         f"{mesh}; ZeRO {plan.zero}; {plan.precision}; {plan.num_params:,} parameters; "
         f"compiled for {plan.compiled_for}",
     )
-
-
-def _import(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "a plan's picture needs matplotlib, which is not installed; run pip "
-            "install 'jaxpar[plot]', or leave --png and --html out.",
-            name=error.name,
-        ) from error
