@@ -21,6 +21,13 @@ SCRIPT = ROOT / "tests/multiprocess/script.py"
 LIMIT_SECONDS = 240
 
 
+def missing(what: str) -> None:
+    """Skip a test for what is not here; on the lane that must have it, fail."""
+    if "JAXPAR_SCHEDULERS_REQUIRED" in os.environ:
+        pytest.fail(f"{what}, and this lane must have it")
+    pytest.skip(what)
+
+
 def environment() -> dict[str, str]:
     return {
         **os.environ,

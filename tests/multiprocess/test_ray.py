@@ -35,6 +35,7 @@ from tests.multiprocess.launching import (
     Launched,
     environment,
     final_files,
+    missing,
 )
 from tests.multiprocess.test_training import ROOT
 from tests.runs import events, losses
@@ -42,10 +43,7 @@ from tests.runs import events, losses
 pytestmark = [
     pytest.mark.multiprocess,
     pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("ray") is None,
-        reason="needs Ray Train: pip install jaxpar[ray]",
-    ),
+    pytest.mark.usefixtures("ray"),
 ]
 
 # Of Ray's, some wait a minute for the others when the launcher is killed.
@@ -73,6 +71,12 @@ def import_and_separate():
     return ray
 ray_cluster.import_ray = import_and_separate
 """
+
+
+@pytest.fixture(scope="session")
+def ray() -> None:
+    if importlib.util.find_spec("ray") is None:
+        missing("needs Ray Train: pip install jaxpar[ray]")
 
 
 @dataclasses.dataclass(frozen=True)

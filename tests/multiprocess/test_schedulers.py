@@ -21,6 +21,7 @@ from tests.multiprocess.launching import (
     SCRIPT,
     Launched,
     environment,
+    missing,
     run_to_the_end,
 )
 from tests.multiprocess.test_launch import assert_same_end
@@ -28,7 +29,6 @@ from tests.multiprocess.test_training import ROOT
 from tests.runs import events, losses
 
 CONFIG = ROOT / "tests/multiprocess/slurm.conf"
-IS_REQUIRED = "JAXPAR_SCHEDULERS_REQUIRED" in os.environ
 LIMIT_SECONDS = 240
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -36,12 +36,6 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 def jaxpar(*words: str) -> list[str]:
     return [sys.executable, "-m", "jaxpar", *words]
-
-
-def missing(what: str) -> None:
-    if IS_REQUIRED:
-        pytest.fail(f"{what}, and this lane must have it")
-    pytest.skip(what)
 
 
 @pytest.fixture(scope="session")
