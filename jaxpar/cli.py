@@ -16,6 +16,7 @@ from rich.console import Console
 
 from jaxpar.cli_ckpt import Ckpt, run_ckpt
 from jaxpar.cli_launch import StartRun, start_run
+from jaxpar.cli_layout import ShowLayout, show_layout
 from jaxpar.cli_plan import ShowPlan, show_plan
 from jaxpar.pipeline.chart import draw, report
 
@@ -98,6 +99,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], None]]] = {
     "ckpt": (Ckpt, run_ckpt),
     "env": (ShowEnvironment, show_environment),
     "launch": (StartRun, start_run),
+    "layout": (ShowLayout, show_layout),
     "plan": (ShowPlan, show_plan),
     "schedule": (ShowSchedule, show_schedule),
 }

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # A file imports from lower layers or from its own folder. An entry is a file or a
 # folder of jaxpar/; a layer is as low as what its entries are built on allows.
 LAYERS = (
-    ("types", "compat", "jaxprs", "residuals", "exit_codes"),
+    ("types", "compat", "jaxprs", "residuals", "exit_codes", "plotting"),
     ("tree", "dependence"),
     ("mesh", "replicas", "stopping", "watch"),
     ("sharding", "metrics", "launch", "xla_settings"),
@@ -40,7 +40,7 @@ LAYERS = (
     ("initialization",),
     ("run", "planner", "environment", "testing"),
     ("searcher", "training"),
-    ("cli_ckpt", "cli_launch", "cli_plan"),
+    ("cli_ckpt", "cli_launch", "cli_layout", "cli_plan"),
     ("cli",),
     ("__init__", "__main__"),
 )

@@ -1,0 +1,22 @@
+"""Patterns of sparse attention: which blocks of a sequence see which."""
+
+from jaxpar.sparse_attention.layouts import SparsityPattern, make_layout
+from jaxpar.sparse_attention.patterns import (
+    BigBird,
+    BSLongformer,
+    Dense,
+    Fixed,
+    LocalSlidingWindow,
+    Variable,
+)
+
+__all__ = [
+    "BSLongformer",
+    "BigBird",
+    "Dense",
+    "Fixed",
+    "LocalSlidingWindow",
+    "SparsityPattern",
+    "Variable",
+    "make_layout",
+]

@@ -1,0 +1,88 @@
+"""Which blocks of a sequence does a pattern make active: DeepSpeed's, made right.
+
+Where attention is unidirectional no block lies in the future; what is the future
+inside a block on the diagonal is for the plan, which is made causal.
+
+Differs: DeepSpeed's fixed and variable patterns keep blocks in the future (all global
+blocks of a window but the first; random ones), it attends to the future inside
+diagonal blocks unless another mask is given, its dense pattern knows no direction, its
+random blocks follow Python's global seed, and indices beyond the sequence are dropped
+without a word.
+"""
+
+import functools
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from kernels_pallas.block_sparse_attention import BlockLayout
+
+
+@runtime_checkable
+class SparsityPattern(Protocol):
+    """What all patterns have."""
+
+    @property
+    def num_heads(self) -> int:
+        """Attention heads."""
+        ...
+
+    @property
+    def block(self) -> int:
+        """Tokens along each side of a block."""
+        ...
+
+    @property
+    def attention(self) -> str:
+        """Unidirectional, or bidirectional: a query sees what comes after it."""
+        ...
+
+    def heads_alike(self) -> bool:
+        """Whether one head's blocks are those of all."""
+        ...
+
+    def blocks_of(self, head: int, num_blocks: int) -> np.ndarray:
+        """Work out one head's blocks [Q, K], of the past and of the future."""
+        ...
+
+
+@functools.lru_cache(maxsize=64)
+def make_layout(pattern: SparsityPattern, seq_len: int) -> BlockLayout:
+    """Work out the active blocks of a sequence.
+
+    Args:
+      pattern: one of `jaxpar.sparse_attention`'s, or anything hashable that has what
+        they have.
+      seq_len: tokens, a multiple of the pattern's block.
+
+    Returns:
+      The layout, of the pattern's number of heads; the same object for the same
+      arguments.
+
+    Raises:
+      ValueError: if the block does not divide the sequence, or the pattern names
+        blocks that the sequence does not have.
+
+    Example:
+      >>> from jaxpar.sparse_attention import LocalSlidingWindow
+      >>> layout = make_layout(LocalSlidingWindow(num_heads=2), 64)
+      >>> layout.blocks[0].astype(int)
+      array([[1, 0, 0, 0],
+             [1, 1, 0, 0],
+             [0, 1, 1, 0],
+             [0, 0, 1, 1]])
+    """
+    num_blocks, rest = divmod(seq_len, pattern.block)
+    if rest or num_blocks < 1:
+        above = (num_blocks + 1) * pattern.block
+        raise ValueError(
+            f"seq_len={seq_len}: not a multiple of block={pattern.block}; pad the "
+            f"sequence to {above} tokens, or choose a block that divides it."
+        )
+    distinct = 1 if pattern.heads_alike() else pattern.num_heads
+    heads = [pattern.blocks_of(head, num_blocks) for head in range(distinct)]
+    blocks_NQK = np.stack(heads)
+    if pattern.attention == "unidirectional":
+        blocks_NQK &= np.tri(num_blocks, dtype=bool)
+    shape = (pattern.num_heads, num_blocks, num_blocks)
+    return BlockLayout(np.broadcast_to(blocks_NQK, shape), pattern.block)

@@ -1,0 +1,175 @@
+"""What do users call: block-sparse attention with its arguments checked."""
+
+import dataclasses
+import math
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.backend import Choice, choose
+from kernels_pallas.block_sparse_attention import reference
+from kernels_pallas.block_sparse_attention.operands import Limits
+from kernels_pallas.block_sparse_attention.plan import Plan
+from kernels_pallas.block_sparse_attention.vjp import Implementation, attend
+
+Segments = Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]]
+"""Of each token, or of each query and each key."""
+
+_IMPLEMENTATIONS = {
+    "reference": Implementation(reference.forward, reference.backward),
+}
+
+
+@overload
+def block_sparse_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    plan: Plan,
+    *,
+    scale: float | None = None,
+    segment_ids: Segments | None = None,
+    kv_seq_lens: Int[Array, "B"] | None = None,
+    first_head: Int[Array, ""] | None = None,
+    return_lse: Literal[False] = False,
+    implementation: Choice | None = None,
+) -> Float[Array, "B T N H"]: ...
+
+
+@overload
+def block_sparse_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    plan: Plan,
+    *,
+    scale: float | None = None,
+    segment_ids: Segments | None = None,
+    kv_seq_lens: Int[Array, "B"] | None = None,
+    first_head: Int[Array, ""] | None = None,
+    return_lse: Literal[True],
+    implementation: Choice | None = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]: ...
+
+
+def block_sparse_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    plan: Plan,
+    *,
+    scale: float | None = None,
+    segment_ids: Segments | None = None,
+    kv_seq_lens: Int[Array, "B"] | None = None,
+    first_head: Int[Array, ""] | None = None,
+    return_lse: bool = False,
+    implementation: Choice | None = None,
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """Attend to the active blocks of a layout.
+
+    The softmax of the scores that the plan's layout, its causality and the limits
+    leave; scores of other blocks are not worked out. A query that sees nothing gives
+    0, and takes a gradient of 0. Sums are in fp32.
+
+    Args:
+      q: queries.
+      k: keys; K divides N, and each key's head serves N / K heads of queries.
+      v: values.
+      plan: the active blocks of T queries and S keys, by `make_plan`.
+      scale: of the scores; None for 1 / sqrt(H).
+      segment_ids: a query sees only keys of its own segment; a pair where queries and
+        keys have different ones.
+      kv_seq_lens: keys of each sequence that are there, the first ones; None for all.
+      first_head: where `q` has some of the plan's heads, the number of the first; None
+        where it has all.
+      return_lse: give the logarithm of each softmax's sum as well.
+      implementation: who works it out; None for the fastest that runs here.
+
+    Returns:
+      The result, in the dtype of `q`; and, where asked for, the logarithms, in fp32,
+      -inf for a query that sees nothing.
+
+    Raises:
+      ValueError: if the shapes do not belong together, or not to the plan, or the
+        implementation asked for does not run here.
+
+    Example:
+      >>> import numpy as np
+      >>> from kernels_pallas.block_sparse_attention import BlockLayout, make_plan
+      >>> layout = BlockLayout(np.tri(2, dtype=bool), block=128)
+      >>> plan = make_plan(layout, 256, 256, causal=True)
+      >>> x = jax.random.normal(jax.random.key(0), (1, 256, 2, 64))
+      >>> block_sparse_attention(x, x, x, plan).shape
+      (1, 256, 2, 64)
+    """
+    _check_shapes(q, k, v, plan)
+    _check_heads(q, k, plan, is_part=first_head is not None)
+    limits = _limits(q, k, segment_ids, kv_seq_lens)
+    limits = dataclasses.replace(limits, first_head=first_head)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    chosen = _IMPLEMENTATIONS[choose("block_sparse_attention", implementation)]
+    both: Any = attend(q, k, v, limits, plan, scale, chosen)
+    return both if return_lse else both[0]
+
+
+def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, plan: Plan) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(
+                f"{name}: has shape {x.shape}; it must be [batch, tokens, heads, head "
+                "size]."
+            )
+    if k.shape != v.shape:
+        raise ValueError(
+            f"k and v: have shapes {k.shape} and {v.shape}; give equal ones."
+        )
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"q and k: have shapes {q.shape} and {k.shape}; batch and head size must "
+            "be the same."
+        )
+    if (plan.seq_q, plan.seq_k) != (q.shape[1], k.shape[1]):
+        raise ValueError(
+            f"plan: made for {plan.seq_q} queries and {plan.seq_k} keys, but q and k "
+            f"have {q.shape[1]} and {k.shape[1]}; call make_plan with these lengths."
+        )
+
+
+def _check_heads(q: jax.Array, k: jax.Array, plan: Plan, *, is_part: bool) -> None:
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"q and k: {q.shape[2]} heads of queries can't share {k.shape[2]} heads of "
+            "keys; the number of the former must be a multiple."
+        )
+    fits = is_part and plan.num_heads % q.shape[2] == 0
+    if plan.num_heads not in (1, q.shape[2]) and not fits:
+        raise ValueError(
+            f"plan: of a layout of {plan.num_heads} heads, but q has {q.shape[2]}; "
+            "make the layout for as many, or for one head that all share."
+        )
+
+
+def _limits(
+    q: jax.Array,
+    k: jax.Array,
+    segment_ids: Segments | None,
+    kv_seq_lens: jax.Array | None,
+) -> Limits:
+    pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids,) * 2
+    for name, x, of in (("queries", pair[0], q), ("keys", pair[1], k)):
+        if x is not None and x.shape != of.shape[:2]:
+            raise ValueError(
+                f"segment_ids: has shape {x.shape} for {name} of shape {of.shape}; it "
+                f"must be [batch, tokens], {of.shape[:2]}. Give a pair where queries "
+                "and keys differ."
+            )
+    if kv_seq_lens is not None and kv_seq_lens.shape != k.shape[:1]:
+        raise ValueError(
+            f"kv_seq_lens: has shape {kv_seq_lens.shape}; give one length for each of "
+            f"{k.shape[0]} sequences."
+        )
+    given = (*pair, kv_seq_lens)
+    of_q, of_k, lens = (None if x is None else x.astype(jnp.int32) for x in given)
+    return Limits(of_q, of_k, lens)

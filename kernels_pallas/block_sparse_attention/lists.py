@@ -1,0 +1,116 @@
+"""In which order are the active tiles worked on: lists of work for a grid.
+
+A row of a tiled matrix has the active tiles that lie in it. A program of the grid
+takes one *item*: a row, or a piece of a row that is so long that it would outlast the
+rest of the grid.
+"""
+
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lists:
+    """Items, and the active tiles of each.
+
+    The first dim G of every array is 1 where all heads have the same tiles, else the
+    number of heads. Heads with fewer items or tiles than others are filled up.
+
+    Attributes:
+      row: [G, I], the row of each item, the longest items first; -1 where a head has
+        no more.
+      start: [G, I], where its tiles begin among the head's.
+      count: [G, I], how many it has; 0 for a row without active tiles.
+      full: [G, I], how many of them, the first ones, need no mask.
+      part: [G, I], which partial result it makes; -1 where the item is a whole row.
+      part_row: [G, P], the row of each partial result; -1 where a head has no more.
+      tile_row: [G, E], the row of each tile, in order; R, one more than there are,
+        where a head has no more tiles.
+      column: [G, E], the column of each tile.
+      mask: [G, E], which of the plan's masks a tile has.
+    """
+
+    row: np.ndarray
+    start: np.ndarray
+    count: np.ndarray
+    full: np.ndarray
+    part: np.ndarray
+    part_row: np.ndarray
+    tile_row: np.ndarray
+    column: np.ndarray
+    mask: np.ndarray
+
+    @property
+    def num_parts(self) -> int:
+        """Partial results of a head, at most."""
+        return self.part_row.shape[1]
+
+
+def make_lists(
+    active: np.ndarray, full: np.ndarray, mask: np.ndarray, *, longest: int | None
+) -> Lists:
+    """List the active tiles of every row.
+
+    Args:
+      active: [G, R, C] booleans.
+      full: [G, R, C], which of them need no mask.
+      mask: [G, R, C], the number of each tile's mask.
+      longest: tiles of an item at most; None for twice the mean row, and 16 at least.
+
+    Returns:
+      The lists; in each row full tiles come first, each kind from left to right.
+    """
+    if longest is None:
+        longest = max(16, int(np.ceil(2 * active.sum(-1).mean())))
+    heads = [
+        _list_head(*arrays, longest) for arrays in zip(active, full, mask, strict=True)
+    ]
+    fill = {"row": -1, "part": -1, "part_row": -1, "tile_row": active.shape[1]}
+    return Lists(
+        **{
+            name: _stack([head[name] for head in heads], fill.get(name, 0))
+            for name in heads[0]
+        }
+    )
+
+
+def _list_head(
+    active: np.ndarray, full: np.ndarray, mask: np.ndarray, longest: int
+) -> dict[str, np.ndarray]:
+    rows, columns = np.nonzero(active)
+    order = np.lexsort((columns, ~full[rows, columns], rows))
+    rows, columns = rows[order], columns[order]
+    counts, fulls = active.sum(1), (active & full).sum(1)
+    starts = np.cumsum(counts) - counts
+    pieces = np.maximum(1, -(-counts // longest))
+    row = np.repeat(np.arange(len(counts)), pieces)
+    first = np.cumsum(pieces) - pieces
+    # Pieces of a row are as long as each other, within one.
+    piece, of = np.arange(len(row)) - first[row], pieces[row]
+    begin = counts[row] * piece // of
+    count = counts[row] * (piece + 1) // of - begin
+    part = np.where(of > 1, np.cumsum(of > 1) - 1, -1)
+    by_length = np.argsort(-count, kind="stable")
+    items = {
+        "row": row,
+        "start": starts[row] + begin,
+        "count": count,
+        "full": np.clip(fulls[row] - begin, 0, count),
+        "part": part,
+    }
+    return {
+        **{name: values[by_length] for name, values in items.items()},
+        "part_row": row[part >= 0],
+        "tile_row": rows,
+        "column": columns,
+        "mask": mask[rows, columns],
+    }
+
+
+def _stack(heads: list[np.ndarray], fill: int) -> np.ndarray:
+    width = max(len(head) for head in heads)
+    padded = [
+        np.pad(head, (0, width - len(head)), constant_values=fill) for head in heads
+    ]
+    return np.stack(padded).astype(np.int32)

@@ -1,0 +1,237 @@
+"""How is a layout worked off on tiles: what each program of the kernels is given."""
+
+import dataclasses
+import functools
+import math
+import warnings
+
+import numpy as np
+
+from kernels_pallas.block_sparse_attention.layout import BlockLayout
+from kernels_pallas.block_sparse_attention.lists import Lists, make_lists
+
+COARSE = 2.0
+"""Work on tiles over work on blocks above which a plan warns."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Tokens that a step of a kernel takes along each side of the matrix.
+
+    Attributes:
+      q: queries.
+      k: keys.
+    """
+
+    q: int = 128
+    k: int = 128
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """The work of block-sparse attention, fixed before anything is compiled.
+
+    Two plans are the same only if they are one object, so that a plan can be a static
+    argument of a compiled function.
+
+    Attributes:
+      rows: for each tile of queries the tiles of keys: the forward pass and dq.
+      columns: for each tile of keys the tiles of queries: dk and dv.
+      masks: [M, tile.q / b, tile.k / b] booleans, the blocks of a tile that are active,
+        with b the smaller of tile and block; the first is of all.
+      seq_q: queries, T.
+      seq_k: keys, S.
+      causal: whether a query sees only keys at or before its own position.
+      tile: the tiles of the lists.
+      block: tokens along each side of the layout's blocks.
+      active_blocks: active blocks, in the past where causal, over all blocks.
+      active_tiles: active tiles over all tiles.
+    """
+
+    rows: Lists
+    columns: Lists
+    masks: np.ndarray
+    seq_q: int
+    seq_k: int
+    causal: bool
+    tile: Tile
+    block: int
+    active_blocks: float
+    active_tiles: float
+
+    @property
+    def num_heads(self) -> int:
+        """Heads that the plan is of; 1 where it is of any number."""
+        return self.rows.row.shape[0]
+
+    @property
+    def tiles_q(self) -> int:
+        """Tiles of queries."""
+        return -(-self.seq_q // self.tile.q)
+
+    @property
+    def tiles_k(self) -> int:
+        """Tiles of keys."""
+        return -(-self.seq_k // self.tile.k)
+
+
+@functools.lru_cache(maxsize=64)
+def make_plan(
+    layout: BlockLayout,
+    seq_q: int,
+    seq_k: int,
+    *,
+    causal: bool,
+    tile: Tile | None = None,
+    longest: int | None = None,
+) -> Plan:
+    """Plan block-sparse attention.
+
+    Args:
+      layout: the active blocks; its last block may go beyond the sequence.
+      seq_q: queries, T.
+      seq_k: keys, S.
+      causal: a query sees no key after its own position; T and S are then equal.
+      tile: what a step of a kernel takes; None for 128 x 128.
+      longest: active tiles in a row, or column, above which it is shared out among
+        several programs; None for twice the mean, and 16 at least.
+
+    Returns:
+      The plan; the same object for the same arguments.
+
+    Raises:
+      ValueError: if the layout is not of these lengths, or blocks and tiles do not
+        nest, or `longest` is below 1.
+
+    Warns:
+      UserWarning: if the active tiles are more than twice the active blocks: the
+        kernels work out whole tiles.
+
+    Example:
+      >>> layout = BlockLayout(np.tri(4, dtype=bool), block=64)
+      >>> plan = make_plan(layout, 256, 256, causal=True, tile=Tile(64, 64))
+      >>> plan.active_tiles, plan.rows.count
+      (0.625, array([[4, 3, 2, 1]], dtype=int32))
+    """
+    tile = Tile() if tile is None else tile
+    _check(layout, seq_q, seq_k, causal=causal, tile=tile, longest=longest)
+    blocks = layout.distinct
+    if causal:
+        blocks = blocks & np.tri(blocks.shape[1], dtype=bool)
+    tiles = _Tiles.of(blocks, layout.block, tile, seq_q, seq_k)
+    active = tiles.any()
+    first_q = tile.q * np.arange(active.shape[1])[:, None]
+    first_k = tile.k * np.arange(active.shape[2])
+    if causal:
+        active &= first_k < first_q + tile.q
+    masks, mask = tiles.masks(active)
+    full = active & (mask == 0) & (first_k + tile.k <= seq_k)
+    if causal:
+        full &= first_k + tile.k - 1 <= first_q
+    transposed = [array.swapaxes(1, 2) for array in (active, full, mask)]
+    plan = Plan(
+        rows=make_lists(active, full, mask, longest=longest),
+        columns=make_lists(*transposed, longest=longest),
+        masks=masks,
+        seq_q=seq_q,
+        seq_k=seq_k,
+        causal=causal,
+        tile=tile,
+        block=layout.block,
+        active_blocks=float(blocks.mean()),
+        active_tiles=float(active.mean()),
+    )
+    _warn_if_coarse(plan)
+    return plan
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiles:
+    """Blocks, or pieces of blocks, of every tile: [G, tiles q, bq, tiles k, bk]."""
+
+    pieces: np.ndarray
+
+    @classmethod
+    def of(
+        cls, blocks: np.ndarray, block: int, tile: Tile, seq_q: int, seq_k: int
+    ) -> "_Tiles":
+        # Along a side a tile is several blocks, or a piece of one.
+        shape = [len(blocks)]
+        for axis, (size, seq) in enumerate(((tile.q, seq_q), (tile.k, seq_k)), start=1):
+            num_tiles, per_tile = -(-seq // size), max(1, size // block)
+            blocks = blocks.repeat(max(1, block // size), axis)
+            blocks = blocks.take(
+                range(min(num_tiles * per_tile, blocks.shape[axis])), axis
+            )
+            padding = [(0, 0)] * 3
+            padding[axis] = (0, num_tiles * per_tile - blocks.shape[axis])
+            blocks = np.pad(blocks, padding)
+            shape += [num_tiles, per_tile]
+        return cls(blocks.reshape(shape))
+
+    def any(self) -> np.ndarray:
+        return self.pieces.any((2, 4))
+
+    def masks(self, active: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """List the distinct masks, that of all blocks first; which one a tile has."""
+        by_tile = self.pieces.swapaxes(2, 3)
+        shape = by_tile.shape[3:]
+        found = by_tile[active].reshape(-1, math.prod(shape))
+        # Complemented, so that the mask of all blocks is the first in the order.
+        nothing_hidden = np.zeros_like(found[:1], shape=(1, found.shape[1]))
+        hidden = np.concatenate([nothing_hidden, ~found])
+        distinct, inverse = np.unique(hidden, axis=0, return_inverse=True)
+        mask = np.zeros(active.shape, np.int32)
+        mask[active] = inverse.reshape(-1)[1:]
+        return ~distinct.reshape(-1, *shape), mask
+
+
+def _check(
+    layout: BlockLayout,
+    seq_q: int,
+    seq_k: int,
+    *,
+    causal: bool,
+    tile: Tile,
+    longest: int | None,
+) -> None:
+    _, blocks_q, blocks_k = layout.blocks.shape
+    for name, seq, num_blocks in (
+        ("seq_q", seq_q, blocks_q),
+        ("seq_k", seq_k, blocks_k),
+    ):
+        if seq < 1 or -(-seq // layout.block) != num_blocks:
+            raise ValueError(
+                f"{name}={seq}: the layout has {num_blocks} blocks of {layout.block} "
+                f"tokens, for {(num_blocks - 1) * layout.block + 1} to "
+                f"{num_blocks * layout.block}; make a layout for this length."
+            )
+    if causal and seq_q != seq_k:
+        raise ValueError(
+            f"causal=True with seq_q={seq_q} and seq_k={seq_k}: positions of queries "
+            "and keys are the same ones; give equal lengths."
+        )
+    for name, size in (("q", tile.q), ("k", tile.k)):
+        if size < 1 or (size % layout.block and layout.block % size):
+            raise ValueError(
+                f"tile.{name}={size}: does not nest with blocks of {layout.block}; one "
+                f"must be a multiple of the other, as {_sizes_that_nest(layout.block)}."
+            )
+    if longest is not None and longest < 1:
+        raise ValueError(f"longest={longest}: must be 1 tile or more, or None.")
+
+
+def _sizes_that_nest(block: int) -> str:
+    near = [size for size in (32, 64, 128, 256) if not (size % block and block % size)]
+    return ", ".join(map(str, near or [block, 2 * block]))
+
+
+def _warn_if_coarse(plan: Plan) -> None:
+    if plan.active_tiles > COARSE * plan.active_blocks:
+        warnings.warn(
+            f"blocks of {plan.block} on tiles of {plan.tile.q} x {plan.tile.k}: "
+            f"{plan.active_blocks:.1%} of blocks are active, but they lie in "
+            f"{plan.active_tiles:.1%} of tiles, and whole tiles are worked out; larger "
+            "blocks, or a smaller tile, leave less to do.",
+            stacklevel=3,
+        )
