@@ -17,7 +17,9 @@ from jaxpar.mesh import DATA, TENSOR
 from jaxpar.models.causal_attention import causal_attention
 from jaxpar.models.layers import Dense
 from jaxpar.models.planned_attention import planned_attention
+from jaxpar.models.sparse_attention import sparse_attention
 from jaxpar.sharding.constrain import constrain
+from jaxpar.sparse_attention import SparsityPattern
 
 Implementation = Literal["xla", "cudnn", "blocked", "planned"]
 Rotation = tuple[Float[Array, "#B T half"], Float[Array, "#B T half"]]
@@ -187,7 +189,8 @@ class Attention(nnx.Module):
       bias: whether the projections of queries, values and output have one.
       output_stddev: of the output projection, whose result joins the residual.
       flatten: as in `Dense`.
-      implementation: "auto", "xla", "cudnn" or "blocked".
+      implementation: "auto", "xla", "cudnn" or "blocked"; or a pattern of
+        `jaxpar.sparse_attention`, whose blocks alone are attended to.
       rngs: for the ``params`` stream.
     """
 
@@ -200,7 +203,7 @@ class Attention(nnx.Module):
         bias: bool,
         output_stddev: float,
         flatten: bool = True,
-        implementation: str = "auto",
+        implementation: str | SparsityPattern = "auto",
         rngs: nnx.Rngs,
     ):
         self.head_size = width // num_heads
@@ -231,14 +234,15 @@ class Attention(nnx.Module):
         x_BTD: Float[Array, "B T D"],
         *,
         rotation: Rotation | None = None,
-        mask_BNTS: Bool[Array, "B 1 T T"] | None = None,
+        segment_ids_BT: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
         """Attend.
 
         Args:
           x_BTD: normalised residual stream.
           rotation: rotary angles; None for none.
-          mask_BNTS: which keys a query may see, besides the causal mask.
+          segment_ids_BT: tokens attend only to tokens of their own segment; None
+            where each row is one segment.
 
         Returns:
           The update of the residual stream.
@@ -249,23 +253,47 @@ class Attention(nnx.Module):
         if rotation is not None:
             query_BTNH = rotate(query_BTNH, rotation)
             key_BSKH = rotate(key_BSKH, rotation)
-        attended_BTNH = attend(
+        attended_BTNH = self._attend(
             checkpoint_name(query_BTNH, "qkv"),
             checkpoint_name(key_BSKH, "qkv"),
             checkpoint_name(value_BSKH, "qkv"),
-            mask_BNTS,
-            implementation=attention_implementation(
-                self.implementation,
-                dtype=query_BTNH.dtype,
-                head_size=self.head_size,
-                masked=mask_BNTS is not None,
-            ),
+            segment_ids_BT,
         )
         attended_BTD = attended_BTNH.reshape(*x_BTD.shape[:2], -1)
         attended_BTD = checkpoint_name(attended_BTD, "attention")
         # The constraint is for the cotangent: under sequence parallelism the compiler
         # would leave it sharded over tokens, and attend to all heads everywhere.
         return self.output(constrain(attended_BTD, DATA, None, TENSOR))
+
+    def _attend(
+        self,
+        query_BTNH: jax.Array,
+        key_BSKH: jax.Array,
+        value_BSKH: jax.Array,
+        segment_ids_BT: jax.Array | None,
+    ) -> jax.Array:
+        if not isinstance(self.implementation, str):
+            return sparse_attention(
+                query_BTNH,
+                key_BSKH,
+                value_BSKH,
+                self.implementation,
+                segment_ids_BT=segment_ids_BT,
+            )
+        mask_BNTS = None
+        if segment_ids_BT is not None:
+            mask_BNTS = (
+                segment_ids_BT[:, None, :, None] == segment_ids_BT[:, None, None]
+            )
+        chosen = attention_implementation(
+            self.implementation,
+            dtype=query_BTNH.dtype,
+            head_size=self.head_size,
+            masked=mask_BNTS is not None,
+        )
+        return attend(
+            query_BTNH, key_BSKH, value_BSKH, mask_BNTS, implementation=chosen
+        )
 
     def _heads(self, x: jax.Array) -> jax.Array:
         x_BTNH = x.reshape(*x.shape[:2], -1, self.head_size)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxpar.mesh import DATA, TENSOR
 from jaxpar.models.attention import Attention, Rotation, rotation_at
@@ -116,8 +116,8 @@ class GPT(nnx.Module):
         x_BTD = embed(self, tokens_BT, positions_BT)
         if positions_BT is None:
             positions_BT = jnp.arange(tokens_BT.shape[1])[None]
-        rotation, mask_BNTS = attention_inputs(config, positions_BT, segment_ids_BT)
-        x_BTD = self._run_blocks(x_BTD, rotation, mask_BNTS)
+        rotation = rotation_of(config, positions_BT)
+        x_BTD = self._run_blocks(x_BTD, rotation, segment_ids_BT)
         return gather_tokens(self.final_norm(x_BTD), config)
 
     def logits(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
@@ -137,14 +137,14 @@ class GPT(nnx.Module):
         self,
         x_BTD: jax.Array,
         rotation: Rotation | None,
-        mask_BNTS: Bool[Array, "B 1 T T"] | None,
+        segment_ids_BT: jax.Array | None,
     ) -> jax.Array:
         config = self.config
         is_loop = config.scan_layers and config.unroll < config.num_layers
 
         def run(graphdef: nnx.GraphDef, x_BTD: jax.Array, state: nnx.State):
             block = nnx.merge(graphdef, state)
-            x_BTD = block(x_BTD, rotation=rotation, mask_BNTS=mask_BNTS)
+            x_BTD = block(x_BTD, rotation=rotation, segment_ids_BT=segment_ids_BT)
             return x_BTD, nnx.state(block, nnx.RngCount)
 
         def step(graphdef: nnx.GraphDef):
@@ -173,28 +173,19 @@ class GPT(nnx.Module):
             nnx.update(blocks, counts)
 
 
-def attention_inputs(
-    config: GPTConfig,
-    positions_BT: Int[Array, "#B T"],
-    segment_ids_BT: Int[Array, "B T"] | None,
-) -> tuple[Rotation | None, Bool[Array, "B 1 T T"] | None]:
-    """Work out what every block's attention is given besides the residual stream.
+def rotation_of(config: GPTConfig, positions_BT: Int[Array, "#B T"]) -> Rotation | None:
+    """Work out the angles by which every block's attention turns queries and keys.
 
     Args:
       config: the shape of the model.
       positions_BT: position of each token.
-      segment_ids_BT: segments; None where each row is one.
 
     Returns:
-      Rotary angles, or None for learned positions; and which keys a query may see, or
-      None where the causal mask is all.
+      Rotary angles, or None for learned positions.
     """
-    rotation = mask_BNTS = None
     if config.positions == "rotary":
-        rotation = rotation_at(positions_BT, config.head_size)
-    if segment_ids_BT is not None:
-        mask_BNTS = segment_ids_BT[:, None, :, None] == segment_ids_BT[:, None, None]
-    return rotation, mask_BNTS
+        return rotation_at(positions_BT, config.head_size)
+    return None
 
 
 class Block(nnx.Module):
@@ -227,20 +218,21 @@ class Block(nnx.Module):
         x_BTD: Float[Array, "B T D"],
         *,
         rotation: Rotation | None = None,
-        mask_BNTS: Bool[Array, "B 1 T T"] | None = None,
+        segment_ids_BT: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
         """Run the block.
 
         Args:
           x_BTD: residual stream.
           rotation: rotary angles; None for none.
-          mask_BNTS: which keys a query may see, besides the causal mask.
+          segment_ids_BT: tokens attend only to tokens of their own segment; None
+            where each row is one segment.
 
         Returns:
           Residual stream.
         """
         y_BTD = gather_tokens(self.attention_norm(x_BTD), self.config)
-        y_BTD = self.attention(y_BTD, rotation=rotation, mask_BNTS=mask_BNTS)
+        y_BTD = self.attention(y_BTD, rotation=rotation, segment_ids_BT=segment_ids_BT)
         x_BTD = self._add(x_BTD, y_BTD)
         y_BTD = gather_tokens(self.mlp_norm(x_BTD), self.config)
         return self._add(x_BTD, self.mlp(y_BTD))

@@ -3,6 +3,7 @@
 import dataclasses
 
 from jaxpar.remat_policy import check_policy
+from jaxpar.sparse_attention import SparsityPattern
 from jaxpar.tree import near_match
 
 ACTIVATION_NAMES = ("qkv", "attention", "mlp_hidden")
@@ -45,7 +46,8 @@ class GPTConfig:
       unroll: layers per iteration of the scan; num_layers leaves no loop.
       sequence_parallel: between blocks, shard activations over tokens on the tensor
         axis.
-      attention: "auto", "xla", "cudnn" or "blocked" (see `jaxpar.models.attention`).
+      attention: "auto", "xla", "cudnn" or "blocked" (see `jaxpar.models.attention`); or
+        a unidirectional pattern of `jaxpar.sparse_attention`, of num_heads heads.
 
     Raises:
       ValueError: if a number does not fit, or a word is not one of its choices.
@@ -73,13 +75,17 @@ class GPTConfig:
     scan_layers: bool = True
     unroll: int = 1
     sequence_parallel: bool = False
-    attention: str = "auto"
+    attention: str | SparsityPattern = "auto"
 
     def __post_init__(self):
         self._check_numbers()
         self._check_heads()
         for field, choices in _CHOICES.items():
-            _check_choice(field, getattr(self, field), choices)
+            value = getattr(self, field)
+            if isinstance(value, str):
+                _check_choice(field, value, choices)
+        if not isinstance(self.attention, str):
+            self._check_pattern(self.attention)
         check_policy(self.remat, self.remat_names)
         for name in self.remat_names:
             _check_choice("remat_names", name, ACTIVATION_NAMES)
@@ -119,6 +125,20 @@ class GPTConfig:
                 f"GPTConfig: positions='rotary' turns pairs of features, but width="
                 f"{self.width} over num_heads={self.num_heads} makes heads of "
                 f"{self.head_size}; make that even, or use positions='learned'."
+            )
+
+    def _check_pattern(self, pattern: SparsityPattern) -> None:
+        kind = type(pattern).__name__
+        if pattern.num_heads != self.num_heads:
+            raise ValueError(
+                f"GPTConfig: attention={kind}(num_heads={pattern.num_heads}), but the "
+                f"model has num_heads={self.num_heads}; give the pattern as many."
+            )
+        if pattern.attention != "unidirectional":
+            raise ValueError(
+                f"GPTConfig: attention={kind}(attention={pattern.attention!r}) sees "
+                "the tokens that a GPT is to predict; give it "
+                "attention='unidirectional'."
             )
 
     @property

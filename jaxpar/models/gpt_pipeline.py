@@ -13,7 +13,7 @@ from jaxpar.models.ends import (
     make_embeddings,
     make_norm,
 )
-from jaxpar.models.gpt import GPT, Block, attention_inputs
+from jaxpar.models.gpt import GPT, Block, rotation_of
 from jaxpar.models.gpt_config import GPTConfig
 from jaxpar.models.layers import Dense, Embedding
 from jaxpar.parts.model import PipelineModel
@@ -94,7 +94,7 @@ class _Embed(nnx.Module):
 
 
 class _Block(nnx.Module):
-    """A block that works its rotation and mask out itself."""
+    """A block that works its rotation out itself."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -109,10 +109,8 @@ class _Block(nnx.Module):
     ) -> Float[Array, "B T D"]:
         if positions_BT is None:
             positions_BT = jnp.arange(x_BTD.shape[1])[None]
-        rotation, mask_BNTS = attention_inputs(
-            self.config, positions_BT, segment_ids_BT
-        )
-        return self.block(x_BTD, rotation=rotation, mask_BNTS=mask_BNTS)
+        rotation = rotation_of(self.config, positions_BT)
+        return self.block(x_BTD, rotation=rotation, segment_ids_BT=segment_ids_BT)
 
 
 class _Head(nnx.Module):

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from jaxpar.jaxprs import bind, flops, inlined, read, shape_of
@@ -29,14 +30,15 @@ class Pullback:
     Attributes:
       jaxpr: of the constants, then the output's cotangents, to the gradients of the
         weights, then of the input; without calls.
-      given: for each constant its place among the leaves of (params, others), or None
-        for one that the forward pass has to keep.
+      given: for each constant its place among the leaves of (params, others); or
+        itself, where it is known when the program is traced; or None for one that the
+        forward pass has to keep.
       params: the structure of the parameters.
       hidden: the structure of the input.
     """
 
     jaxpr: core.ClosedJaxpr
-    given: tuple[int | None, ...]
+    given: tuple[int | np.ndarray | None, ...]
     params: Any
     hidden: Any
 
@@ -117,8 +119,13 @@ class Pullback:
         self, kept: Sequence[jax.Array], arguments: tuple, cotangent: PyTree
     ) -> list[Any]:
         leaves, rest = jax.tree.leaves(arguments), iter(kept)
-        consts = [next(rest) if at is None else leaves[at] for at in self.given]
-        return [*consts, *jax.tree.leaves(cotangent)]
+
+        def const(at: int | np.ndarray | None) -> Any:
+            if at is None:
+                return next(rest)
+            return leaves[at] if isinstance(at, int) else at
+
+        return [*map(const, self.given), *jax.tree.leaves(cotangent)]
 
     def _outs(self, outs: Sequence[jax.Array]) -> tuple[Params, PyTree]:
         cut = self.params.num_leaves
@@ -189,13 +196,16 @@ def trace_pullback(
 
 def _pulled(
     block: BlockFn, params: Params, hidden: PyTree, *others: Any
-) -> tuple[PyTree, core.Jaxpr, list, tuple[int | None, ...]]:
+) -> tuple[PyTree, core.Jaxpr, list, tuple[int | np.ndarray | None, ...]]:
     """Output; the pullback's jaxpr, its constants, their places in the arguments."""
     out, pull = jax.vjp(lambda p, h: block(p, h, *others), params, hidden)
     closed = jax.make_jaxpr(pull)(jax.tree.map(_shape, out))
     leaves = jax.tree.leaves((params, others))
     places = {id(leaf): at for at, leaf in reversed(list(enumerate(leaves)))}
-    given = tuple(places.get(id(const)) for const in closed.consts)
+    given = tuple(
+        places.get(id(const)) if isinstance(const, jax.Array) else np.asarray(const)
+        for const in closed.consts
+    )
     return out, closed.jaxpr, list(closed.consts), given
 
 
