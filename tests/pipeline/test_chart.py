@@ -144,9 +144,7 @@ def test_drawing_is_wider_the_longer_the_schedule(tmp_path):
 
 def test_missing_matplotlib_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    message = (
-        r"a picture needs matplotlib, .* run pip install 'jaxpar\[plot\]', or leave"
-    )
+    message = r"picture needs matplotlib, .* run pip install 'jaxpar\[plot\]', or leave"
     with pytest.raises(ModuleNotFoundError, match=message):
         draw(make_schedule("1f1b", 1, 1), TIMES, tmp_path / "schedule.png")
     assert not list(tmp_path.iterdir())
