@@ -222,6 +222,37 @@ def mean_loss(engine: Engine, batches: Iterable[Batch]) -> float:
     return sum(totals) / sum(weights)
 
 
+def check_reopened(
+    engine: Engine, run: Run, batches: Iterable[Batch], loss: float
+) -> str:
+    """Restore a run's newest checkpoint into another engine, and evaluate it there.
+
+    Args:
+      engine: of the same model, on any mesh.
+      run: the run.
+      batches: what `loss` was evaluated on.
+      loss: of the engine that saved.
+
+    Returns:
+      A line that says how far apart the two are.
+
+    Raises:
+      SystemExit: if they are further apart than rounding takes them.
+    """
+    engine.restore(run.checkpoints)
+    again = mean_loss(engine, batches)
+    differs = abs(again - loss) / loss
+    # Half-precision activations round differently where rows are split otherwise.
+    is_half = engine.layout.precision.compute_dtype.itemsize < 4
+    if differs > (5e-3 if is_half else 1e-6):
+        raise SystemExit(
+            f"The reopened checkpoint gives another loss, {again:.6f} for {loss:.6f}."
+        )
+    count = engine.mesh.devices.size
+    devices = "one device" if count == 1 else f"{count} devices"
+    return f"held-out {again:.6f} reopened on {devices}: {differs:.0e} apart"
+
+
 def _differences(
     found: Mapping[str, Any], wanted: Mapping[str, Any], may_change: Set[str]
 ) -> list[str]:

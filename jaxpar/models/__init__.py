@@ -5,7 +5,11 @@ from jaxpar.models.gpt_config import GPTConfig, num_params
 from jaxpar.models.gpt_pipeline import pipeline_gpt
 from jaxpar.models.presets import PRESETS, gpt_config
 from jaxpar.models.sampling import continue_text, generate
-from jaxpar.models.sparse_attention import SparseSelfAttention, sparse_attention
+from jaxpar.models.sparse_attention import (
+    SparseSelfAttention,
+    plan_of,
+    sparse_attention,
+)
 
 __all__ = [
     "GPT",
@@ -18,5 +22,6 @@ __all__ = [
     "gpt_loss",
     "num_params",
     "pipeline_gpt",
+    "plan_of",
     "sparse_attention",
 ]

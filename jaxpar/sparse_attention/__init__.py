@@ -1,5 +1,6 @@
 """Patterns of sparse attention: which blocks of a sequence see which."""
 
+from jaxpar.sparse_attention.causal import causal_pattern
 from jaxpar.sparse_attention.layouts import SparsityPattern, make_layout
 from jaxpar.sparse_attention.patterns import (
     BigBird,
@@ -18,5 +19,6 @@ __all__ = [
     "LocalSlidingWindow",
     "SparsityPattern",
     "Variable",
+    "causal_pattern",
     "make_layout",
 ]

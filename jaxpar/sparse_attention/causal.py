@@ -1,0 +1,90 @@
+"""Which pattern does a language model of long text use: one by name, in tokens."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxpar.sparse_attention.layouts import SparsityPattern
+from jaxpar.sparse_attention.patterns import (
+    BigBird,
+    BSLongformer,
+    Dense,
+    Fixed,
+    LocalSlidingWindow,
+    Variable,
+)
+from jaxpar.tree import near_match
+
+
+def causal_pattern(
+    name: str,
+    *,
+    num_heads: int,
+    block: int = 64,
+    window: int = 256,
+    global_tokens: int = 64,
+    num_random_blocks: int = 1,
+    seed: int = 0,
+) -> SparsityPattern:
+    """Make a unidirectional pattern from sizes in tokens.
+
+    Args:
+      name: dense, fixed, variable, bigbird, longformer or sliding.
+      num_heads: attention heads.
+      block: tokens along each side of a block.
+      window: tokens before its own block that a token sees; tokens of a window, for
+        fixed and variable, whose windows lie side by side. A multiple of `block`.
+      global_tokens: first tokens that all see; last tokens of each window, for fixed.
+        A multiple of `block`.
+      num_random_blocks: random blocks that a block of tokens sees, for variable and
+        bigbird.
+      seed: of random blocks.
+
+    Returns:
+      The pattern.
+
+    Raises:
+      ValueError: if there is no such pattern, or a number does not fit.
+
+    Example:
+      >>> causal_pattern("sliding", num_heads=4, window=128).num_sliding_window_blocks
+      5
+    """
+    for field, tokens in (("window", window), ("global_tokens", global_tokens)):
+        if tokens < block or tokens % block:
+            nearest = max(1, round(tokens / block)) * block
+            raise ValueError(
+                f"{field}={tokens}: must be a multiple of block={block}, from one on; "
+                f"the nearest is {nearest}."
+            )
+    shape: dict[str, Any] = {
+        "num_heads": num_heads,
+        "block": block,
+        "attention": "unidirectional",
+    }
+    sliding: dict[str, Any] = {"num_sliding_window_blocks": 2 * (window // block) + 1}
+    drawn: dict[str, Any] = {"num_random_blocks": num_random_blocks, "seed": seed}
+    num_global = global_tokens // block
+    first: dict[str, Any] = {
+        "global_block_indices": (0,),
+        "global_block_end_indices": (num_global,),
+    }
+    makers: dict[str, Callable[[], SparsityPattern]] = {
+        "dense": lambda: Dense(**shape),
+        "fixed": lambda: Fixed(
+            **shape, num_local_blocks=window // block, num_global_blocks=num_global
+        ),
+        "variable": lambda: Variable(
+            **shape, **drawn, **first, local_window_blocks=(window // block,)
+        ),
+        "bigbird": lambda: BigBird(
+            **shape, **drawn, **sliding, num_global_blocks=num_global
+        ),
+        "longformer": lambda: BSLongformer(**shape, **sliding, **first),
+        "sliding": lambda: LocalSlidingWindow(**shape, **sliding),
+    }
+    if name not in makers:
+        raise ValueError(
+            f"pattern={name!r}: must be one of {', '.join(makers)}."
+            f"{near_match(name, list(makers))}"
+        )
+    return makers[name]()

@@ -1,0 +1,150 @@
+"""Train a byte-level GPT on long text, attending to the blocks of a sparse pattern.
+
+With no flags: 2,048 tokens at once on four CPU devices (data 2 x tensor 2). On GPUs:
+--seq-len 32768 --window 2048 --block 128 --precision bf16 --remat full. The run is
+evaluated, saved, and reopened on one device; run it again to resume.
+"""
+
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from rich.console import Console
+
+import jaxpar
+from jaxpar.config import parse
+from jaxpar.data import Loader, open_splits
+from jaxpar.launch import choose_mesh, scaled_accumulation
+from jaxpar.models import GPT, GPTConfig, gpt_config, gpt_loss, plan_of
+from jaxpar.run import check_reopened, mean_loss, open_run
+from jaxpar.sparse_attention import SparsityPattern, causal_pattern
+from jaxpar.training import train
+from jaxpar.watch import Recovery
+
+CPU_MESH = jaxpar.MeshShape(data=2, tensor=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One run of the GPT on long text."""
+
+    model: str = "tiny"
+    """A preset: tiny, 124m, 350m, 1.3b, 7b, or a row of Megatron's table."""
+    seq_len: int = 2048
+    """Tokens that the model is trained on at once."""
+    pattern: str = "longformer"
+    """dense, fixed, variable, bigbird, longformer or sliding."""
+    block: int = 64
+    """Tokens along each side of a block of the pattern."""
+    window: int = 256
+    """Tokens before its own block that a token sees, or of a fixed window."""
+    global_tokens: int = 64
+    """First tokens that all see; of each window, for fixed."""
+    mesh: jaxpar.MeshShape = dataclasses.field(default_factory=jaxpar.MeshShape)
+    """Devices by axis; by default all accelerators on data, or data 2 x tensor 2."""
+    zero: int = 3
+    """ZeRO stage: 0, 1, 2 or 3."""
+    precision: str = "fp32"
+    """What the model computes in: fp32, bf16 or fp16. Masters are fp32."""
+    batch_size: int = 4
+    """Rows of the global batch."""
+    steps: int = 100
+    """Training steps."""
+    learning_rate: float = 2e-3
+    """Peak of the schedule: linear warm-up over a tenth of the run, then cosine."""
+    remat: str = "none"
+    """Activation checkpointing of each block: none, full or dots."""
+    data: tuple[str, ...] = ()
+    """Text files or folders, .bin or .npy tokens; by default the standard library."""
+    heldout: tuple[str, ...] = ()
+    """Held-out data in the same form; needed where `data` is given."""
+    eval_batches: int = 8
+    """Held-out batches to evaluate on."""
+    save_every: int = 50
+    """Steps between checkpoints."""
+    recovery: Recovery = dataclasses.field(default_factory=Recovery)
+    """What is done about bad numbers, failed saves and corrupt replicas."""
+    seed: int = 0
+    """Of the parameters, of the data's order and of random blocks."""
+    out: str = "runs/long_context"
+    """The run's folder."""
+
+
+def model_of(config: Config) -> tuple[GPTConfig, SparsityPattern]:
+    """The model, and the pattern that it has in place of dense attention."""
+    model = gpt_config(config.model, seq_len=config.seq_len, remat=config.remat)
+    pattern = causal_pattern(
+        config.pattern,
+        num_heads=model.num_heads,
+        block=config.block,
+        window=config.window,
+        global_tokens=config.global_tokens,
+        seed=config.seed,
+    )
+    return dataclasses.replace(model, attention=pattern), pattern
+
+
+def build(config: Config, mesh: Mesh | None = None) -> jaxpar.Engine:
+    """Make the engine of a config, on its own mesh or another."""
+    model, _ = model_of(config)
+    shape = (config.batch_size, config.seq_len + 1)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, config.learning_rate, config.steps // 10, config.steps
+    )
+    return jaxpar.initialize(
+        model=lambda rngs: GPT(model, rngs=rngs),
+        loss_fn=gpt_loss,
+        optimizer=optax.inject_hyperparams(optax.adamw)(schedule, weight_decay=0.1),
+        sample_batch={"tokens": jax.ShapeDtypeStruct(shape, np.int32)},
+        mesh=mesh or choose_mesh(config.mesh, on_cpu=CPU_MESH),
+        zero=config.zero,
+        precision=config.precision,
+        accumulate=scaled_accumulation(1),
+        clip_norm=1.0,
+        seed=config.seed,
+    )
+
+
+def tokens_per_step(config: Config) -> int:
+    """Tokens that a step learns to predict."""
+    return config.batch_size * config.seq_len
+
+
+def main(config: Config) -> None:
+    """Train, evaluate, save, reopen on one device."""
+    console = Console(highlight=False, soft_wrap=True)
+    mesh = choose_mesh(config.mesh, on_cpu=CPU_MESH)
+    model, pattern = model_of(config)
+    corpus, heldout = open_splits(config.data, config.heldout)
+    run = open_run(config.out, config, {"corpus_sha256": corpus.sha256})
+    rows, length = config.batch_size, config.seq_len
+    loader = Loader(corpus, batch_size=rows, seq_len=length, seed=config.seed)
+    held = Loader(heldout, batch_size=rows, seq_len=length, repeat=False)
+    held_batches = list(itertools.islice(held, config.eval_batches))
+    engine = build(config, mesh)
+    shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    console.print(f"mesh     {shape} on {mesh.devices.flat[0].device_kind} devices")
+    plan = plan_of(pattern, model.seq_len, model.num_heads)
+    console.print(f"pattern  {config.pattern}: {plan.active_tiles:.1%} of tiles active")
+    loss = train(
+        engine,
+        loader,
+        run,
+        steps=config.steps,
+        save_every=config.save_every,
+        evaluate=lambda: mean_loss(engine, held_batches),
+        recovery=config.recovery,
+        tokens_per_step=tokens_per_step(config),
+    )
+    assert loss is not None, "evaluated"
+    if jax.process_count() > 1:
+        return  # One device is then another process's for all but one.
+    reopened = build(config, jaxpar.make_mesh(jaxpar.MeshShape(), jax.devices()[:1]))
+    console.print(check_reopened(reopened, run, held_batches, loss))
+
+
+if __name__ == "__main__":
+    main(parse(Config, __doc__))

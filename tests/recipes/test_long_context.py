@@ -1,0 +1,49 @@
+"""Does the recipe of long text run, resume, reopen on one device and refuse?"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.programs import small_run, start, told
+
+RECIPE = "recipes/long_context.py"
+STEPS = 4
+SMALL = ("--batch-size", "2", "--seq-len", "512", "--window", "128")
+
+
+@pytest.mark.slow
+def test_recipe_trains_on_a_pattern_and_resumes(tmp_path: Path) -> None:
+    args = [*small_run(tmp_path, STEPS), *SMALL]
+    first = start(RECIPE, *args)
+    assert first.code == 0, first.text
+    assert "pattern  longformer: " in first.text
+    before, after = first.heldout("at step 0"), first.heldout(f"at step {STEPS}")
+    assert after < before - 0.3
+    assert first.heldout("reopened on one device") == pytest.approx(after, rel=2e-6)
+
+    second = start(RECIPE, *args)
+    assert second.code == 0, second.text
+    assert second.heldout(f"at step {STEPS}") == after, "restored, then evaluated"
+
+    third = start(RECIPE, *args, "--pattern", "sliding")
+    assert third.code != 0
+    assert "pattern is 'longformer' there, 'sliding' here" in third.text
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--pattern", "slide"), "pattern='slide': must be one of .*mean 'sliding'"),
+        (("--window", "100"), "window=100: must be a multiple of block=64.* is 128"),
+    ],
+)
+def test_what_is_no_pattern_is_refused(
+    args: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        told(monkeypatch, capsys, RECIPE, *args, "--out", str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
