@@ -1,20 +1,83 @@
-"""Which implementation of a kernel runs where: decided here, and said once."""
+"""Which implementation of a kernel runs where: decided here, and said once.
 
+The kernels are for Hopper GPUs, whose matrix units have instructions of their own
+(wgmma), and for jax 0.11.2 and later. Anything else gets plain JAX.
+"""
+
+import functools
+import logging
 from typing import Literal
 
+import jax
+import jax.numpy as jnp
+
 Choice = Literal["mosaic", "reference"]
-"""Kernels for Hopper GPUs and later, or plain JAX."""
+"""Kernels for Hopper GPUs, or plain JAX."""
+
+LEAST_JAX = (0, 11, 2)
+HOPPER = ("H100", "H200", "H20", "H800", "GH200")
+"""Of what the names of devices of compute capability 9.0 have one."""
+
+_log = logging.getLogger(__name__)
 
 
-def choose(kernel: str, asked: Choice | None) -> Choice:
-    """Choose an implementation.
+def choose(
+    kernel: str,
+    asked: Choice | None,
+    *,
+    dtype: jnp.dtype | None = None,
+    unsupported: str | None = None,
+) -> Choice:
+    """Choose an implementation, for the device that the program is traced for.
 
     Args:
-      kernel: the name of the kernel.
+      kernel: its name.
       asked: what the caller wants; None for the fastest that runs here.
+      dtype: of what it multiplies; None where that does not matter.
+      unsupported: why the kernel can't do what is wanted; None if it can.
 
     Returns:
-      The implementation.
+      The implementation. What is chosen is logged once, and as a warning where a GPU
+      that has the kernels gets plain JAX.
+
+    Raises:
+      ValueError: if the kernels were asked for, and can't run.
     """
-    del kernel
-    return asked or "reference"
+    device, reason = device_kind(), unsupported
+    if dtype is not None and dtype not in (jnp.bfloat16, jnp.float16):
+        reason = f"it multiplies bf16 and fp16, and was given {jnp.dtype(dtype).name}"
+    elsewhere = _why_not_here(device)
+    if asked == "mosaic" and (elsewhere or reason):
+        raise ValueError(
+            f"implementation='mosaic': the kernel of {kernel} can't run here: "
+            f"{elsewhere or reason}; leave the argument out for plain JAX."
+        )
+    if asked == "reference":
+        return asked
+    if elsewhere or reason:
+        level = logging.INFO if elsewhere else logging.WARNING
+        _say_once(level, f"{kernel}: plain JAX, for {elsewhere or reason}")
+        return "reference"
+    _say_once(logging.INFO, f"{kernel}: the kernel for {device}")
+    return "mosaic"
+
+
+def device_kind() -> str:
+    """Of the device that the traced program will run on."""
+    mesh_device = jax.sharding.get_abstract_mesh().abstract_device
+    return (mesh_device or jax.devices()[0]).device_kind
+
+
+def _why_not_here(device: str) -> str | None:
+    """Why no kernel runs on a device; None where they do."""
+    if not any(name in device for name in HOPPER):
+        return f"{device} is no Hopper GPU"
+    if jax.__version_info__ < LEAST_JAX:
+        least = ".".join(map(str, LEAST_JAX))
+        return f"jax {jax.__version__} is older than {least}"
+    return None
+
+
+@functools.cache
+def _say_once(level: int, message: str) -> None:
+    _log.log(level, message)

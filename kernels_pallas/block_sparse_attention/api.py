@@ -11,15 +11,16 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.backend import Choice, choose
 from kernels_pallas.block_sparse_attention import reference
 from kernels_pallas.block_sparse_attention.operands import Limits
-from kernels_pallas.block_sparse_attention.plan import Plan
+from kernels_pallas.block_sparse_attention.plan import Plan, Tile
 from kernels_pallas.block_sparse_attention.vjp import Implementation, attend
 
 Segments = Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]]
 """Of each token, or of each query and each key."""
 
-_IMPLEMENTATIONS = {
-    "reference": Implementation(reference.forward, reference.backward),
-}
+SIZES = (64, 128)
+"""Of heads that the kernels have; smaller ones are filled up."""
+
+KERNEL_TILE, LEAST_BLOCK = Tile(128, 128), 16
 
 
 @overload
@@ -109,9 +110,45 @@ def block_sparse_attention(
     limits = _limits(q, k, segment_ids, kv_seq_lens)
     limits = dataclasses.replace(limits, first_head=first_head)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    chosen = _IMPLEMENTATIONS[choose("block_sparse_attention", implementation)]
-    both: Any = attend(q, k, v, limits, plan, scale, chosen)
-    return both if return_lse else both[0]
+    choice = choose(
+        "block_sparse_attention",
+        implementation,
+        dtype=q.dtype,
+        unsupported=_unsupported(q, plan),
+    )
+    size = q.shape[3]
+    if choice == "mosaic":
+        q, k, v = (_filled_up(x) for x in (q, k, v))
+    both: Any = attend(q, k, v, limits, plan, scale, _implementation(choice))
+    o, lse = both[0][..., :size], both[1]
+    return (o, lse) if return_lse else o
+
+
+def _implementation(choice: Choice) -> Implementation:
+    if choice == "reference":
+        return Implementation(reference.forward, reference.backward)
+    # Mosaic is not there in every jax.
+    from kernels_pallas.block_sparse_attention.mosaic import api  # noqa: PLC0415
+
+    return Implementation(api.forward, api.backward)
+
+
+def _unsupported(q: jax.Array, plan: Plan) -> str | None:
+    """Why the kernels can't do it; None if they can."""
+    if q.shape[3] > max(SIZES):
+        return f"heads of {q.shape[3]} are larger than {max(SIZES)}"
+    if plan.tile != KERNEL_TILE:
+        return f"the plan's tile is {plan.tile}, and the kernel's {KERNEL_TILE}"
+    if plan.block < LEAST_BLOCK:
+        return f"blocks of {plan.block} are smaller than {LEAST_BLOCK}"
+    return None
+
+
+def _filled_up(x: jax.Array) -> jax.Array:
+    """With heads of a size that the kernels have; what is added is 0."""
+    size = min(size for size in SIZES if size >= x.shape[3])
+    missing = size - x.shape[3]
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else x
 
 
 def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, plan: Plan) -> None:

@@ -24,7 +24,9 @@ class Lists:
       count: [G, I], how many it has; 0 for a row without active tiles.
       full: [G, I], how many of them, the first ones, need no mask.
       part: [G, I], which partial result it makes; -1 where the item is a whole row.
-      part_row: [G, P], the row of each partial result; -1 where a head has no more.
+      part_row: [G, P], which of the split rows each partial result is of; Z where a
+        head has no more.
+      split_row: [G, Z], the rows that are split; R where a head has no more.
       tile_row: [G, E], the row of each tile, in order; R, one more than there are,
         where a head has no more tiles.
       column: [G, E], the column of each tile.
@@ -37,6 +39,7 @@ class Lists:
     full: np.ndarray
     part: np.ndarray
     part_row: np.ndarray
+    split_row: np.ndarray
     tile_row: np.ndarray
     column: np.ndarray
     mask: np.ndarray
@@ -66,7 +69,15 @@ def make_lists(
     heads = [
         _list_head(*arrays, longest) for arrays in zip(active, full, mask, strict=True)
     ]
-    fill = {"row": -1, "part": -1, "part_row": -1, "tile_row": active.shape[1]}
+    num_rows = active.shape[1]
+    num_split = max(len(head["split_row"]) for head in heads)
+    fill = {
+        "row": -1,
+        "part": -1,
+        "part_row": num_split,
+        "split_row": num_rows,
+        "tile_row": num_rows,
+    }
     return Lists(
         **{
             name: _stack([head[name] for head in heads], fill.get(name, 0))
@@ -101,7 +112,8 @@ def _list_head(
     }
     return {
         **{name: values[by_length] for name, values in items.items()},
-        "part_row": row[part >= 0],
+        "part_row": np.repeat(np.arange((pieces > 1).sum()), pieces[pieces > 1]),
+        "split_row": np.flatnonzero(pieces > 1),
         "tile_row": rows,
         "column": columns,
         "mask": mask[rows, columns],

@@ -108,13 +108,14 @@ def test_stopped_worker_is_found_within_the_limit(whole: Path, tmp_path: Path) -
 
 def test_signal_to_the_launcher_saves_and_ends(whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "signal"
-    with Launched(out, command(out, of_launch=("--processes=2",))) as run:
+    args = command(out, "--pause=0.3", of_launch=("--processes=2",))
+    with Launched(out, args) as run:
         run.wait_for_step(5)
         run.process.send_signal(signal.SIGTERM)
         assert run.code() == STOPPED, run.told()
     (event,) = events(out, "stopped")
     assert event["step"] < 12
-    run_to_the_end(out, processes=2)
+    run_to_the_end(out, "--pause=0.3", processes=2)
     assert_same_end(out, whole)
 
 

@@ -1,0 +1,1 @@
+"""Block-sparse attention for Hopper GPUs, in Pallas for Mosaic GPU."""

@@ -1,0 +1,185 @@
+"""What are the programs of the backward pass made of, whichever side they are of."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas.block_sparse_attention.mosaic.common import (
+    ROWS,
+    WARPGROUPS,
+    Build,
+    Item,
+    Ring,
+    tiled_smem,
+)
+from kernels_pallas.block_sparse_attention.mosaic.masks import Piece, visible
+
+OTHERS = 64
+"""Tokens of the other side that a step takes."""
+
+LSE, DELTA = range(2)
+"""Of each query: the logarithm of its sum, and what its scores' cotangents lack."""
+
+Arrays = dict[str, jax.Array]
+
+
+def call(
+    build: Build,
+    given: Arrays,
+    own: dict[str, Any],
+    shared: dict[str, Any],
+    results: dict[str, str],
+    tile: int,
+    run: Callable[["Parts"], None],
+) -> list[jax.Array]:
+    """Run a program for every item.
+
+    Args:
+      build: for these operands.
+      given: the operands; those that are not asked for are left out.
+      own: what a warpgroup keeps, and its dtype.
+      shared: what is fetched, step by step.
+      results: what is left, and which operand is as long.
+      tile: tokens of a result's tile.
+      run: the program.
+
+    Returns:
+      The results; where rows are split, also partial ones.
+    """
+    own = {name: dtype for name, dtype in own.items() if name in given}
+    shared = {name: dtype for name, dtype in shared.items() if name in given}
+    needed = {*own, *shared, "lens"}
+    given = {name: x for name, x in given.items() if name in needed}
+    num_parts, size = build.lists.num_parts, build.size
+    outs = {}
+    for name, like in results.items():
+        batch, tokens = given[like].shape[:2]
+        shape = (batch, tokens, build.heads, size)
+        outs[name] = jax.ShapeDtypeStruct(shape, build.dtype)
+    for name in results if num_parts else ():
+        shape = (build.batch, build.heads, num_parts, tile, size)
+        outs[f"{name}_parts"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def smem(dtype: Any, places: int, tokens: int) -> Any:
+        if dtype == build.dtype:
+            return tiled_smem(places, tokens, size, dtype=dtype)
+        both = (2,) if dtype == jnp.float32 else ()
+        return plgpu.SMEM((places, *both, tokens), dtype)
+
+    memory = {name: smem(dtype, WARPGROUPS, ROWS) for name, dtype in own.items()}
+    memory |= {
+        name: smem(dtype, build.stages, OTHERS) for name, dtype in shared.items()
+    }
+    if build.interprets:
+        memory["staged"] = plgpu.SMEM((WARPGROUPS, ROWS, OTHERS), build.dtype)
+    barriers = Ring.barriers(tuple(shared), build.stages)
+    barriers |= {name: plgpu.Barrier(num_barriers=WARPGROUPS) for name in own}
+
+    def program(refs: dict, memory: dict, barriers: dict) -> None:
+        ring = Ring(tuple(shared), memory, barriers, build.stages)
+        run(Parts(build, refs, memory, barriers, tuple(own), ring))
+
+    return build.call(given, outs, memory, barriers, program)
+
+
+class Parts:
+    """What both kinds of programs are made of."""
+
+    def __init__(
+        self,
+        build: Build,
+        refs: dict[str, Any],
+        memory: dict[str, Any],
+        barriers: dict[str, Any],
+        own: tuple[str, ...],
+        ring: Ring,
+    ):
+        self.build, self.plan, self.refs = build, build.plan, refs
+        self.memory, self.barriers = memory, barriers
+        self.own, self.ring = own, ring
+        self.item = Item.read(refs, build)
+
+    def places(self, tokens: Any, names: tuple[str, ...] | None = None) -> dict:
+        """Some tokens of operands, of this program's head and row of the batch."""
+        item = self.item
+
+        def place(name: str) -> Any:
+            ref = self.refs[name]
+            if name.startswith("segments"):
+                return ref.at[item.row, tokens]
+            if name == "of_rows":
+                return ref.at[item.row, item.head, :, tokens]
+            head = item.kv_head if name in ("k", "v") else item.head
+            return ref.at[item.row, tokens, head]
+
+        return {name: place(name) for name in names or self.ring.names}
+
+    def fetch_own(self, tokens: Any) -> None:
+        """Bring what this warpgroup keeps."""
+        wg = self.item.wg
+        for name, source in self.places(tokens, self.own).items():
+            here, loaded = self.memory[name].at[wg], self.barriers[name].at[wg]
+            plgpu.copy_gmem_to_smem(source, here, loaded)
+        for name in self.own:
+            plgpu.barrier_wait(self.barriers[name].at[wg])
+
+    def mine(self, name: str) -> Any:
+        """What this warpgroup keeps, in shared memory."""
+        return self.memory[name].at[self.item.wg]
+
+    def first_other(self, step: Any, tile: int) -> tuple[Any, Any]:
+        """The first token that a step takes: in its tile, and in the sequence."""
+        per_tile = jnp.int32(tile // OTHERS)
+        in_tile = lax.rem(step, per_tile) * OTHERS
+        return in_tile, self.item.other(lax.div(step, per_tile)) * tile + in_tile
+
+    def shown(self, piece: Piece, step: Any, tile: int, segments: Any) -> jax.Array:
+        """Which scores of a step count."""
+        item, refs = self.item, self.refs
+        return visible(
+            piece,
+            self.plan,
+            refs["words"],
+            item.mask(lax.div(step, jnp.int32(tile // OTHERS))),
+            length=refs["lens"][item.row] if "lens" in refs else None,
+            segments=segments,
+        )
+
+    def add_product(self, acc: Any, x: jax.Array, y: Any) -> None:
+        """Add the product of registers and shared memory to a sum."""
+        x = x.astype(self.build.dtype)
+        if self.build.interprets:  # It knows no products of registers.
+            staged = self.mine("staged")
+            staged[...] = x
+            plgpu.commit_smem()
+            plgpu.wgmma(acc, staged, y)
+            plgpu.wgmma_wait(0)
+        else:
+            plgpu.wgmma(acc, x, y)
+
+    def write(self, results: dict[str, tuple[jax.Array, str]], tokens: Any) -> None:
+        """Write sums, by way of shared memory that is not needed any more."""
+        item, refs = self.item, self.refs
+
+        @pl.when(item.is_whole)
+        def _() -> None:
+            for sums, by_way_of in results.values():
+                self.mine(by_way_of)[...] = sums.astype(self.build.dtype)
+            plgpu.commit_smem()
+            for name, (_, by_way_of) in results.items():
+                there = refs[name].at[item.row, tokens, item.head]
+                plgpu.copy_smem_to_gmem(self.mine(by_way_of), there)
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(item.part >= 0)
+        def _() -> None:
+            rows = pl.ds(item.wg * ROWS, ROWS)
+            for name, (sums, _) in results.items():
+                if f"{name}_parts" in refs:
+                    place = (item.row, item.head, item.part, rows)
+                    refs[f"{name}_parts"].at[place][...] = sums

@@ -1,0 +1,286 @@
+"""What do the kernels share: what they are built for, and their building blocks."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas.block_sparse_attention.mosaic.device_lists import (
+    COLUMN,
+    COUNT,
+    FULL,
+    MASK,
+    PART,
+    ROW,
+    START,
+    DeviceLists,
+)
+from kernels_pallas.block_sparse_attention.plan import Plan
+
+WARPGROUPS = 2
+"""That compute; another fetches for them."""
+
+ROWS = 64
+"""Of the products of a warpgroup."""
+
+LAYOUT = plgpu.Layout.WGMMA
+OF_ROWS, OF_COLUMNS = LAYOUT.reduce(1), LAYOUT.reduce(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Build:
+    """What a kernel is built for.
+
+    Attributes:
+      plan: the plan.
+      lists: of its rows, or of its columns.
+      batch: rows of the batch.
+      heads: of the queries.
+      group: heads of queries that share a head of keys.
+      size: of a head.
+      dtype: of queries, keys and values.
+      scale: of the scores, and to base 2.
+      stages: pieces in shared memory, of what is fetched.
+      interpret: how to run without a GPU; None for a GPU.
+    """
+
+    plan: Plan
+    lists: DeviceLists
+    batch: int
+    heads: int
+    group: int
+    size: int
+    dtype: Any
+    scale: float
+    stages: int
+    interpret: Any
+
+    @property
+    def interprets(self) -> bool:
+        """Whether the CPU's interpreter runs the kernel: it lacks some of a GPU's."""
+        return self.interpret is not None
+
+    def call(
+        self,
+        given: dict[str, jax.Array],
+        outs: dict[str, jax.ShapeDtypeStruct],
+        memory: dict[str, Any],
+        barriers: dict[str, Any],
+        program: Callable[..., None],
+    ) -> list[jax.Array]:
+        """Run a program for every item, head and row of the batch, items outermost.
+
+        Args:
+          given: the operands.
+          outs: the results.
+          memory: shared memory of a program.
+          barriers: of a program.
+          program: called with the references to all of these, by name.
+
+        Returns:
+          The results.
+        """
+        lists = self.lists
+        listed = {"items": lists.items, "tiles": lists.tiles, "words": lists.words}
+        names = [*given, *listed, *outs]
+
+        def entry(*refs: Any) -> None:
+            by_name = dict(zip(names, refs, strict=True))
+            pl.run_scoped(
+                lambda memory, barriers: program(by_name, memory, barriers),
+                memory,
+                barriers,
+                collective_axes="wg",
+            )
+
+        return plgpu.kernel(
+            entry,
+            out_type=list(outs.values()),
+            grid=(lists.num_items, self.heads, self.batch),
+            grid_names=("item", "head", "row"),
+            num_threads=WARPGROUPS + 1,
+            thread_name="wg",
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+            ),
+            interpret=self.interpret if self.interprets else False,
+        )(*given.values(), *listed.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """What a program works on.
+
+    Its numbers are read where they are used: kept over a loop, each would hold one of
+    the registers that the sums need.
+
+    Attributes:
+      refs: the lists.
+      number: of the item.
+      head: of the queries.
+      kv_head: of the keys.
+      row: of the batch.
+      wg: this warpgroup.
+      of_lists: which head's lists.
+    """
+
+    refs: dict[str, Any]
+    number: Any
+    head: Any
+    kv_head: Any
+    row: Any
+    wg: Any
+    of_lists: Any
+
+    @classmethod
+    def read(cls, refs: dict[str, Any], build: Build) -> "Item":
+        """Read this program's."""
+        head = lax.axis_index("head")
+        return cls(
+            refs,
+            lax.axis_index("item"),
+            head,
+            lax.div(head, jnp.int32(build.group)),
+            lax.axis_index("row"),
+            lax.axis_index("wg"),
+            jnp.int32(0) if build.lists.is_shared else head,
+        )
+
+    def _read(self, field: int) -> Any:
+        return self.refs["items"][self.of_lists, self.number, field]
+
+    @property
+    def tile(self) -> Any:
+        """Its row, or column, of tiles; -1 for an item that fills the grid up."""
+        return self._read(ROW)
+
+    @property
+    def count(self) -> Any:
+        """How many tiles it has."""
+        return self._read(COUNT)
+
+    @property
+    def full(self) -> Any:
+        """How many of them, the first ones, need no mask."""
+        return self._read(FULL)
+
+    @property
+    def part(self) -> Any:
+        """Which partial result it makes; -1 where it makes a whole one."""
+        return self._read(PART)
+
+    @property
+    def place(self) -> Any:
+        """Its row or column; 0 for an item that fills up, of which nothing is kept."""
+        return lax.max(self.tile, jnp.int32(0))
+
+    @property
+    def is_whole(self) -> Any:
+        """Whether it makes the result of a row that is not split."""
+        return (self.tile >= 0) & (self.part < 0)
+
+    def other(self, step: Any) -> Any:
+        """The other side's number of a tile."""
+        return self.refs["tiles"][self.of_lists, self._read(START) + step, COLUMN]
+
+    def mask(self, step: Any) -> Any:
+        """Which of the plan's masks a tile has."""
+        return self.refs["tiles"][self.of_lists, self._read(START) + step, MASK]
+
+
+def accumulator(rows: int, columns: int) -> Any:
+    """Registers that a product is summed in, in fp32."""
+    return plgpu.ACC((rows, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def tiled_smem(*shape: int, dtype: Any) -> Any:
+    """Shared memory in the form that TMA writes and wgmma reads."""
+    tiling: Any = plgpu.TilingTransform
+    swizzle: Any = plgpu.SwizzleTransform
+    transforms = (tiling((8, 64)), swizzle(128))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def splat(value: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
+    """One fp32 number everywhere, laid out as a product is."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+class Ring:
+    """Places of shared memory that one warpgroup fills and the others use in turn.
+
+    Args:
+      names: what is fetched; each has memory and a barrier by its name, and another
+        with "_used" that the others arrive at.
+      memory: by name.
+      barriers: by name.
+      stages: places.
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        memory: dict[str, Any],
+        barriers: dict[str, Any],
+        stages: int,
+    ):
+        self.names, self._memory, self._barriers = names, memory, barriers
+        self._stages = stages
+
+    @staticmethod
+    def barriers(names: tuple[str, ...], stages: int) -> dict[str, Any]:
+        """Make its barriers."""
+        used = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages)
+        loaded = plgpu.Barrier(num_barriers=stages)
+        return {
+            **dict.fromkeys(names, loaded),
+            **{f"{name}_used": used for name in names},
+        }
+
+    def fetch(self, count: Any, sources: Callable[[Any], dict[str, Any]]) -> None:
+        """Fill places as they become free.
+
+        Args:
+          count: steps.
+          sources: of a step, what to copy from, by name.
+        """
+
+        @pl.loop(0, count)
+        def _(step: Any) -> None:
+            slot = self.slot(step)
+            for name, source in sources(step).items():
+                self._wait_until_free(name, step)
+                loaded = self._barriers[name].at[slot]
+                plgpu.copy_gmem_to_smem(source, self._memory[name].at[slot], loaded)
+
+        # What was arrived at is waited for, as the interpreter demands.
+        @pl.loop(lax.max(count - self._stages, jnp.int32(0)), count)
+        def _(step: Any) -> None:
+            for name in self.names:
+                plgpu.barrier_wait(self._barriers[f"{name}_used"].at[self.slot(step)])
+
+    def _wait_until_free(self, name: str, step: Any) -> None:
+        @pl.when(step >= self._stages)
+        def _() -> None:
+            plgpu.barrier_wait(self._barriers[f"{name}_used"].at[self.slot(step)])
+
+    def slot(self, step: Any) -> Any:
+        """The place of a step."""
+        return lax.rem(step, jnp.int32(self._stages))
+
+    def wait(self, name: str, step: Any) -> Any:
+        """Wait until a step's is there."""
+        plgpu.barrier_wait(self._barriers[name].at[self.slot(step)])
+
+    def at(self, name: str, step: Any) -> Any:
+        """A step's shared memory."""
+        return self._memory[name].at[self.slot(step)]
+
+    def free(self, name: str, step: Any) -> None:
+        """Say that this warpgroup needs a step's no more."""
+        plgpu.barrier_arrive(self._barriers[f"{name}_used"].at[self.slot(step)])

@@ -1,0 +1,280 @@
+"""The forward pass: a flash attention over each item's list of tiles of keys.
+
+Two warpgroups take 64 queries each of a tile of 128 and share its keys and values,
+which a third fetches. While one multiplies, the other takes its softmax.
+
+Source: Shah et al., "FlashAttention-3" (2024).
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas.block_sparse_attention.mosaic.common import (
+    LAYOUT,
+    OF_COLUMNS,
+    OF_ROWS,
+    ROWS,
+    WARPGROUPS,
+    Build,
+    Item,
+    Ring,
+    accumulator,
+    splat,
+    tiled_smem,
+)
+from kernels_pallas.block_sparse_attention.mosaic.masks import Piece, visible
+
+_NEVER = -1e30
+"""A masked score; its weight is set to 0, for it may be the maximum of its row."""
+
+State = tuple[jax.Array, jax.Array, jax.Array]
+"""Weighted sums of values, the maximum to base 2, and the sum, of each row."""
+
+
+def forward(build: Build, given: dict[str, jax.Array]) -> list[jax.Array]:
+    """Attend to whole tiles.
+
+    Args:
+      build: for these operands, and the plan's rows.
+      given: q [B, T, N, H], k and v [B, S, K, H], T and S multiples of the tile's; and
+        where there are limits lens [B], segments_q [B, T] and segments_k [B, S].
+
+    Returns:
+      Results [B, T, N, H] and the logarithms to base 2 of the sums [B, N, T]; where
+      rows are split, also partial results [B, N, P, tile, H] and their logarithms
+      [B, N, P, tile].
+    """
+    plan, num_parts = build.plan, build.lists.num_parts
+    batch, seq_q, heads, size = given["q"].shape
+    fp32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    outs = {
+        "o": jax.ShapeDtypeStruct(given["q"].shape, build.dtype),
+        "lse": fp32((batch, heads, seq_q)),
+    }
+    if num_parts:
+        of_parts = (batch, heads, num_parts, plan.tile.q)
+        outs |= {"o_parts": fp32((*of_parts, size)), "lse_parts": fp32(of_parts)}
+    own = tuple(name for name in ("q", "segments_q") if name in given)
+    shared = tuple(name for name in ("k", "segments_k", "v") if name in given)
+    memory = {
+        "q": tiled_smem(WARPGROUPS, ROWS, size, dtype=build.dtype),
+        "k": tiled_smem(build.stages, plan.tile.k, size, dtype=build.dtype),
+        "v": tiled_smem(build.stages, plan.tile.k, size, dtype=build.dtype),
+        "lse": plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
+        "segments_q": plgpu.SMEM((WARPGROUPS, ROWS), jnp.int32),
+        "segments_k": plgpu.SMEM((build.stages, plan.tile.k), jnp.int32),
+        "p": plgpu.SMEM((WARPGROUPS, ROWS, plan.tile.k), build.dtype),
+    }
+    used = {*own, *shared, "lse", *(("p",) if build.interprets else ())}
+    memory = {name: ref for name, ref in memory.items() if name in used}
+    barriers = {
+        **{name: plgpu.Barrier(num_barriers=WARPGROUPS) for name in own},
+        **Ring.barriers(shared, build.stages),
+        "turn": plgpu.Barrier(num_arrivals=WARPGROUPS),
+    }
+
+    def program(refs: dict, memory: dict, barriers: dict) -> None:
+        ring = Ring(shared, memory, barriers, build.stages)
+        _Program(build, refs, memory, barriers, own, ring).run()
+
+    return build.call(given, outs, memory, barriers, program)
+
+
+class _Program:
+    """One program of the grid."""
+
+    def __init__(
+        self,
+        build: Build,
+        refs: dict[str, Any],
+        memory: dict[str, Any],
+        barriers: dict[str, Any],
+        own: tuple[str, ...],
+        ring: Ring,
+    ):
+        self.build, self.plan = build, build.plan
+        self.refs, self.memory, self.barriers = refs, memory, barriers
+        self.own, self.ring = own, ring
+        self.item = Item.read(refs, build)
+        first = self.item.place * self.plan.tile.q + self.item.wg * ROWS
+        self.first_q, self.queries = first, pl.ds(first, ROWS)
+
+    def run(self) -> None:
+        """Do what this warpgroup is for."""
+        pl.when(self.item.wg < WARPGROUPS)(self._compute)
+        pl.when(self.item.wg == WARPGROUPS)(self._fetch)
+
+    def _fetch(self) -> None:
+        plgpu.set_max_registers(40, action="decrease")
+        item, tile = self.item, self.plan.tile.k
+
+        def sources(step: Any) -> dict[str, Any]:
+            keys = pl.ds(item.other(step) * tile, tile)
+            found = {"k": self.refs["k"].at[item.row, keys, item.kv_head]}
+            if "segments_k" in self.refs:
+                found["segments_k"] = self.refs["segments_k"].at[item.row, keys]
+            return found | {"v": self.refs["v"].at[item.row, keys, item.kv_head]}
+
+        self.ring.fetch(item.count, sources)
+
+    def _take_turn(self) -> None:
+        """Let the other warpgroup have the tensor cores."""
+        plgpu.barrier_arrive(self.barriers["turn"])
+        plgpu.barrier_wait(self.barriers["turn"])
+
+    def _compute(self) -> None:
+        plgpu.set_max_registers(232, action="increase")
+        self._fetch_own()
+        item = self.item
+        state = (
+            splat(0.0, (ROWS, self.build.size), LAYOUT),
+            splat(_NEVER, (ROWS,), OF_ROWS),
+            splat(0.0, (ROWS,), OF_ROWS),
+        )
+        pl.when(item.count > 0)(lambda: self.ring.wait("k", jnp.int32(0)))
+        pl.when(item.wg == 1)(self._take_turn)
+        unmasked = functools.partial(self._step, masked=False)
+        state = lax.fori_loop(0, item.full, unmasked, state)
+        masked = functools.partial(self._step, masked=True)
+        state = lax.fori_loop(item.full, item.count, masked, state)
+        pl.when(item.wg == 0)(self._take_turn)
+        self._write(*state)
+
+    def _fetch_own(self) -> None:
+        wg, row = self.item.wg, self.item.row
+        sources = {"q": self.refs["q"].at[row, self.queries, self.item.head]}
+        if "segments_q" in self.own:
+            sources["segments_q"] = self.refs["segments_q"].at[row, self.queries]
+        for name, source in sources.items():
+            loaded = self.barriers[name].at[wg]
+            plgpu.copy_gmem_to_smem(source, self.memory[name].at[wg], loaded)
+        for name in sources:
+            plgpu.barrier_wait(self.barriers[name].at[wg])
+
+    def _step(self, step: Any, state: State, *, masked: bool) -> State:
+        """Take a tile of keys in."""
+        sums, top, total = state
+        queries, keys = self.memory["q"].at[self.item.wg], self.ring.at("k", step)
+
+        def multiply(acc: Any) -> jax.Array:
+            plgpu.wgmma(acc, queries, keys.T)
+            self._take_turn()
+            return acc[...]
+
+        shape = (ROWS, self.plan.tile.k)
+        scores = pl.run_scoped(multiply, accumulator(*shape))
+        self.ring.free("k", step)
+        shown = self._visible(step) if masked else None
+        if shown is not None:
+            scores = jnp.where(shown, scores, _NEVER)
+        scale = self.build.scale
+        new_top = jnp.maximum(top, scores.max(axis=1) * scale)
+        kept = jnp.exp2(top - new_top)
+        p = jnp.exp2(scores * scale - lax.broadcast_in_dim(new_top, shape, [0]))
+        if shown is not None:
+            p = jnp.where(shown, p, 0.0)
+        sums *= lax.broadcast_in_dim(kept, sums.shape, [0])
+        total = total * kept + p.sum(axis=1)
+        half = p.astype(self.build.dtype)
+        if not self.build.interprets:
+            # The softmax ends here: nothing of it may move past the turn.
+            sums, new_top, total, half = lax.optimization_barrier(
+                (sums, new_top, total, half)
+            )
+        plgpu.barrier_arrive(self.barriers["turn"])
+        self.ring.wait("v", step)
+        plgpu.barrier_wait(self.barriers["turn"])
+        sums = self._add_values(step, sums, half)
+        self.ring.free("v", step)
+        return sums, new_top, total
+
+    def _visible(self, step: Any) -> jax.Array:
+        item, plan, refs = self.item, self.plan, self.refs
+        segments = None
+        if "segments_q" in self.own:
+            self.ring.wait("segments_k", step)
+            segments = (
+                plgpu.load(self.memory["segments_q"].at[item.wg], layout=OF_ROWS),
+                plgpu.load(self.ring.at("segments_k", step), layout=OF_COLUMNS),
+            )
+            # Read by threads, and written next by the copy engine.
+            plgpu.commit_smem()
+            self.ring.free("segments_k", step)
+        piece = Piece(
+            shape=(ROWS, plan.tile.k),
+            q_dim=0,
+            first_q=self.first_q,
+            first_k=item.other(step) * plan.tile.k,
+            q_in_tile=item.wg * ROWS,
+            k_in_tile=jnp.int32(0),
+        )
+        length = refs["lens"][item.row] if "lens" in refs else None
+        mask = item.mask(step)
+        return visible(
+            piece, plan, refs["words"], mask, length=length, segments=segments
+        )
+
+    def _add_values(self, step: Any, sums: jax.Array, p: jax.Array) -> jax.Array:
+        values = self.ring.at("v", step)
+
+        def wait_for_next_keys() -> None:
+            is_more = step + 1 < self.item.count
+            pl.when(is_more)(lambda: self.ring.wait("k", step + 1))
+
+        if self.build.interprets:  # It knows no products of registers.
+            staged = self.memory["p"].at[self.item.wg]
+
+            def multiply_staged(acc: Any) -> jax.Array:
+                staged[...] = p
+                plgpu.commit_smem()
+                plgpu.wgmma(acc, staged, values)
+                return acc[...]
+
+            acc = accumulator(ROWS, self.build.size)
+            sums = sums + pl.run_scoped(multiply_staged, acc)
+            wait_for_next_keys()
+            return sums
+
+        def multiply(acc: Any) -> None:
+            plgpu.wgmma(acc, p, values)
+            wait_for_next_keys()
+
+        started: Any = plgpu.ACC.init(sums)  # pyright: ignore[reportPrivateImportUsage]
+        return pl.run_state(multiply)(started)
+
+    def _write(self, sums: jax.Array, top: jax.Array, total: jax.Array) -> None:
+        at_least = jnp.maximum(total, 1e-30)
+        sums *= lax.broadcast_in_dim(1.0 / at_least, sums.shape, [0])
+        lse = top + jnp.log(at_least) * math.log2(math.e)
+        lse = jnp.where(total > 0.0, lse, -jnp.inf)
+        item, refs = self.item, self.refs
+        o, here = self.memory["q"].at[item.wg], self.memory["lse"].at[item.wg]
+
+        @pl.when(item.is_whole)
+        def _() -> None:
+            o[...] = sums.astype(self.build.dtype)
+            here[...] = lse
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(o, refs["o"].at[item.row, self.queries, item.head])
+            place = (item.row, item.head, self.queries)
+            plgpu.copy_smem_to_gmem(here, refs["lse"].at[place])
+            plgpu.wait_smem_to_gmem(0)
+
+        if "o_parts" not in refs:
+            return
+
+        @pl.when(item.part >= 0)
+        def _() -> None:
+            here[...] = lse
+            plgpu.commit_smem()
+            place = (item.row, item.head, item.part, pl.ds(item.wg * ROWS, ROWS))
+            refs["o_parts"].at[place][...] = sums
+            plgpu.copy_smem_to_gmem(here, refs["lse_parts"].at[place])
+            plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,96 @@
+"""Compile block-sparse attention for an H200, in a process of its own, and say how.
+
+    MOSAIC_GPU_DUMP_PTXAS=1 python -m tests.compiled.kernels
+
+Prints a line of JSON after what the assembler says of each configuration's kernels.
+"""
+
+import dataclasses
+import json
+import warnings
+
+from jaxpar.plan import deviceless
+
+SEQ_LEN, HEADS, KV_HEADS = 4096, 4, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """What kernels are compiled for."""
+
+    size: int
+    block: int
+    longest: int | None = None
+    limits: bool = False
+
+
+CONFIGURATIONS = (
+    Configuration(64, 128),
+    Configuration(128, 128),
+    Configuration(64, 16),
+    Configuration(128, 16),
+    Configuration(128, 128, longest=4),
+    Configuration(128, 64, limits=True),
+)
+
+
+def main() -> None:
+    deviceless.prepare_process()
+    import jax  # noqa: PLC0415 - once the process is prepared
+    import jax.numpy as jnp  # noqa: PLC0415
+    import numpy as np  # noqa: PLC0415
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: PLC0415
+
+    from kernels_pallas.block_sparse_attention import (  # noqa: PLC0415
+        BlockLayout,
+        block_sparse_attention,
+        make_plan,
+    )
+
+    mesh = Mesh(np.array(deviceless.gpu_devices("h200", 1, 1)[:1]), ("all",))
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def compiled(config: Configuration) -> dict[str, int]:
+        num_blocks = SEQ_LEN // config.block
+        blocks = np.random.default_rng(0).random((num_blocks, num_blocks)) < 0.2
+        blocks |= np.eye(num_blocks, dtype=bool)
+        layout = BlockLayout(blocks, config.block)
+        plan = make_plan(layout, SEQ_LEN, SEQ_LEN, causal=True, longest=config.longest)
+
+        def shape(heads: int) -> jax.ShapeDtypeStruct:
+            dims = (1, SEQ_LEN, heads, config.size)
+            return jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=whole)
+
+        def pull(q, k, v, do, ids, lens):
+            limits = {"segment_ids": ids, "kv_seq_lens": lens}
+
+            def attend(q, k, v):
+                given = limits if config.limits else {}
+                return block_sparse_attention(
+                    q, k, v, plan, **given, implementation="mosaic"
+                )
+
+            return jax.vjp(attend, q, k, v)[1](do)
+
+        q, k = shape(HEADS), shape(KV_HEADS)
+        ids = jax.ShapeDtypeStruct((1, SEQ_LEN), jnp.int32, sharding=whole)
+        lens = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=whole)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            traced = jax.jit(pull).trace(q, k, k, q, ids, lens)
+            lowered = traced.lower(lowering_platforms=("cuda",))
+        program = lowered.compile()
+        text = program.as_text()
+        return {
+            "kernels": text.count('custom_call_target="mosaic_gpu_v2"'),
+            "copies": text.count(" copy("),
+            "temporaries": program.memory_analysis().temp_size_in_bytes,
+        }
+
+    warnings.simplefilter("ignore", UserWarning)  # Of coarse tiles.
+    for config in CONFIGURATIONS:
+        found = compiled(config)
+        print(json.dumps({**dataclasses.asdict(config), **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

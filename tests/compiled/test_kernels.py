@@ -1,0 +1,74 @@
+"""Do the kernels compile for an H200 that is not here, and stay in its registers?"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from kernels_pallas.backend import LEAST_JAX
+from tests.compiled import compilers
+from tests.compiled.kernels import CONFIGURATIONS, HEADS, SEQ_LEN
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        jax.__version_info__ < LEAST_JAX or not compilers.FOLDER.is_dir(),
+        reason="needs the compilers of the main lane",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[tuple[dict[str, Any], list[int], list[int]]]:
+    """Of each configuration what was found, and of each kernel the bytes that are
+    spilled and the registers."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.compiled.kernels"],
+        cwd=ROOT,
+        env={**os.environ, "MOSAIC_GPU_DUMP_PTXAS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    results, assembler = [], ""
+    for line in done.stdout.splitlines():
+        if line.startswith("{"):
+            spilled = [int(x) for x in re.findall(r"(\d+) bytes spill", assembler)]
+            used = [int(x) for x in re.findall(r"Used (\d+) registers", assembler)]
+            results.append((json.loads(line), spilled, used))
+            assembler = ""
+        else:
+            assembler += line
+    return results
+
+
+def test_every_configuration_is_compiled(compiled) -> None:
+    assert len(compiled) == len(CONFIGURATIONS)
+    for found, _, used in compiled:
+        assert found["kernels"] == 3, "forward, of queries, of keys and values"
+        assert len(used) == 3
+
+
+def test_nothing_is_spilled(compiled) -> None:
+    for found, spilled, _ in compiled:
+        assert len(spilled) == 6, "stores and loads of three kernels"
+        assert not any(spilled), found
+
+
+def test_program_around_the_kernels_makes_no_copies_of_operands(compiled) -> None:
+    """Besides gradients of keys a query head each, numbers of each row, and parts."""
+    for found, _, _ in compiled:
+        per_head = 2 * SEQ_LEN * HEADS * found["size"]
+        rows = 4 * SEQ_LEN * HEADS
+        parts = 0 if found["longest"] is None else 20 * per_head
+        assert found["temporaries"] < 4.2 * per_head + 8 * rows + parts, found

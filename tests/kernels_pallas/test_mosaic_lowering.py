@@ -1,0 +1,82 @@
+"""Do the kernels lower for CUDA where there is no GPU, in every configuration?"""
+
+import itertools
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, use_abstract_mesh
+
+from kernels_pallas.backend import LEAST_JAX
+from kernels_pallas.block_sparse_attention import (
+    BlockLayout,
+    block_sparse_attention,
+    make_plan,
+)
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < LEAST_JAX, reason="the kernels need a later jax"
+)
+
+LENGTH, HEADS = 512, 4
+DTYPES = (jnp.bfloat16, jnp.float16)
+CONFIGURATIONS = list(
+    itertools.product(
+        DTYPES, (64, 128), (16, 128), ("", "segments", "lens"), (None, 1), (1, HEADS)
+    )
+)
+
+
+def lowered(
+    dtype: Any,
+    size: int,
+    block: int,
+    limits: str,
+    longest: int | None,
+    heads: int,
+    implementation: str | None = "mosaic",
+) -> str:
+    """The text of forward and backward pass for an H200, by what users call."""
+    rng = np.random.default_rng(0)
+    blocks = rng.random((heads, LENGTH // block, LENGTH // block)) < 0.5
+    with warnings.catch_warnings(action="ignore"):  # of coarse tiles
+        layout = BlockLayout(blocks, block)
+        plan = make_plan(layout, LENGTH, LENGTH, causal=True, longest=longest)
+    q = jax.ShapeDtypeStruct((2, LENGTH, HEADS, size), dtype)
+    k = jax.ShapeDtypeStruct((2, LENGTH, HEADS // 2, size), dtype)
+    ids = jax.ShapeDtypeStruct((2, LENGTH), jnp.int32)
+    lens = jax.ShapeDtypeStruct((2,), jnp.int32)
+
+    def loss(q, k, v, ids, lens):
+        o = block_sparse_attention(
+            q,
+            k,
+            v,
+            plan,
+            segment_ids=ids if limits == "segments" else None,
+            kv_seq_lens=lens if limits == "lens" else None,
+            implementation=implementation,
+        )
+        return o.astype(jnp.float32).sum()
+
+    device = jax.sharding.AbstractDevice("NVIDIA H200", 132, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, k, ids, lens)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
+def test_configuration_lowers(configuration: tuple) -> None:
+    assert lowered(*configuration).count("mosaic_gpu_v2") == 3
+
+
+def test_kernels_are_chosen_for_a_hopper_gpu() -> None:
+    """Without being asked for; but not for what they can't do."""
+    fits = (64, 128, "", None, 1, None)
+    assert lowered(jnp.bfloat16, *fits).count("mosaic_gpu_v2") == 3
+    assert "mosaic_gpu_v2" not in lowered(jnp.float32, *fits)
+    assert "mosaic_gpu_v2" not in lowered(jnp.bfloat16, 256, *fits[1:])
