@@ -62,6 +62,11 @@ def choose(
     return "mosaic"
 
 
+def has_kernels() -> bool:
+    """Whether the device that the program is traced for has the kernels."""
+    return _why_not_here(device_kind()) is None
+
+
 def device_kind() -> str:
     """Of the device that the traced program will run on."""
     mesh_device = jax.sharding.get_abstract_mesh().abstract_device

@@ -7,6 +7,7 @@ import warnings
 
 import numpy as np
 
+from kernels_pallas.backend import has_kernels
 from kernels_pallas.block_sparse_attention.layout import BlockLayout
 from kernels_pallas.block_sparse_attention.lists import Lists, make_lists
 
@@ -75,7 +76,6 @@ class Plan:
         return -(-self.seq_k // self.tile.k)
 
 
-@functools.lru_cache(maxsize=64)
 def make_plan(
     layout: BlockLayout,
     seq_q: int,
@@ -92,7 +92,8 @@ def make_plan(
       seq_q: queries, T.
       seq_k: keys, S.
       causal: a query sees no key after its own position; T and S are then equal.
-      tile: what a step of a kernel takes; None for 128 x 128.
+      tile: what a step takes; None for 128 x 128 where the kernels run, and for 64 x 64
+        elsewhere, which is the fastest on a CPU.
       longest: active tiles in a row, or column, above which it is shared out among
         several programs; None for twice the mean, and 16 at least.
 
@@ -113,7 +114,25 @@ def make_plan(
       >>> plan.active_tiles, plan.rows.count
       (0.625, array([[4, 3, 2, 1]], dtype=int32))
     """
-    tile = Tile() if tile is None else tile
+    tile = _usual_tile(layout.block) if tile is None else tile
+    return _make_plan(layout, seq_q, seq_k, causal, tile, longest)
+
+
+def _usual_tile(block: int) -> Tile:
+    size = 128 if has_kernels() else 64
+    nests = size % block == 0 or block % size == 0
+    return Tile(size, size) if nests else Tile(block, block)
+
+
+@functools.lru_cache(maxsize=64)
+def _make_plan(
+    layout: BlockLayout,
+    seq_q: int,
+    seq_k: int,
+    causal: bool,
+    tile: Tile,
+    longest: int | None,
+) -> Plan:
     _check(layout, seq_q, seq_k, causal=causal, tile=tile, longest=longest)
     blocks = layout.distinct
     if causal:
@@ -233,5 +252,5 @@ def _warn_if_coarse(plan: Plan) -> None:
             f"{plan.active_blocks:.1%} of blocks are active, but they lie in "
             f"{plan.active_tiles:.1%} of tiles, and whole tiles are worked out; larger "
             "blocks, or a smaller tile, leave less to do.",
-            stacklevel=3,
+            stacklevel=4,
         )

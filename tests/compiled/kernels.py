@@ -46,6 +46,9 @@ def main() -> None:
         block_sparse_attention,
         make_plan,
     )
+    from kernels_pallas.block_sparse_attention.api import (  # noqa: PLC0415
+        KERNEL_TILE,
+    )
 
     mesh = Mesh(np.array(deviceless.gpu_devices("h200", 1, 1)[:1]), ("all",))
     whole = NamedSharding(mesh, PartitionSpec())
@@ -55,7 +58,8 @@ def main() -> None:
         blocks = np.random.default_rng(0).random((num_blocks, num_blocks)) < 0.2
         blocks |= np.eye(num_blocks, dtype=bool)
         layout = BlockLayout(blocks, config.block)
-        plan = make_plan(layout, SEQ_LEN, SEQ_LEN, causal=True, longest=config.longest)
+        options = {"tile": KERNEL_TILE, "longest": config.longest}
+        plan = make_plan(layout, SEQ_LEN, SEQ_LEN, causal=True, **options)
 
         def shape(heads: int) -> jax.ShapeDtypeStruct:
             dims = (1, SEQ_LEN, heads, config.size)

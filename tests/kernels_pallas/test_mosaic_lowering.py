@@ -16,6 +16,7 @@ from kernels_pallas.block_sparse_attention import (
     block_sparse_attention,
     make_plan,
 )
+from kernels_pallas.block_sparse_attention.api import KERNEL_TILE
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < LEAST_JAX, reason="the kernels need a later jax"
@@ -44,7 +45,8 @@ def lowered(
     blocks = rng.random((heads, LENGTH // block, LENGTH // block)) < 0.5
     with warnings.catch_warnings(action="ignore"):  # of coarse tiles
         layout = BlockLayout(blocks, block)
-        plan = make_plan(layout, LENGTH, LENGTH, causal=True, longest=longest)
+        options = {"tile": KERNEL_TILE, "longest": longest}
+        plan = make_plan(layout, LENGTH, LENGTH, causal=True, **options)
     q = jax.ShapeDtypeStruct((2, LENGTH, HEADS, size), dtype)
     k = jax.ShapeDtypeStruct((2, LENGTH, HEADS // 2, size), dtype)
     ids = jax.ShapeDtypeStruct((2, LENGTH), jnp.int32)

@@ -141,7 +141,14 @@ def test_fractions_are_of_blocks_and_of_tiles() -> None:
 def test_blocks_that_coarsen_badly_are_warned_of() -> None:
     layout = BlockLayout(np.eye(64, dtype=bool), 16)
     with pytest.warns(UserWarning, match=r"1\.6% of blocks .* 12\.5% of tiles"):
-        make_plan(layout, 1024, 1024, causal=True)
+        make_plan(layout, 1024, 1024, causal=True, tile=Tile(128, 128))
+
+
+@pytest.mark.parametrize(("block", "size"), [(16, 64), (128, 64), (48, 48)])
+def test_tile_is_what_suits_a_cpu(block: int, size: int) -> None:
+    layout = BlockLayout(np.ones((4, 4), bool), block)
+    plan = make_plan(layout, 4 * block, 4 * block, causal=False)
+    assert plan.tile == Tile(size, size)
 
 
 def test_plan_is_made_once() -> None:
