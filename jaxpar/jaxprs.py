@@ -12,6 +12,9 @@ PLANNED = "jaxpar.planned"
 """How the names of foreign calls begin that stand for kernels in a program which is
 compiled and never run; their attribute ``flops`` says what the kernels compute."""
 
+KERNEL = "mosaic_gpu"
+"""How the names of foreign calls begin that are kernels made by Pallas for GPUs."""
+
 _INNER = {"jit": "jaxpr", "pjit": "jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr"}
 """Primitives that only call a jaxpr, and the parameter that holds it."""
 

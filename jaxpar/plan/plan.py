@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpar.jaxprs import PLANNED
+from jaxpar.jaxprs import KERNEL, PLANNED
 from jaxpar.pipeline.schedule import Schedule
 from jaxpar.plan.program import Program
 from jaxpar.plan.roofline import Estimate
@@ -218,6 +218,11 @@ def backend_notes(target: Target, text: str) -> list[str]:
         return [
             "attention is a call of the bytes and operations of cuDNN's, which only a "
             "GPU can compile; blocks of scores above the diagonal are skipped."
+        ]
+    if KERNEL in text:
+        return [
+            "kernels take the place of XLA's attention; their operations are not among "
+            "the matrix products, so that the estimate leaves their time out."
         ]
     return [
         "attention is XLA's own, which reads and writes the scores: cuDNN's takes bf16 "

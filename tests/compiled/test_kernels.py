@@ -72,3 +72,31 @@ def test_program_around_the_kernels_makes_no_copies_of_operands(compiled) -> Non
         rows = 4 * SEQ_LEN * HEADS
         parts = 0 if found["longest"] is None else 20 * per_head
         assert found["temporaries"] < 4.2 * per_head + 8 * rows + parts, found
+
+
+def test_split_over_a_mesh_moves_no_more_than_dense_attention(tmp_path: Path) -> None:
+    """Rows over data, heads over tensor: each device attends to its own."""
+    path = tmp_path / "plan.json"
+    flags = ("--precision", "bf16", "--block", "128", "--pattern", "bigbird")
+    sizes = ("--seq-len", "2048", "--batch-size", "4", "--global-tokens", "128")
+    mesh = ("--mesh.data", "2", "--mesh.tensor", "2")
+    recipe = ("recipes/long_context.py", "--target", "h200:1x4", "--json", str(path))
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxpar", "plan", *recipe, "--", *flags, *sizes, *mesh],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    plan = json.loads(path.read_text())
+    assert any("kernels take the place" in note for note in plan["notes"])
+    gathered = [
+        row
+        for row in plan["collectives"]
+        if row["op"] == "all-gather" and row["axis"] == "tensor"
+    ]
+    # Queries of one row alone are 2 x 2048 x 128 bytes.
+    assert sum(row["bytes"] for row in gathered) < 2 * 2048 * 128 / 10
