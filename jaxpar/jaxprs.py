@@ -8,6 +8,8 @@ from typing import Any
 import jax
 from jax.extend import core, source_info_util
 
+from kernels_pallas.operations import operations_of
+
 PLANNED = "jaxpar.planned"
 """How the names of foreign calls begin that stand for kernels in a program which is
 compiled and never run; their attribute ``flops`` says what the kernels compute."""
@@ -87,9 +89,10 @@ def flops(eqns: Iterable[core.JaxprEqn]) -> int:
     """Count the floating-point operations of the matrix products and convolutions.
 
     A multiplication and an addition are two. A foreign call counts as many as its
-    attribute ``flops`` says. A loop's body counts as often as a scan
-    runs it, and once in a `while`; of a conditional's branches the costliest counts;
-    what runs on every device of a manual mesh axis counts for each.
+    attribute ``flops`` says, and a kernel of `kernels_pallas` as many as its name. A
+    loop's body counts as often as a scan runs it, and once in a `while`; of a
+    conditional's branches the costliest counts; what runs on every device of a manual
+    mesh axis counts for each.
 
     Args:
       eqns: a jaxpr's equations.
@@ -112,6 +115,9 @@ def _flops_of(eqn: core.JaxprEqn) -> int:
         return 2 * _size(eqn.outvars[0]) * math.prod(kernel) // outputs
     if name == "ffi_call":
         return int(dict(params["attributes"]).get("flops", 0))
+    told = operations_of(params["name"]) if name in ("jit", "pjit") else None
+    if told is not None:
+        return told
     inner = [flops(jaxpr.eqns) for jaxpr in _jaxprs_of(params)]
     if name == "cond":
         return max(inner)

@@ -221,8 +221,8 @@ def backend_notes(target: Target, text: str) -> list[str]:
         ]
     if KERNEL in text:
         return [
-            "kernels take the place of XLA's attention; their operations are not among "
-            "the matrix products, so that the estimate leaves their time out."
+            "kernels take the place of XLA's attention; their operations, of whole "
+            "tiles, are counted among the matrix products."
         ]
     return [
         "attention is XLA's own, which reads and writes the scores: cuDNN's takes bf16 "

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
+from jaxpar.jaxprs import flops
 from kernels_pallas.backend import LEAST_JAX
 from kernels_pallas.block_sparse_attention import (
     BlockLayout,
@@ -74,6 +75,34 @@ def lowered(
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
 def test_configuration_lowers(configuration: tuple) -> None:
     assert lowered(*configuration).count("mosaic_gpu_v2") == 3
+
+
+def test_operations_are_those_of_the_active_tiles() -> None:
+    """Two products of each forward, three and four backward, of every head."""
+    layout = BlockLayout(np.tri(4, dtype=bool), 128)
+    plan = make_plan(layout, LENGTH, LENGTH, causal=True, tile=KERNEL_TILE)
+    x = jax.ShapeDtypeStruct((2, LENGTH, HEADS, 64), jnp.bfloat16)
+    device = jax.sharding.AbstractDevice("NVIDIA H200", 132, platform="gpu")
+
+    def attend(q, k, v):
+        return block_sparse_attention(q, k, v, plan, implementation="mosaic")
+
+    def pull(q, k, v, do):
+        return jax.vjp(attend, q, k, v)[1](do)
+
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        forward = jax.make_jaxpr(attend)(x, x, x)
+        both = jax.make_jaxpr(pull)(x, x, x, x)
+    of_a_product = 2 * 2 * HEADS * 10 * 128 * 128 * 64
+    assert flops(forward.eqns) == 2 * of_a_product
+    of_delta = 2 * 2 * HEADS * LENGTH * 64
+    assert flops(both.eqns) == (2 + 3 + 4) * of_a_product + of_delta
+
+
+def test_kernels_have_names_in_profiles() -> None:
+    text = lowered(jnp.bfloat16, 64, 128, "", None, 1)
+    for name in ("forward", "dq", "dk_dv"):
+        assert f"block_sparse_attention_{name}" in text
 
 
 def test_kernels_are_chosen_for_a_hopper_gpu() -> None:

@@ -84,7 +84,8 @@ def call(
         ring = Ring(tuple(shared), memory, barriers, build.stages)
         run(Parts(build, refs, memory, barriers, tuple(own), ring))
 
-    return build.call(given, outs, memory, barriers, program)
+    name, products = "_".join(results), 2 + len(results)
+    return build.call(name, products, given, outs, memory, barriers, program)
 
 
 class Parts:

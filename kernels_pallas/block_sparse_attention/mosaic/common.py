@@ -21,6 +21,7 @@ from kernels_pallas.block_sparse_attention.mosaic.device_lists import (
     DeviceLists,
 )
 from kernels_pallas.block_sparse_attention.plan import Plan
+from kernels_pallas.operations import counted
 
 WARPGROUPS = 2
 """That compute; another fetches for them."""
@@ -67,6 +68,8 @@ class Build:
 
     def call(
         self,
+        name: str,
+        products: int,
         given: dict[str, jax.Array],
         outs: dict[str, jax.ShapeDtypeStruct],
         memory: dict[str, Any],
@@ -76,6 +79,8 @@ class Build:
         """Run a program for every item, head and row of the batch, items outermost.
 
         Args:
+          name: of the kernel, in profiles.
+          products: of matrices, for each tile.
           given: the operands.
           outs: the results.
           memory: shared memory of a program.
@@ -98,18 +103,28 @@ class Build:
                 collective_axes="wg",
             )
 
-        return plgpu.kernel(
+        kernel = plgpu.kernel(
             entry,
             out_type=list(outs.values()),
             grid=(lists.num_items, self.heads, self.batch),
             grid_names=("item", "head", "row"),
             num_threads=WARPGROUPS + 1,
             thread_name="wg",
+            kernel_name=f"block_sparse_attention_{name}",
             compiler_params=plgpu.CompilerParams(
                 approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
             ),
             interpret=self.interpret if self.interprets else False,
-        )(*given.values(), *listed.values())
+        )
+        call = counted(kernel, products * self._operations)
+        return call(*given.values(), *listed.values())
+
+    @property
+    def _operations(self) -> int:
+        """Of one product of all active tiles."""
+        plan = self.plan
+        tiles = round(plan.active_tiles * plan.tiles_q * plan.tiles_k * self.heads)
+        return 2 * self.batch * tiles * plan.tile.q * plan.tile.k * self.size
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,7 +84,7 @@ def forward(build: Build, given: dict[str, jax.Array]) -> list[jax.Array]:
         ring = Ring(shared, memory, barriers, build.stages)
         _Program(build, refs, memory, barriers, own, ring).run()
 
-    return build.call(given, outs, memory, barriers, program)
+    return build.call("forward", 2, given, outs, memory, barriers, program)
 
 
 class _Program:
