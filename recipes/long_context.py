@@ -116,8 +116,8 @@ def tokens_per_step(config: Config) -> int:
 def main(config: Config) -> None:
     """Train, evaluate, save, reopen on one device."""
     console = Console(highlight=False, soft_wrap=True)
-    mesh = choose_mesh(config.mesh, on_cpu=CPU_MESH)
     model, pattern = model_of(config)
+    mesh = choose_mesh(config.mesh, on_cpu=CPU_MESH)
     corpus, heldout = open_splits(config.data, config.heldout)
     run = open_run(config.out, config, {"corpus_sha256": corpus.sha256})
     rows, length = config.batch_size, config.seq_len
