@@ -12,7 +12,6 @@ from jaxpar.sparse_attention.patterns import (
     LocalSlidingWindow,
     Variable,
 )
-from jaxpar.tree import near_match
 
 
 def causal_pattern(
@@ -83,6 +82,8 @@ def causal_pattern(
         "sliding": lambda: LocalSlidingWindow(**shape, **sliding),
     }
     if name not in makers:
+        from jaxpar.tree import near_match  # noqa: PLC0415 - imports jax
+
         raise ValueError(
             f"pattern={name!r}: must be one of {', '.join(makers)}."
             f"{near_match(name, list(makers))}"
