@@ -1,6 +1,6 @@
 """Public names, each with the module that it is loaded from when it is first used."""
 
-from . import data
+from . import data, optim
 from .checkpoint import DamagedError, Keep
 from .engine import Engine
 from .initialization import initialize
@@ -35,5 +35,6 @@ __all__ = [
     "initialize",
     "make_mesh",
     "make_precision",
+    "optim",
     "remat",
 ]

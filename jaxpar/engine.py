@@ -23,7 +23,7 @@ from jaxpar.plan.explain import Explanation
 from jaxpar.plan.plan import Plan
 from jaxpar.plan.target import parse_target
 from jaxpar.replicas import Probe, make_probe
-from jaxpar.state import TrainState, require_sound
+from jaxpar.state import TrainState, filled_in, require_sound
 from jaxpar.tree import named_leaves
 from jaxpar.types import Batch, Metrics
 from jaxpar.xla_settings import compiler_options
@@ -41,7 +41,7 @@ class Engine:
       batch_spec: the shapes of a global batch.
       step: the pure training step.
       evaluation: the pure evaluation.
-      state: the state to start from.
+      state: what is kept of the state to start from.
       given: what `initialize` was given, to make the engine again elsewhere.
 
     Attributes:
@@ -67,7 +67,7 @@ class Engine:
         self._checkpoints: dict[str, Checkpoints] = {}
         self._exhausted: list[jax.Array] = []
         self._probe: Probe | None = None
-        rest = jax.tree.leaves(layout.shardings)
+        rest = jax.tree.leaves(layout.kept_shardings)
         replicated = NamedSharding(self.mesh, P())
 
         def flat_step(state: list, batch: Batch) -> tuple[list, Metrics, list]:
@@ -78,7 +78,8 @@ class Engine:
 
         def evaluate(params: Any, model_state: Any, batch: Batch, key: Any) -> Metrics:
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-                return evaluation(params, model_state, batch, key)
+                computed = layout.update.computed(params)
+                return evaluation(computed, model_state, batch, key)
 
         self._step = jax.jit(
             flat_step,
@@ -91,7 +92,19 @@ class Engine:
 
     @property
     def state(self) -> TrainState:
-        """A view of the sharded state; the next step donates its arrays."""
+        """The sharded state, leaf by leaf.
+
+        A view, whose arrays the next step donates; a fused optimizer's is a copy.
+        """
+        return self.layout.logical(self._kept)
+
+    @property
+    def steps(self) -> int:
+        """Steps taken, skipped ones too; waits for them."""
+        return int(self._kept.step)
+
+    @property
+    def _kept(self) -> TrainState:
         return jax.tree.unflatten(self._structure, self._leaves)
 
     def step(self, batch: Batch) -> Metrics:
@@ -118,6 +131,8 @@ class Engine:
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """The compiled pure step; donates `state`.
 
+        With a fused optimizer the state is copied into its buckets, and out of them.
+
         Args:
           state: a train state of this engine's shapes and shardings.
           batch: as for `step`.
@@ -125,9 +140,9 @@ class Engine:
         Returns:
           The new state and the metrics.
         """
-        leaves = jax.tree.leaves(state)
+        leaves = jax.tree.leaves(self.layout.keep(state))
         new, metrics, _ = self._step(leaves, self._put(batch))
-        return jax.tree.unflatten(self._structure, new), metrics
+        return self.layout.logical(jax.tree.unflatten(self._structure, new)), metrics
 
     def evaluate(self, batch: Batch) -> Metrics:
         """Evaluate on a batch of any size that the data axis divides.
@@ -140,8 +155,8 @@ class Engine:
           by eval_fn with the model in evaluation mode.
         """
         placed = self._put(batch, any_size=True)
-        state = self.state
-        return self._evaluate(state.params, state.model_state, placed, state.key)
+        kept = self._kept
+        return self._evaluate(kept.params, kept.model_state, placed, kept.key)
 
     def model(self) -> Any:
         """The trained model itself, in evaluation mode: to sample from, to export.
@@ -274,12 +289,12 @@ class Engine:
         """
         self.layout.require_devices("save")
         self._check_loss_scale(lag=0)
-        require_sound(self.state)
+        require_sound(state := self.state)
         checkpoints = self._opened(folder)
         checkpoints.set_keep(keep)
         checkpoints.save(
-            int(self.state.step),
-            self.state,
+            self.steps,
+            state,
             data_state=None if data is None else data.get_state(),
             meta={"mesh": dict(self.mesh.shape), **(meta or {})},
             metric=metric,
@@ -328,12 +343,10 @@ class Engine:
         )
         if data is not None:
             data.set_state(_position_of(restored, folder))
-        self._leaves = [
-            read if isinstance(read, jax.Array) else own
-            for read, own in zip(
-                jax.tree.leaves(restored.tree), self._leaves, strict=True
-            )
-        ]
+        state = restored.tree
+        if only is not None or reset:
+            state = filled_in(state, self.state)
+        self._leaves = jax.tree.leaves(self.layout.keep(state))
         self._exhausted.clear()
         return restored.step
 
@@ -345,7 +358,9 @@ class Engine:
         """
         self.layout.require_devices("probe")
         if self._probe is None:
-            self._probe = make_probe(self.mesh, named_leaves(self.layout.shardings))
+            self._probe = make_probe(
+                self.mesh, named_leaves(self.layout.kept_shardings)
+            )
         self._probe.check(self._leaves)
 
     def wait(self) -> None:

@@ -18,6 +18,8 @@ from jaxpar.gradients import Partition
 from jaxpar.layout import Layout
 from jaxpar.mesh import DATA, MeshShape, make_mesh
 from jaxpar.module import Network, make_network
+from jaxpar.optim.fused import FusedOptimizer
+from jaxpar.optim.making import make_update
 from jaxpar.pipeline.execution import make_execution
 from jaxpar.pipeline.schedule import Schedule
 from jaxpar.precision import Precision, make_precision
@@ -33,7 +35,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     *,
     model: Any,
     loss_fn: LossFn,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation | FusedOptimizer,
     sample_batch: Batch,
     mesh: MeshShape | Mesh | None = None,
     zero: int = 1,
@@ -55,7 +57,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
         `jaxpar.PipelineModel`.
       loss_fn: ``(model, batch) -> loss`` or ``(loss, metrics)``: a mean over the
         examples it is given, or a `jaxpar.Weighted`.
-      optimizer: any optax transformation.
+      optimizer: any optax transformation, or one of `jaxpar.optim`.
       sample_batch: arrays or `jax.ShapeDtypeStruct`s of a global batch, rows first.
       mesh: devices by axis (all of them on data by default), or a mesh made by
         `jaxpar.make_mesh` of some devices.
@@ -119,12 +121,10 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     # XLA rejects reductions over a manual axis of one device (jax 0.11.2).
     automatic, owned = coupled or mesh.shape[DATA] == 1, tuple(plans.values())
     partition = Partition(network, owned, stage, precision, mesh, automatic)
-    step = make_train_step(
-        execution.make_gradients(partition, loss_fn, like, accumulate),
-        optimizer,
-        clip_norm=clip_norm,
-        scales_loss=precision.scales_loss,
-    )
+    update = make_update(optimizer, owned, mesh, like, precision.compute_dtype)
+    gradients = execution.make_gradients(partition, loss_fn, like, accumulate)
+    scales = precision.scales_loss
+    step = make_train_step(gradients, update, clip_norm=clip_norm, scales_loss=scales)
     evaluation = execution.make_evaluation(partition, eval_fn or loss_fn, like)
     layout = Layout(
         mesh,
@@ -138,13 +138,16 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
         precision,
         accumulate,
         traced.flops * accumulate * mesh.shape[DATA],
+        update,
     )
     bound = (network, layout, batch_spec, step, evaluation)
     return Engine(*bound, layout.initial_state(init, seed), given)
 
 
 def _abstract(
-    network: Network, optimizer: optax.GradientTransformation, seed: int
+    network: Network,
+    optimizer: optax.GradientTransformation | FusedOptimizer,
+    seed: int,
 ) -> tuple[Callable[[jax.Array], TrainState], TrainState]:
     """What makes the state, and its shapes."""
     check_trainable(jax.eval_shape(network.init, jax.random.key(seed))[0])

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxpar import tree
 from jaxpar.jaxprs import flops
 from jaxpar.mesh import DATA, are_present, lowering_platform
+from jaxpar.optim.update import Update
 from jaxpar.pipeline.execution import Execution
 from jaxpar.plan.budget import Budget, Measured, measure
 from jaxpar.plan.expected import Meant, expected_budget, step_bytes
@@ -34,7 +35,13 @@ from jaxpar.plan.target import Target
 from jaxpar.plan.work import link_bytes, memory_traffic
 from jaxpar.precision import Precision
 from jaxpar.sharding.zero import LeafPlan, ZeroStage
-from jaxpar.state import TrainState, state_shardings
+from jaxpar.state import (
+    TrainState,
+    keep_state,
+    kept_structs,
+    logical_state,
+    state_shardings,
+)
 from jaxpar.xla_settings import Setting
 
 
@@ -54,6 +61,7 @@ class Layout:
       precision: what the step computes in.
       accumulate: micro-batches a step.
       forward_flops: operations of a step's forward passes, of all devices.
+      update: the optimizer, and how it keeps the state.
     """
 
     mesh: Mesh
@@ -67,6 +75,7 @@ class Layout:
     precision: Precision
     accumulate: int
     forward_flops: int
+    update: Update
 
     @functools.cached_property
     def can_run(self) -> bool:
@@ -74,20 +83,44 @@ class Layout:
         return are_present(self.mesh)
 
     def structs(self) -> TrainState:
-        """The state's shapes, dtypes and shardings."""
+        """The logical state's shapes, dtypes and shardings."""
         return jax.tree.map(
             lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
             self.abstract,
             self.shardings,
         )
 
+    @functools.cached_property
+    def kept(self) -> TrainState:
+        """What lies on the devices from step to step: shapes, dtypes and shardings."""
+        return kept_structs(self.update, self.abstract, self.shardings)
+
+    @functools.cached_property
+    def kept_shardings(self) -> TrainState:
+        """Of `kept`."""
+        return jax.tree.map(lambda x: x.sharding, self.kept)
+
+    def keep(self, state: TrainState) -> TrainState:
+        """Lay a logical state out as the optimizer keeps it."""
+        return keep_state(self.update, state)
+
+    def logical(self, kept: TrainState) -> TrainState:
+        """Undo `keep`; shapes where the devices are not here."""
+        if not self.can_run:
+            return self.structs()
+        return logical_state(self.update, kept)
+
     def initial_state(
         self, init: Callable[[jax.Array], TrainState], seed: int
     ) -> TrainState:
-        """Initialise the state, sharded; `structs` where the devices are not here."""
+        """Initialise what is kept; `kept` itself where the devices are not here."""
         if not self.can_run:
-            return self.structs()
-        return jax.jit(init, out_shardings=self.shardings)(jax.random.key(seed))
+            return self.kept
+
+        def kept(key: jax.Array) -> TrainState:
+            return self.keep(init(key))
+
+        return jax.jit(kept, out_shardings=self.kept_shardings)(jax.random.key(seed))
 
     def require_devices(self, call: str) -> None:
         """Refuse what runs something on devices that are only to compile for.
@@ -106,14 +139,14 @@ class Layout:
     def explain(self, compiled: Any, module: Module | None = None) -> Explanation:
         """Explain the compiled step; `module` is its program, where that is parsed."""
         return make_explanation(
-            self.abstract,
-            self.shardings,
+            self.kept,
             self.plans,
             self.stage,
             coupled=self.coupled,
             program=read_program(compiled, self.mesh, module),
             settings=self.settings,
             notes=self.execution.notes(self.stage, self.plans),
+            remarks=self.update.notes(),
         )
 
     def measure(self, lowered: jax.stages.Lowered) -> Measured:
@@ -127,7 +160,7 @@ class Layout:
     def budget(self) -> Budget:
         """What the step holds and moves by design."""
         ruled = state_shardings(self.abstract, self.plans, self.stage, self.mesh)
-        at_rest = state_bytes(self.abstract, ruled)
+        at_rest = state_bytes(kept_structs(self.update, self.abstract, ruled))
         crossing = self.execution.crossing(list(self.plans.values()))
         return expected_budget(crossing, self.meant, sum(at_rest.values()))
 
@@ -197,6 +230,7 @@ class Layout:
             notes=(
                 *backend_notes(target, text),
                 *self.execution.notes(self.stage, self.plans),
+                *self.update.notes(),
             ),
         )
 
@@ -207,7 +241,7 @@ class Layout:
     def _memory(self, program: Program) -> BytesPerDevice:
         """A program's memory by kind."""
         copies, gradients = step_bytes(self.plans.values(), self.meant)
-        at_rest = state_bytes(self.abstract, self.shardings)
+        at_rest = state_bytes(self.kept)
         return split_memory(program, at_rest, copies=copies, gradients=gradients)
 
 

@@ -35,7 +35,7 @@ from jaxpar.plan.target import parse_target
 from jaxpar.planner import answer_of, load_recipe, plan_apart
 from jaxpar.sharding.rules import axes_of
 from jaxpar.sharding.zero import STAGES, LeafPlan, ZeroStage
-from jaxpar.state import state_shardings
+from jaxpar.state import kept_structs, state_shardings
 
 COMPILES = 16
 """Steps that a search compiles, unless told otherwise."""
@@ -295,7 +295,9 @@ def _facts(layout: Layout, stage: ZeroStage) -> ShapeFacts:
     compute = {name: plan.compute for name, plan in layout.plans.items()}
     plans = layout.execution.plan_leaves(leaves, compute, stage, sizes, ("*",))
     shardings = state_shardings(layout.abstract, plans, stage, layout.mesh)
-    state = sum(state_bytes(layout.abstract, shardings).values())
+    update = layout.update.laid_out(tuple(plans.values()))
+    kept = kept_structs(update, layout.abstract, shardings)
+    state = sum(state_bytes(kept).values())
     meant = dataclasses.replace(layout.meant, stage=stage, accumulate=1)
     copies, gradients = step_bytes(plans.values(), meant)
     itemsize = layout.precision.compute_dtype.itemsize

@@ -1,10 +1,12 @@
 """What is carried from step to step: one logical tree, whatever the mesh.
 
 `TrainState` has the same leaves and the same logical shapes for every mesh, ZeRO stage
-and precision; only shardings differ. So any checkpoint restores anywhere.
+and precision; only shardings differ. So any checkpoint restores anywhere. An optimizer
+may keep it in another form (`jaxpar.optim.update`).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 
 import jax
@@ -16,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 from jaxpar import tree
 from jaxpar.loss_scale import init_loss_scale
 from jaxpar.module import Network
+from jaxpar.optim.fused import FusedOptimizer
+from jaxpar.optim.update import Update
 from jaxpar.sharding.zero import LeafPlan, ZeroStage, plan_leaves
 from jaxpar.types import Leaf, Params, PyTree
 
@@ -43,7 +47,7 @@ class TrainState:
 
 
 def make_init(
-    network: Network, optimizer: optax.GradientTransformation
+    network: Network, optimizer: optax.GradientTransformation | FusedOptimizer
 ) -> Callable[[jax.Array], TrainState]:
     """Make the pure function ``key -> TrainState``, to be jitted with shardings."""
 
@@ -61,6 +65,41 @@ def make_init(
         )
 
     return init
+
+
+def keep_state(update: Update, state: TrainState) -> TrainState:
+    """Lay a logical state out as an optimizer keeps it."""
+    params, opt_state = update.keep(state.params, state.opt_state)
+    return dataclasses.replace(state, params=params, opt_state=opt_state)
+
+
+def logical_state(update: Update, kept: TrainState) -> TrainState:
+    """Undo `keep_state`."""
+    params, opt_state = update.logical(kept.params, kept.opt_state)
+    return dataclasses.replace(kept, params=params, opt_state=opt_state)
+
+
+def kept_structs(
+    update: Update, abstract: TrainState, shardings: TrainState
+) -> TrainState:
+    """Say what is kept of a logical state.
+
+    Args:
+      update: the optimizer.
+      abstract: the logical state's shapes.
+      shardings: where it would rest.
+
+    Returns:
+      Shapes, dtypes and shardings of what `keep_state` makes.
+    """
+    places = update.shardings(shardings.params, shardings.opt_state)
+    placed = dataclasses.replace(shardings, params=places[0], opt_state=places[1])
+    shapes = jax.eval_shape(functools.partial(keep_state, update), abstract)
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        shapes,
+        placed,
+    )
 
 
 def state_shardings(
@@ -103,6 +142,13 @@ def state_shardings(
         replicated,
         params=placed(abstract.params),
         opt_state=placed(abstract.opt_state),
+    )
+
+
+def filled_in(read: TrainState, own: TrainState) -> TrainState:
+    """A state of which some leaves were read, with its own where they are structs."""
+    return jax.tree.map(
+        lambda new, old: new if isinstance(new, jax.Array) else old, read, own
     )
 
 

@@ -7,7 +7,6 @@ the parts do, not this file.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +14,14 @@ import optax
 
 from jaxpar.gradients import Sums
 from jaxpar.loss_scale import update_loss_scale
+from jaxpar.optim.update import Update
 from jaxpar.state import TrainState
 from jaxpar.types import Batch, Metrics, PyTree
 
 
 def make_train_step(
     gradients: Callable[..., tuple[PyTree, Sums, PyTree]],
-    optimizer: optax.GradientTransformation,
+    update: Update,
     *,
     clip_norm: float | None,
     scales_loss: bool,
@@ -33,35 +33,35 @@ def make_train_step(
 
     Args:
       gradients: as `jaxpar.gradients.make_gradients` gives it.
-      optimizer: any optax transformation; it is passed ``value=`` (the loss).
+      update: the optimizer; the step's state is what it keeps.
       clip_norm: the largest global norm of the gradients; None for no clipping.
       scales_loss: whether the loss is scaled dynamically.
 
     Returns:
       The step; its metrics are loss, grad_norm (before clipping), skipped (steps so
-      far), loss_scale, learning_rate where the optimizer's state has it, and the
-      user's own.
+      far), loss_scale, learning_rate where the optimizer tells it, and the user's own.
     """
-    optimizer = optax.with_extra_args_support(optimizer)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(state.key, state.step)
         scale = state.loss_scale.scale if scales_loss else jnp.float32(1.0)
+        params = update.computed(state.params)
         grads, sums, model_state = gradients(
-            state.params, state.model_state, batch, key, scale
+            params, state.model_state, batch, key, scale
         )
+        grads = update.packed(grads)
         norm = optax.tree.norm(grads) / scale
         finite = jnp.isfinite(norm)
         applied = finite & (sums.loss.weight > 0)
-        factor = _clip_factor(norm, clip_norm) / scale
-        grads = jax.tree.map(lambda grad: grad * factor, grads)
         means = sums.means()
-        updates, opt_state = optimizer.update(
-            grads, state.opt_state, state.params, value=means["loss"]
+        params, opt_state, told = update.apply(
+            grads,
+            state.params,
+            state.opt_state,
+            factor=_clip_factor(norm, clip_norm) / scale,
+            applied=applied,
+            loss=means["loss"],
         )
-        after = (optax.apply_updates(state.params, updates), model_state, opt_state)
-        before = (state.params, state.model_state, state.opt_state)
-        params, model_state, opt_state = optax.tree.where(applied, after, before)
         loss_scale = update_loss_scale(
             state.loss_scale, finite=finite, applied=applied, scales_loss=scales_loss
         )
@@ -69,7 +69,7 @@ def make_train_step(
             state,
             step=state.step + 1,
             params=params,
-            model_state=model_state,
+            model_state=optax.tree.where(applied, model_state, state.model_state),
             opt_state=opt_state,
             loss_scale=loss_scale,
         )
@@ -78,7 +78,7 @@ def make_train_step(
             "skipped": loss_scale.skipped,
             "loss_scale": scale,
         }
-        return new, means | counters | _learning_rate(opt_state)
+        return new, means | counters | told
 
     return step
 
@@ -87,9 +87,3 @@ def _clip_factor(norm: jax.Array, clip_norm: float | None) -> jax.Array | float:
     if clip_norm is None:
         return 1.0
     return jnp.where(norm < clip_norm, 1.0, clip_norm / norm)
-
-
-def _learning_rate(opt_state: Any) -> Metrics:
-    """The rate that `optax.inject_hyperparams` keeps in its state, if it is there."""
-    rates = optax.tree.get_all_with_path(opt_state, "learning_rate")
-    return {"learning_rate": jnp.asarray(rates[0][1])} if rates else {}

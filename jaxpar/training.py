@@ -146,7 +146,7 @@ class _Loop:
             self._take_up(start)
             self._evaluate(start)
             return start
-        start = int(self.engine.state.step)
+        start = self.engine.steps
         self.clock.resume(start)
         self._evaluate(start)
         self._save()
@@ -275,7 +275,7 @@ class _Loop:
                     meta=self.run.record | {"batches_drawn": self.drawn},
                     metric=self.heldout,
                 )
-            self.clock.saved(int(self.engine.state.step))
+            self.clock.saved(self.engine.steps)
         except OSError as error:
             self._failed_save(error)
 
@@ -297,7 +297,7 @@ class _Loop:
         why = f"a save failed: {error}"
         if self.recovery.on_failed_save == "stop":
             self._stop(SAVE_FAILED, why)
-        self._tell("save failed", int(self.engine.state.step), why=str(error))
+        self._tell("save failed", self.engine.steps, why=str(error))
 
     def _probe(self, step: int) -> None:
         try:
@@ -312,7 +312,7 @@ class _Loop:
         )
 
     def _stop(self, code: int, why: str) -> None:
-        self._tell("stopped", int(self.engine.state.step), why=why, code=code)
+        self._tell("stopped", self.engine.steps, why=why, code=code)
         self.account()
         raise RunStopped(code, why)
 

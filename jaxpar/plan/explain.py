@@ -156,8 +156,7 @@ def _traffic_table(program: Program) -> Table:
 
 
 def make_explanation(
-    abstract: PyTree,
-    shardings: PyTree,
+    state: PyTree,
     plans: Mapping[str, LeafPlan],
     stage: ZeroStage,
     *,
@@ -165,28 +164,29 @@ def make_explanation(
     program: Program,
     settings: tuple[Setting, ...] = (),
     notes: tuple[str, ...] = (),
+    remarks: tuple[str, ...] = (),
 ) -> Explanation:
     """Explain a step.
 
     Args:
-      abstract: the train state's shapes.
-      shardings: its shardings.
+      state: the train state's shapes, dtypes and shardings.
       plans: parameter name -> plan.
       stage: the row of the ZeRO table.
       coupled: whether examples are coupled (data is automatic).
       program: the compiled step, read.
       settings: what it was compiled with.
       notes: what a pipeline adds; with one, every stage reduces and gathers once.
+      remarks: what an optimizer adds.
 
     Returns:
       The explanation.
     """
-    placed = tree.named_leaves(shardings)
-    rows = []
-    for name, leaf in tree.named_leaves(abstract).items():
-        plan = plans.get(name.removeprefix("params/"))
-        rows.append(_row(name, leaf, placed[name], plan))
-    mesh = next(iter(placed.values())).mesh
+    leaves = tree.named_leaves(state)
+    rows = [
+        _row(name, leaf, plans.get(name.removeprefix("params/")))
+        for name, leaf in leaves.items()
+    ]
+    mesh = next(iter(leaves.values())).sharding.mesh
     meant = _meant(
         min(stage.number, 1) if notes else stage.number,
         mesh.shape[DATA],
@@ -197,40 +197,38 @@ def make_explanation(
         mesh=dict(mesh.shape),
         zero=stage.number,
         leaves=tuple(rows),
-        meant=(*meant, *notes),
+        meant=(*meant, *notes, *remarks),
         program=program,
         settings=settings,
     )
 
 
-def state_bytes(abstract: PyTree, shardings: PyTree) -> dict[str, int]:
-    """The leaves of a state -> bytes on one device, without padding."""
-    placed = tree.named_leaves(shardings)
-    return {
-        name: _piece_bytes(leaf, placed[name])
-        for name, leaf in tree.named_leaves(abstract).items()
-    }
+def state_bytes(state: PyTree) -> dict[str, int]:
+    """The leaves of a state -> bytes on one device, without padding.
+
+    Args:
+      state: shapes, dtypes and shardings.
+    """
+    leaves = tree.named_leaves(state)
+    return {name: _piece_bytes(leaf) for name, leaf in leaves.items()}
 
 
-def _piece_bytes(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> int:
+def _piece_bytes(leaf: jax.ShapeDtypeStruct) -> int:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return 8
-    piece = sharding.shard_shape(leaf.shape)
+    assert leaf.sharding is not None, "of a state at rest"
+    piece = leaf.sharding.shard_shape(leaf.shape)
     return tree.num_bytes(jax.ShapeDtypeStruct(piece, leaf.dtype))
 
 
-def _row(
-    name: str,
-    leaf: jax.ShapeDtypeStruct,
-    sharding: NamedSharding,
-    plan: LeafPlan | None,
-) -> LeafReport:
+def _row(name: str, leaf: jax.ShapeDtypeStruct, plan: LeafPlan | None) -> LeafReport:
+    assert isinstance(leaf.sharding, NamedSharding), "of a state at rest"
     return LeafReport(
         name=name,
         shape=tuple(leaf.shape),
         dtype=str(leaf.dtype),
-        spec=str(tuple(sharding.spec)),
-        bytes_per_device=_piece_bytes(leaf, sharding),
+        spec=str(tuple(leaf.sharding.spec)),
+        bytes_per_device=_piece_bytes(leaf),
         why=plan.why if plan else "",
     )
 

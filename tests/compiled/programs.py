@@ -5,6 +5,8 @@ Runs in the process that has the compilers; arguments and results travel as pick
 
 import contextlib
 import dataclasses
+import math
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -24,11 +26,19 @@ from jaxpar.mesh import DATA, TENSOR, MeshShape, lowering_platform, make_mesh
 from jaxpar.models import gpt
 from jaxpar.models.gpt import GPT, gpt_loss
 from jaxpar.models.gpt_config import GPTConfig
+from jaxpar.optim import fused_adamw, fused_lamb
 from jaxpar.plan.budget import Budget
 from jaxpar.plan.deviceless import gpu_devices, tpu_devices
 from jaxpar.plan.program import Program, read_program
 from jaxpar.sharding import exchange, zero
 from jaxpar.tree import num_elements
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": optax.adamw(1e-3),
+    "fused": fused_adamw(1e-3),
+    "fused 8 bits": fused_adamw(1e-3, bits=8),
+    "fused lamb": fused_lamb(1e-3),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +58,7 @@ class Run:
     sequence_parallel: bool = False
     users_model: bool = False
     coupled: bool = False
+    optimizer: str = "adamw"
     fault: str = ""
 
 
@@ -60,6 +71,8 @@ class Compiled:
       num_devices: GPUs.
       data: GPUs on the data axis.
       program: the compiled step, read.
+      copied: bytes that it copies on a device as they are, outside of loops.
+      kernels: calls of Mosaic kernels.
       seconds: processor time that lowering and compiling took.
     """
 
@@ -67,6 +80,8 @@ class Compiled:
     num_devices: int
     data: int
     program: Program
+    copied: int
+    kernels: int
     seconds: float
 
 
@@ -100,7 +115,20 @@ def compile_step(run: Run) -> Compiled:
         num_devices=engine.mesh.size,
         data=engine.mesh.shape[DATA],
         program=read_program(compiled, engine.mesh),
+        copied=_copied(compiled.as_text()),
+        kernels=compiled.as_text().count('custom_call_target="mosaic_gpu'),
         seconds=time.process_time() - began,
+    )
+
+
+def _copied(text: str) -> int:
+    """Bytes that a program's entry copies on a device."""
+    entry = text[text.rindex("\nENTRY") :]
+    found = re.findall(r" = (\w+)\[([\d,]*)\][^ ]* copy\(", entry)
+    sizes = {"pred": 1, "bf16": 2, "f32": 4, "s32": 4, "u32": 4, "s8": 1, "u8": 1}
+    return sum(
+        sizes[dtype] * math.prod(map(int, filter(None, dims.split(","))))
+        for dtype, dims in found
     )
 
 
@@ -141,7 +169,7 @@ def _arguments(run: Run) -> dict[str, Any]:
     return {
         "model": model,
         "loss_fn": loss_fn,
-        "optimizer": optax.adamw(1e-3),
+        "optimizer": OPTIMIZERS[run.optimizer],
         "sample_batch": batch,
         "mesh": mesh,
         "zero": run.zero,
@@ -194,11 +222,19 @@ def _data_left_out_in_block() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _left_as_scattered() -> Iterator[None]:
+    """Gradients in memory as NCCL leaves them."""
+    with mock.patch.object(exchange.ManualExchange, "_as_kept", lambda _, x: x):
+        yield
+
+
 _FAULTS: dict[str, Any] = {
     "": contextlib.nullcontext,
     "constraint dropped": _constraint_dropped,
     "accumulator replicated": _accumulator_replicated,
     "cast after the gather": _cast_after_gather,
+    "left as scattered": _left_as_scattered,
     "data left out in a block": _data_left_out_in_block,
 }
 

@@ -44,9 +44,12 @@ def explained(zero, *, data=4, tensor=2, coupled=False):
     shardings = state_shardings(abstract, plans, stage, mesh)
     compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
     program = read_program(compiled, mesh)
-    report = make_explanation(
-        abstract, shardings, plans, stage, coupled=coupled, program=program
+    state = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        abstract,
+        shardings,
     )
+    report = make_explanation(state, plans, stage, coupled=coupled, program=program)
     return report, abstract, shardings
 
 

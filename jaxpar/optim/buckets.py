@@ -1,0 +1,182 @@
+"""How do many leaves lie one after the other, so that one launch covers them all?
+
+A bucket holds the leaves that rest over the same mesh axes. On each device it is the
+pieces that the device holds of them, each filled up with zeros to whole tiles, in one
+flat array: between leaves and buckets nothing crosses.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.mesh import AXES
+from jaxpar.sharding.rules import axes_of
+from jaxpar.sharding.zero import LeafPlan
+from kernels_pallas.fused_optimizers import TILE
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Leaves that rest over the same axes.
+
+    Attributes:
+      axes: mesh axes of several devices, over which each of the leaves is split.
+      members: numbers of the leaves, in flattening order.
+      shapes: of a device's piece of each.
+    """
+
+    axes: tuple[str, ...]
+    members: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def name(self) -> str:
+        """Of the bucket, in paths."""
+        return "_".join(("over", *self.axes)) if self.axes else "whole"
+
+    @property
+    def spec(self) -> P:
+        """Of the flat array."""
+        return P(self.axes) if self.axes else P()
+
+    @property
+    def tiles(self) -> tuple[int, ...]:
+        """Of each leaf's piece."""
+        return tuple(-(-math.prod(shape) // TILE) for shape in self.shapes)
+
+    @property
+    def leaf_of_tiles(self) -> np.ndarray:
+        """The place among `members` of each tile's leaf; int32, [tiles]."""
+        return np.repeat(np.arange(len(self.members), dtype=np.int32), self.tiles)
+
+    def flat(self, pieces: Sequence[jax.Array]) -> jax.Array:
+        """Lay pieces of the leaves one after the other; [tiles x TILE]."""
+        filled = [
+            jnp.pad(piece.reshape(-1), (0, tiles * TILE - piece.size))
+            for piece, tiles in zip(pieces, self.tiles, strict=True)
+        ]
+        return jnp.concatenate(filled)
+
+    def pieces(self, flat: jax.Array) -> list[jax.Array]:
+        """Undo `flat`."""
+        starts = itertools.accumulate(self.tiles, initial=0)
+        return [
+            flat[start * TILE : start * TILE + math.prod(shape)].reshape(shape)
+            for start, shape in zip(starts, self.shapes, strict=False)
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """The buckets of a tree of parameters on a mesh.
+
+    Attributes:
+      plans: the leaves' layouts, in flattening order.
+      mesh: the mesh.
+    """
+
+    plans: tuple[LeafPlan, ...]
+    mesh: Mesh
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, Bucket]:
+        """The buckets."""
+        grouped: dict[tuple[str, ...], list[int]] = {}
+        for number, plan in enumerate(self.plans):
+            split = {axis for entry in plan.rest_spec for axis in axes_of(entry)}
+            axes = tuple(a for a in AXES if a in split and self.mesh.shape[a] > 1)
+            grouped.setdefault(axes, []).append(number)
+        found = [
+            Bucket(axes, tuple(numbers), tuple(map(self._piece, numbers)))
+            for axes, numbers in grouped.items()
+        ]
+        return {bucket.name: bucket for bucket in found}
+
+    def _piece(self, number: int) -> tuple[int, ...]:
+        plan = self.plans[number]
+        return NamedSharding(self.mesh, plan.rest_spec).shard_shape(plan.shape)
+
+    @property
+    def filling(self) -> float:
+        """The share of a device's elements that only fill tiles up."""
+        buckets = self.by_name.values()
+        there = sum(TILE * sum(bucket.tiles) for bucket in buckets)
+        used = sum(math.prod(s) for bucket in buckets for s in bucket.shapes)
+        return 1 - used / there
+
+    def sharding(self, bucket: Bucket) -> NamedSharding:
+        """Of a bucket's flat array, and of its tiles' numbers."""
+        return NamedSharding(self.mesh, bucket.spec)
+
+    def specs(self) -> dict[str, P]:
+        """Of the flat arrays, by bucket."""
+        return {name: bucket.spec for name, bucket in self.by_name.items()}
+
+    def pack(
+        self,
+        leaves: Sequence[jax.Array],
+        then: Callable[[jax.Array], Any] | None = None,
+    ) -> dict[str, Any]:
+        """Lay leaves at rest into buckets.
+
+        Args:
+          leaves: in flattening order, at their specs at rest.
+          then: makes something else of each device's flat piece; None for the piece.
+
+        Returns:
+          The flat arrays by bucket, or what `then` makes.
+        """
+
+        def body(leaves: list[jax.Array]) -> dict[str, Any]:
+            flat = {
+                name: bucket.flat([leaves[number] for number in bucket.members])
+                for name, bucket in self.by_name.items()
+            }
+            return flat if then is None else jax.tree.map(then, flat)
+
+        return self.mapped(body, (self._at_rest,), self.specs())(list(leaves))
+
+    def unpack(
+        self, buckets: dict[str, Any], first: Callable[[Any], jax.Array] | None = None
+    ) -> list[jax.Array]:
+        """Undo `pack`.
+
+        Args:
+          buckets: the flat arrays by bucket, or what `first` makes pieces of.
+          first: makes each device's flat piece; None where it is one.
+
+        Returns:
+          The leaves.
+        """
+
+        def body(buckets: dict[str, Any]) -> list[jax.Array]:
+            found: dict[int, jax.Array] = {}
+            for name, bucket in self.by_name.items():
+                flat = buckets[name] if first is None else first(buckets[name])
+                found |= zip(bucket.members, bucket.pieces(flat), strict=True)
+            return [found[number] for number in range(len(self.plans))]
+
+        return self.mapped(body, (self.specs(),), self._at_rest)(buckets)
+
+    def mapped(self, body: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """Run on each device's own pieces."""
+        return jax.shard_map(
+            body,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+
+    @property
+    def _at_rest(self) -> list[P]:
+        return [plan.rest_spec for plan in self.plans]

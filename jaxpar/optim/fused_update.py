@@ -1,0 +1,227 @@
+"""How does a fused optimizer keep its state in buckets, and step on them?"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.optim.buckets import Bucket, Buckets
+from jaxpar.optim.fused import FusedOptimizer
+from jaxpar.sharding.zero import LeafPlan
+from jaxpar.types import Metrics, Params, PyTree
+from kernels_pallas.fused_optimizers import (
+    Leaves,
+    Numbers,
+    Quantized,
+    dequantize,
+    fused_update,
+    quantize,
+)
+
+_WITH_MOMENTS = (optax.ScaleByAdamState, optax.ScaleByLionState)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FusedUpdate:
+    """A fused optimizer on a mesh; see `jaxpar.optim.update.Update`.
+
+    Parameters are kept as ``{"masters": buckets, "copies": buckets}``, the latter where
+    the compute dtype is another, and the optimizer's state as its logical one with
+    buckets in the place of each moment's tree.
+
+    Attributes:
+      optimizer: the optimizer.
+      buckets: of the parameters.
+      like: the parameters' shapes.
+      compute_dtype: of the copies.
+    """
+
+    optimizer: FusedOptimizer
+    buckets: Buckets
+    like: Params
+    compute_dtype: Any
+
+    @property
+    def _has_copies(self) -> bool:
+        return self.compute_dtype != jnp.float32
+
+    @property
+    def _has_codes(self) -> bool:
+        return self.optimizer.bits == 8
+
+    def keep(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+        """See `Update`."""
+        return self._keep(params, opt_state)
+
+    @functools.cached_property
+    def _keep(self) -> Any:
+        return jax.jit(self._kept)
+
+    def _kept(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+        kept = {"masters": self.packed(params)}
+        if self._has_copies:
+            kept["copies"] = jax.tree.map(
+                lambda x: x.astype(self.compute_dtype), kept["masters"]
+            )
+        return kept, self._with_moments(opt_state, self._pack_moment)
+
+    def logical(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+        """See `Update`."""
+        return self._logical(params, opt_state)
+
+    @functools.cached_property
+    def _logical(self) -> Any:
+        return jax.jit(self._unpacked)
+
+    def _unpacked(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+        leaves = self._tree(self.buckets.unpack(params["masters"]))
+        return leaves, self._with_moments(opt_state, self._unpack_moment)
+
+    def shardings(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+        """See `Update`."""
+        names = self.buckets.by_name.items()
+        flat = {name: self.buckets.sharding(bucket) for name, bucket in names}
+        kept = {"masters": flat, **({"copies": flat} if self._has_copies else {})}
+        moment: dict[str, Any] = flat
+        if self._has_codes:
+            moment = {name: Quantized(place, place) for name, place in flat.items()}
+        del params
+        return kept, self._with_moments(opt_state, lambda _, __: moment)
+
+    def computed(self, params: PyTree) -> Params:
+        """See `Update`."""
+        kept = params["copies" if self._has_copies else "masters"]
+        return self._tree(self.buckets.unpack(kept))
+
+    def packed(self, grads: Params) -> PyTree:
+        """See `Update`."""
+        return self.buckets.pack(jax.tree.leaves(grads))
+
+    def apply(
+        self,
+        grads: PyTree,
+        params: PyTree,
+        opt_state: PyTree,
+        *,
+        factor: jax.Array,
+        applied: jax.Array,
+        loss: jax.Array,
+    ) -> tuple[PyTree, PyTree, Metrics]:
+        """See `Update`; tells the learning rate."""
+        del loss
+        state, rate = _found(opt_state, _WITH_MOMENTS), self._rate(opt_state)
+        moments = {name: getattr(state, name) for name in self.optimizer.rule.moments}
+        numbers = (rate, optax.safe_increment(state.count), factor, applied)
+        specs = self.buckets.specs()
+        by_kind = dict.fromkeys(params, specs), dict.fromkeys(moments, specs)
+        step = self.buckets.mapped(self._step, (*by_kind, specs, P()), by_kind)
+        params, moments = step(params, moments, grads, numbers)
+        new = self._with_moments(opt_state, lambda name, _: moments[name])
+        return params, _counted(new, applied), {"learning_rate": rate}
+
+    def _step(
+        self, params: PyTree, moments: PyTree, grads: PyTree, numbers: tuple
+    ) -> tuple[PyTree, PyTree]:
+        """Step on a device's piece of every bucket."""
+        stepped = {}
+        for name, bucket in self.buckets.by_name.items():
+            stepped[name] = fused_update(
+                self.optimizer.rule,
+                params["masters"][name],
+                grads[name],
+                {moment: moments[moment][name] for moment in moments},
+                Numbers(*numbers),
+                decays=self._decays(bucket),
+                copies=params["copies"][name] if self._has_copies else None,
+                leaves=Leaves(bucket.leaf_of_tiles, len(bucket.members), bucket.axes),
+            )
+        kept = {"masters": {name: new.params for name, new in stepped.items()}}
+        if self._has_copies:
+            kept["copies"] = {name: new.copies for name, new in stepped.items()}
+        return kept, {
+            moment: {name: new.moments[moment] for name, new in stepped.items()}
+            for moment in moments
+        }
+
+    def _decays(self, bucket: Bucket) -> np.ndarray:
+        """The weight decay of each of a bucket's tiles; fp32."""
+        mask = self.optimizer.mask
+        mask = mask(self.like) if callable(mask) else mask
+        decaying = jax.tree.leaves(
+            jax.tree.broadcast(True if mask is None else mask, self.like)
+        )
+        by_leaf = np.array([decaying[number] for number in bucket.members])
+        return np.float32(self.optimizer.weight_decay) * by_leaf[bucket.leaf_of_tiles]
+
+    def _rate(self, opt_state: PyTree) -> jax.Array:
+        """The learning rate of the step."""
+        rate = self.optimizer.learning_rate
+        if callable(rate):
+            rate = rate(_found(opt_state, optax.ScaleByScheduleState).count)
+        return jnp.asarray(rate, jnp.float32)
+
+    def _tree(self, leaves: list[jax.Array]) -> Params:
+        return jax.tree.unflatten(jax.tree.structure(self.like), leaves)
+
+    def _pack_moment(self, name: str, moment: Params) -> dict[str, Any]:
+        then = functools.partial(quantize, name) if self._has_codes else None
+        return self.buckets.pack(jax.tree.leaves(moment), then)
+
+    def _unpack_moment(self, name: str, moment: dict[str, Any]) -> Params:
+        first = functools.partial(dequantize, name) if self._has_codes else None
+        return self._tree(self.buckets.unpack(moment, first))
+
+    def _with_moments(
+        self, opt_state: PyTree, change: Callable[[str, Any], Any]
+    ) -> PyTree:
+        """The optimizer's state with something else in the place of each moment."""
+
+        def changed(state: Any) -> Any:
+            if not isinstance(state, _WITH_MOMENTS):
+                return state
+            names = self.optimizer.rule.moments
+            return state._replace(**{n: change(n, getattr(state, n)) for n in names})
+
+        return jax.tree.map(changed, opt_state, is_leaf=_is(_WITH_MOMENTS))
+
+    def laid_out(self, plans: tuple[LeafPlan, ...]) -> "FusedUpdate":
+        """See `Update`."""
+        buckets = Buckets(plans, self.buckets.mesh)
+        return dataclasses.replace(self, buckets=buckets)
+
+    def notes(self) -> tuple[str, ...]:
+        """See `Update`."""
+        buckets, num = self.buckets.by_name, len(self.buckets.plans)
+        return (
+            f"optimizer: {num} leaves lie in {len(buckets)} buckets "
+            f"({', '.join(buckets)}); {self.buckets.filling:.1%} of them fills tiles.",
+        )
+
+
+def _is(kinds: Any) -> Callable[[Any], bool]:
+    return lambda state: isinstance(state, kinds)
+
+
+def _found(opt_state: PyTree, kind: Any) -> Any:
+    """The one state of a kind in an optimizer's."""
+    states = jax.tree.leaves(opt_state, is_leaf=_is(kind))
+    return next(state for state in states if isinstance(state, kind))
+
+
+def _counted(opt_state: PyTree, applied: jax.Array) -> PyTree:
+    """The state with one more step in each count, where the step counts."""
+    kinds = (*_WITH_MOMENTS, optax.ScaleByScheduleState)
+
+    def counted(state: Any) -> Any:
+        if not isinstance(state, kinds):
+            return state
+        more = optax.safe_increment(state.count)
+        return state._replace(count=jnp.where(applied, more, state.count))
+
+    return jax.tree.map(counted, opt_state, is_leaf=_is(kinds))

@@ -1,0 +1,8 @@
+"""Optimizers that take their step on flat buckets, in one pass over memory.
+
+Names are loaded when they are first used.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

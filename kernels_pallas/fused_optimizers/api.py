@@ -1,0 +1,285 @@
+"""What do users call: an optimizer's step on a bucket, its arguments checked."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels_pallas.backend import Choice, choose
+from kernels_pallas.fused_optimizers import reference
+from kernels_pallas.fused_optimizers.rules import Rule
+from kernels_pallas.fused_optimizers.tiles import (
+    SQUARES,
+    TILE,
+    Quantized,
+    advance,
+    as_coded,
+    code_of,
+    descend,
+    from_coded,
+    inverse,
+    step,
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """Of one step; scalars on the device, or Python's.
+
+    Attributes:
+      learning_rate: at this step.
+      count: the step's, from 1.
+      factor: on the gradients: one over the loss's scale, times what clips them.
+      applied: whether the step counts; nothing is changed where it does not.
+    """
+
+    learning_rate: Any
+    count: Any
+    factor: Any = 1.0
+    applied: Any = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaves:
+    """Whose tiles are whose, for trust ratios.
+
+    Attributes:
+      of_tiles: the leaf's number of each tile; integers, [tiles].
+      num: leaves.
+      axes: mesh axes that leaves are split over, where a bucket is one device's part:
+        squares are summed over them, in manual mode.
+    """
+
+    of_tiles: np.ndarray
+    num: int
+    axes: tuple[str, ...] = ()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Updated:
+    """What a step leaves.
+
+    Attributes:
+      params: [elements], in fp32.
+      moments: by name.
+      copies: the parameters in the dtype of the copies given; None without.
+    """
+
+    params: Any
+    moments: dict[str, Any]
+    copies: Any
+
+
+def fused_update(
+    rule: Rule,
+    params: jax.Array,
+    grads: jax.Array,
+    moments: Mapping[str, jax.Array | Quantized],
+    numbers: Numbers,
+    *,
+    decays: jax.Array | np.ndarray | float = 0.0,
+    copies: jax.Array | None = None,
+    leaves: Leaves | None = None,
+    implementation: Choice | None = None,
+    interpret: Any = None,
+) -> Updated:
+    """Take an optimizer's step on a bucket of parameters, in one pass.
+
+    Unscales and clips the gradients, advances the moments, decays the weights, goes
+    down and rounds a copy. On a Hopper GPU this is one kernel (two with trust ratios),
+    which changes its arguments in place where the program donates them. A bucket is
+    whole tiles of `TILE` elements, each of one leaf and filled up with zeros, which
+    stay.
+
+    Args:
+      rule: the optimizer.
+      params: fp32, [elements].
+      grads: of any floating dtype, [elements].
+      moments: fp32 [elements], or in 8 bits, by the rule's names; see `init_moments`.
+      numbers: of the step.
+      decays: the weight decay, or each tile's; fp32, [tiles].
+      copies: the parameters in the dtype of computing, [elements], to be made anew;
+        None for no copies.
+      leaves: whose the tiles are; needed for trust ratios, and else not looked at.
+      implementation: who works it out; None for the fastest that runs here.
+      interpret: for the kernels on a CPU: ``plgpu.InterpretGPUParams()``.
+
+    Returns:
+      The bucket after the step.
+
+    Raises:
+      ValueError: if the arrays do not belong together, or the implementation asked for
+        does not run here.
+
+    Example:
+      >>> from kernels_pallas.fused_optimizers import AdamW, init_moments
+      >>> rule, params = AdamW(), jnp.ones(TILE)
+      >>> moments = init_moments(rule, params.size)
+      >>> new = fused_update(rule, params, params, moments, Numbers(0.25, count=1))
+      >>> float(new.params[0])
+      0.75
+    """
+    _check(rule, params, grads, moments, copies, leaves)
+    num_tiles = params.size // TILE
+    corrections = rule.corrections(jnp.asarray(numbers.count, jnp.int32))
+    applied = jnp.asarray(numbers.applied).astype(jnp.float32)
+    of_step = (applied, numbers.factor, numbers.learning_rate, *corrections)
+    packed = jnp.stack([jnp.asarray(x, jnp.float32) for x in of_step])
+    given = {"decays": jnp.broadcast_to(jnp.asarray(decays, jnp.float32), num_tiles)}
+    run = functools.partial(
+        _implementation(implementation, interpret), interpret=interpret
+    )
+    last = {} if copies is None else {"copies": copies}
+    if rule.trust_ratio:
+        assert leaves is not None, "checked"
+        reads = {**given, "grads": grads, "params": params}
+        moved = run(advance, rule, packed, reads, _flat(moments), SQUARES)
+        of_params, of_direction = (moved.pop(name) for name in SQUARES)
+        given["ratios"] = _ratios(of_params, of_direction, leaves)
+        changed = {"params": params, **last}
+        written = moved | run(descend, rule, packed, {**given, **moved}, changed)
+    else:
+        changed = {"params": params, **_flat(moments), **last}
+        written = run(step, rule, packed, {**given, "grads": grads}, changed)
+    return Updated(
+        params=written["params"],
+        moments=_nested(written, rule),
+        copies=written.get("copies"),
+    )
+
+
+def init_moments(
+    rule: Rule, num_elements: int, *, bits: int = 32
+) -> dict[str, jax.Array | Quantized]:
+    """Make the moments of a bucket before its first step.
+
+    Args:
+      rule: the optimizer.
+      num_elements: of the bucket; a multiple of `TILE`.
+      bits: 32, or 8 an element.
+
+    Raises:
+      ValueError: for other bits, or elements that are no whole tiles.
+    """
+    if bits not in (8, 32):
+        raise ValueError(f"bits={bits} must be 32 (fp32), or 8 (codes).")
+    _check_tiles("num_elements", num_elements)
+    zeros = jnp.zeros(num_elements, jnp.float32)
+    if bits == 32:
+        return dict.fromkeys(rule.moments, zeros)
+    return {name: quantize(name, zeros) for name in rule.moments}
+
+
+@functools.partial(jax.jit, static_argnames="name")
+def quantize(name: str, moment: jax.Array) -> Quantized:
+    """Round a moment to 8 bits.
+
+    Args:
+      name: of the moment; "nu" has no sign.
+      moment: fp32, whole tiles.
+
+    Returns:
+      Codes and scales; what `dequantize` makes of them gives the same ones again.
+    """
+    coded = as_coded(name, moment).reshape(-1, TILE)
+    scales = jnp.max(jnp.abs(coded), axis=1)
+    codes = code_of(name).encode(coded * inverse(scales)[:, None])
+    return Quantized(codes.reshape(-1), scales)
+
+
+@functools.partial(jax.jit, static_argnames="name")
+def dequantize(name: str, moment: Quantized) -> jax.Array:
+    """Undo `quantize`, but for the rounding; fp32."""
+    scaled = code_of(name).decode(moment.codes.reshape(-1, TILE))
+    return from_coded(name, (scaled * moment.scales[:, None]).reshape(-1))
+
+
+def _implementation(asked: Choice | None, interpret: Any) -> Callable[..., Any]:
+    if interpret is None and choose("fused optimizers", asked) == "reference":
+        return reference.run
+    # Mosaic is not there in every jax.
+    from kernels_pallas.fused_optimizers import mosaic  # noqa: PLC0415
+
+    return mosaic.run
+
+
+def _ratios(of_params: jax.Array, of_direction: jax.Array, leaves: Leaves) -> jax.Array:
+    """Each tile's: its leaf's norm over that of its direction, 1 where one is 0."""
+
+    def norms(squares: jax.Array) -> jax.Array:
+        total = jax.ops.segment_sum(squares, leaves.of_tiles, leaves.num)
+        return jnp.sqrt(jax.lax.psum(total, leaves.axes) if leaves.axes else total)
+
+    params, direction = norms(of_params), norms(of_direction)
+    is_zero = (params == 0) | (direction == 0)
+    ratios = jnp.where(is_zero, 1.0, params / jnp.where(is_zero, 1.0, direction))
+    return ratios[leaves.of_tiles]
+
+
+def _flat(moments: Mapping[str, jax.Array | Quantized]) -> dict[str, jax.Array]:
+    flat = {}
+    for name, moment in moments.items():
+        if isinstance(moment, Quantized):
+            flat[f"{name}/codes"] = moment.codes
+            flat[f"{name}/scales"] = moment.scales
+        else:
+            flat[name] = moment
+    return flat
+
+
+def _nested(flat: Mapping[str, jax.Array], rule: Rule) -> dict[str, Any]:
+    return {
+        name: flat[name]
+        if name in flat
+        else Quantized(flat[f"{name}/codes"], flat[f"{name}/scales"])
+        for name in rule.moments
+    }
+
+
+def _check(
+    rule: Rule,
+    params: jax.Array,
+    grads: jax.Array,
+    moments: Mapping[str, jax.Array | Quantized],
+    copies: jax.Array | None,
+    leaves: Leaves | None,
+) -> None:
+    _check_tiles("params", params.size)
+    if tuple(moments) != rule.moments:
+        raise ValueError(
+            f"moments: {list(moments)} were given, but {type(rule).__name__} has "
+            f"{list(rule.moments)}; make them by init_moments."
+        )
+    arrays = {"params": params, "grads": grads} | {
+        f"moments[{name!r}]": x.codes if isinstance(x, Quantized) else x
+        for name, x in moments.items()
+    }
+    for name, array in {**arrays, "copies": copies}.items():
+        if array is not None and array.shape != (params.size,):
+            raise ValueError(
+                f"{name}: has shape {array.shape}; a bucket of {params.size} elements "
+                f"needs ({params.size},)."
+            )
+    if params.dtype != jnp.float32:
+        raise ValueError(
+            f"params: are {params.dtype}; masters must be float32. Copies in other "
+            "dtypes are made by copies=."
+        )
+    if rule.trust_ratio and leaves is None:
+        raise ValueError(
+            "leaves: trust ratios are of leaves; say whose the tiles are, by Leaves."
+        )
+
+
+def _check_tiles(argument: str, num_elements: int) -> None:
+    if num_elements % TILE:
+        raise ValueError(
+            f"{argument}: {num_elements} elements are no whole tiles of {TILE}; fill "
+            "each leaf up with zeros."
+        )

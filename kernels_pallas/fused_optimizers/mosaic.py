@@ -1,0 +1,110 @@
+"""The passes as one kernel each, for Hopper GPUs: in place, a program a tile.
+
+What is changed is handed over as references, so that the compiler gives the kernel the
+arguments' own memory; a step that does not count ends at its first line.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas.fused_optimizers.reference import Pass
+from kernels_pallas.fused_optimizers.rules import Rule
+from kernels_pallas.fused_optimizers.tiles import APPLIED, TILE
+
+# Four elements a thread at a time: 16 bytes of fp32, 512 in a row for a warp.
+_LAYOUT = plgpu.Layout.WG_STRIDED((TILE,), vec_size=4)
+
+
+class OneTile:
+    """A program's tile.
+
+    Args:
+      refs: operands by name, [elements] or [tiles], and "numbers".
+      interprets: whether the CPU's interpreter runs the kernel: it has no layouts.
+    """
+
+    def __init__(self, refs: Mapping[str, Any], *, interprets: bool):
+        self._refs, self._interprets = refs, interprets
+        self._index = lax.axis_index("tile")
+        self._elements = pl.ds(self._index * TILE, TILE)
+
+    def read(self, name: str) -> jax.Array:
+        """See `Tile`."""
+        if self._interprets:
+            return self._refs[name][self._elements]
+        part = self._refs[name].at[self._elements]
+        return plgpu.load(part, layout=_LAYOUT, optimized=False)
+
+    def write(self, name: str, value: jax.Array) -> None:
+        """See `Tile`."""
+        self._refs[name][self._elements] = value.astype(self._refs[name].dtype)
+
+    def read_one(self, name: str) -> jax.Array:
+        """See `Tile`."""
+        return self._refs[name][self._index]
+
+    def write_one(self, name: str, value: jax.Array) -> None:
+        """See `Tile`."""
+        self._refs[name][self._index] = value
+
+    def number(self, place: int) -> jax.Array:
+        """See `Tile`."""
+        return self._refs["numbers"][place]
+
+    def has(self, name: str) -> bool:
+        """See `Tile`."""
+        return name in self._refs
+
+    def largest(self, value: jax.Array) -> jax.Array:
+        """See `Tile`."""
+        return jnp.max(value)
+
+    def total(self, value: jax.Array) -> jax.Array:
+        """See `Tile`."""
+        return jnp.sum(value)
+
+
+def run(
+    one_pass: Pass,
+    rule: Rule,
+    numbers: jax.Array,
+    given: Mapping[str, jax.Array],
+    changed: Mapping[str, jax.Array],
+    made: tuple[str, ...] = (),
+    *,
+    interpret: Any = None,
+) -> dict[str, jax.Array]:
+    """Run a pass over a bucket, as `reference.run` does, in the memory of `changed`."""
+    num_tiles = {**given, **changed}["params"].size // TILE
+    names = ("numbers", *given, *changed, *made)
+
+    def program(*refs: Any) -> None:
+        by_name = dict(zip(names, refs, strict=True))
+
+        @pl.when(by_name["numbers"][APPLIED] > 0)
+        def _() -> None:
+            one_pass(OneTile(by_name, interprets=interpret is not None), rule)
+
+    own = {name: jax.new_ref(array) for name, array in changed.items()}
+    kernel = plgpu.kernel(
+        program,
+        out_type=[jax.ShapeDtypeStruct((num_tiles,), jnp.float32) for _ in made],
+        grid=(num_tiles,),
+        grid_names=("tile",),
+        kernel_name=f"fused_{type(rule).__name__.lower()}_{one_pass.__name__}",
+        compiler_params=plgpu.CompilerParams(
+            # Beside codes, the last bits of roots don't count, and their time does.
+            approx_math=any(name.endswith("/codes") for name in names),
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+        interpret=interpret if interpret is not None else False,
+    )
+    found = kernel(numbers, *given.values(), *own.values())
+    kept = {name: jax.freeze(ref) for name, ref in own.items()}
+    return kept | dict(zip(made, found, strict=True))

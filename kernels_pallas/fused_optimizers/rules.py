@@ -1,0 +1,115 @@
+"""What does an optimizer do with an element: its moments, and which way it goes."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+Moments = dict[str, jax.Array]
+"""By name, in fp32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamW:
+    """Adam with decoupled weight decay; with trust ratios, LAMB.
+
+    Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization"; You et
+    al. 2020, "Large Batch Optimization for Deep Learning", algorithm 2.
+
+    Attributes:
+      b1: of the first moment.
+      b2: of the second.
+      eps: added to the root; positive.
+      eps_root: added below it.
+      trust_ratio: whether steps are scaled leaf by leaf.
+    """
+
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    eps_root: float = 0.0
+    trust_ratio: bool = False
+    moments: ClassVar[tuple[str, ...]] = ("mu", "nu")
+    num_corrections: ClassVar[int] = 2
+
+    def __post_init__(self):
+        _check_rates(self.b1, self.b2)
+        if not self.eps > 0 or not self.eps_root >= 0:
+            raise ValueError(
+                f"eps={self.eps} must be positive, and eps_root={self.eps_root} not "
+                "negative: buckets are filled up with zeros, which they divide by."
+            )
+
+    def corrections(self, count: jax.Array) -> tuple[jax.Array, ...]:
+        """What makes up for the moments' start at 0: factors on them."""
+        return 1 / (1 - self.b1**count), 1 / (1 - self.b2**count)
+
+    def advance(self, grads: jax.Array, moments: Moments) -> Moments:
+        """Move the moments towards the gradient and its square."""
+        mu = (1 - self.b1) * grads + self.b1 * moments["mu"]
+        nu = (1 - self.b2) * (grads * grads) + self.b2 * moments["nu"]
+        return {"mu": mu, "nu": nu}
+
+    def direction(
+        self, grads: Any, before: Moments, after: Moments, corrections: list
+    ) -> jax.Array:
+        """The mean over the root of the mean square."""
+        del grads, before
+        mu, nu = after["mu"] * corrections[0], after["nu"] * corrections[1]
+        return mu / (jnp.sqrt(nu + self.eps_root) + self.eps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lion:
+    """The sign of a mean of gradients.
+
+    Source: Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms",
+    algorithm 2.
+
+    Attributes:
+      b1: of the mean whose sign is taken.
+      b2: of the mean that is kept.
+    """
+
+    b1: float = 0.9
+    b2: float = 0.99
+    moments: ClassVar[tuple[str, ...]] = ("mu",)
+    num_corrections: ClassVar[int] = 0
+    trust_ratio: ClassVar[bool] = False
+
+    def __post_init__(self):
+        _check_rates(self.b1, self.b2)
+
+    def corrections(self, count: jax.Array) -> tuple[jax.Array, ...]:
+        """None."""
+        del count
+        return ()
+
+    def advance(self, grads: jax.Array, moments: Moments) -> Moments:
+        """Move the mean towards the gradient."""
+        return {"mu": (1 - self.b2) * grads + self.b2 * moments["mu"]}
+
+    def direction(
+        self, grads: Any, before: Moments, after: Moments, corrections: list
+    ) -> jax.Array:
+        """The sign, of the mean before."""
+        del after, corrections
+        return jnp.sign((1 - self.b1) * grads + self.b1 * before["mu"])
+
+
+Rule = AdamW | Lion
+"""An optimizer, element by element.
+
+`moments` names its moments ("nu" has no sign), `trust_ratio` says whether each leaf's
+step is scaled by its norm over that of its direction.
+"""
+
+
+def _check_rates(b1: float, b2: float) -> None:
+    for name, rate in (("b1", b1), ("b2", b2)):
+        if not 0 <= rate < 1:
+            raise ValueError(
+                f"{name}={rate} must be at least 0 and below 1: it is how much of a "
+                "moment stays in a step."
+            )

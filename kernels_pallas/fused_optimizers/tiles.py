@@ -1,0 +1,167 @@
+"""What is done to a tile of a bucket, in which order: written once, for every device.
+
+A tile is what a program of the kernel has in its registers; plain JAX does all tiles at
+once. `Tile` is how either reads and writes.
+"""
+
+import dataclasses
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.fused_optimizers.codes import ROOTS, SIGNED, Code
+from kernels_pallas.fused_optimizers.rules import Moments, Rule
+
+TILE = 1024
+"""Elements that share the scale of their codes, and belong to one leaf."""
+
+APPLIED, FACTOR, RATE, CORRECTIONS = 0, 1, 2, 3
+"""Places of a step's numbers."""
+
+SQUARES = ("squares_of_params", "squares_of_direction")
+"""What the first pass adds up in each tile."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """A moment in 8 bits.
+
+    Attributes:
+      codes: int8, or uint8 of the roots of a moment without sign; [elements].
+      scales: the largest of each tile; fp32, [tiles].
+    """
+
+    codes: Any
+    scales: Any
+
+
+@runtime_checkable
+class Tile(Protocol):
+    """One tile, or all of them."""
+
+    def read(self, name: str) -> jax.Array:
+        """An operand's elements, in its dtype."""
+        ...
+
+    def write(self, name: str, value: jax.Array) -> None:
+        """An operand's elements anew; rounded to its dtype."""
+        ...
+
+    def read_one(self, name: str) -> Any:
+        """An operand's number for the tile."""
+        ...
+
+    def write_one(self, name: str, value: Any) -> None:
+        """An operand's number for the tile anew."""
+        ...
+
+    def number(self, place: int) -> Any:
+        """A number of the step."""
+        ...
+
+    def has(self, name: str) -> bool:
+        """Whether there is such an operand."""
+        ...
+
+    def largest(self, value: jax.Array) -> Any:
+        """Of the tile."""
+        ...
+
+    def total(self, value: jax.Array) -> Any:
+        """Of the tile."""
+        ...
+
+
+def step(tile: Tile, rule: Rule) -> None:
+    """Do all of a step in one pass."""
+    before, after, grads = _advanced(tile, rule)
+    params = tile.read("params")
+    direction = _direction(tile, rule, params, grads, before, after)
+    _write_params(tile, params, tile.number(RATE) * direction)
+
+
+def advance(tile: Tile, rule: Rule) -> None:
+    """Do the first pass of a step with trust ratios: moments, and sums of squares."""
+    before, after, grads = _advanced(tile, rule)
+    params = tile.read("params")
+    direction = _direction(tile, rule, params, grads, before, after)
+    for name, value in zip(SQUARES, (params, direction), strict=True):
+        tile.write_one(name, tile.total(value * value))
+
+
+def descend(tile: Tile, rule: Rule) -> None:
+    """Do the second pass: go down, by each leaf's ratio."""
+    after = {name: _read_moment(tile, name) for name in rule.moments}
+    params = tile.read("params")
+    direction = _direction(tile, rule, params, None, {}, after)
+    length = tile.number(RATE) * tile.read_one("ratios")
+    _write_params(tile, params, length * direction)
+
+
+def code_of(name: str) -> Code:
+    """How a moment is coded."""
+    return ROOTS if name == "nu" else SIGNED
+
+
+def as_coded(name: str, value: jax.Array) -> jax.Array:
+    """What of a moment is coded: itself, or the root of one without sign."""
+    return jnp.sqrt(value) if code_of(name) is ROOTS else value
+
+
+def from_coded(name: str, value: jax.Array) -> jax.Array:
+    """Undo `as_coded`."""
+    return value * value if code_of(name) is ROOTS else value
+
+
+def inverse(scale: Any) -> Any:
+    """One over a tile's scale; 0 for a tile of zeros."""
+    return jnp.where(scale > 0, 1.0 / jnp.where(scale > 0, scale, 1.0), 0.0)
+
+
+def _advanced(tile: Tile, rule: Rule) -> tuple[Moments, Moments, jax.Array]:
+    """The moments before and after, and the gradient; the former are written."""
+    grads = tile.read("grads").astype(jnp.float32) * tile.number(FACTOR)
+    before = {name: _read_moment(tile, name) for name in rule.moments}
+    after = rule.advance(grads, before)
+    for name, value in after.items():
+        _write_moment(tile, name, value)
+    return before, after, grads
+
+
+def _direction(
+    tile: Tile,
+    rule: Rule,
+    params: jax.Array,
+    grads: jax.Array | None,
+    before: Moments,
+    after: Moments,
+) -> jax.Array:
+    corrections = [tile.number(CORRECTIONS + i) for i in range(rule.num_corrections)]
+    down = rule.direction(grads, before, after, corrections)
+    return down + tile.read_one("decays") * params
+
+
+def _write_params(tile: Tile, params: jax.Array, step: jax.Array) -> None:
+    params = params - step
+    tile.write("params", params)
+    if tile.has("copies"):
+        tile.write("copies", params)
+
+
+def _read_moment(tile: Tile, name: str) -> jax.Array:
+    if tile.has(name):
+        return tile.read(name)
+    scaled = code_of(name).decode(tile.read(f"{name}/codes"))
+    return from_coded(name, scaled * tile.read_one(f"{name}/scales"))
+
+
+def _write_moment(tile: Tile, name: str, value: jax.Array) -> None:
+    if tile.has(name):
+        tile.write(name, value)
+        return
+    coded = as_coded(name, value)
+    scale = tile.largest(jnp.abs(coded))
+    tile.write_one(f"{name}/scales", scale)
+    tile.write(f"{name}/codes", code_of(name).encode(coded * inverse(scale)))

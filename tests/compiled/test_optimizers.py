@@ -1,0 +1,46 @@
+"""Do fused optimizers step in place, in as few kernels as there are buckets?"""
+
+import pytest
+
+from tests.compiled.programs import Run, compile_step
+
+FILLING, COPIES = 1.01, 2
+KEPT = {"fused": 12 + COPIES, "fused 8 bits": 4 + 2 + COPIES, "fused lamb": 12 + COPIES}
+"""Bytes a parameter: masters, moments, and the copies in bf16."""
+
+
+@pytest.mark.parametrize("optimizer", KEPT)
+def test_state_takes_its_closed_form_over_all_devices(compiled, optimizer):
+    step = compiled(compile_step, Run(zero=1, optimizer=optimizer))
+    per_parameter = step.program.bytes_of("state") * step.num_devices / step.psi
+    assert KEPT[optimizer] <= per_parameter <= KEPT[optimizer] * FILLING
+
+
+@pytest.mark.parametrize("optimizer", KEPT)
+def test_one_kernel_covers_all_leaves_in_place(compiled, optimizer):
+    """Two for trust ratios; all leaves of this model rest over data."""
+    step = compiled(compile_step, Run(zero=1, optimizer=optimizer))
+    memory = step.program.memory
+    assert step.kernels == (2 if optimizer == "fused lamb" else 1)
+    assert step.copied < 1e3
+    assert memory.outputs - memory.aliased < 1e3
+
+
+@pytest.mark.parametrize("zero", [0, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_every_stage_steps_in_place(compiled, zero):
+    step = compiled(compile_step, Run(zero=zero, optimizer="fused"))
+    memory = step.program.memory
+    assert step.kernels == 1
+    assert step.copied < 1e3
+    assert memory.outputs - memory.aliased < 1e3
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "fused"])
+def test_buckets_cross_data_as_leaves_do(compiled, optimizer):
+    """Between leaves and buckets nothing moves."""
+    step = compiled(compile_step, Run(zero=1, optimizer=optimizer))
+    program, whole = step.program, 2 * step.psi
+    assert program.crossing("all-gather", "data") == pytest.approx(whole, 2e-2)
+    assert program.crossing("reduce-scatter", "data") == pytest.approx(whole, 2e-2)
+    kinds = {row.kind for row in program.collectives if row.bytes > 1e6}
+    assert kinds == {"all-gather", "reduce-scatter"}

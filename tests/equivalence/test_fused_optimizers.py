@@ -1,0 +1,260 @@
+"""Do fused optimizers train as optax's, at every ZeRO stage, and swap checkpoints?
+
+Losses of 100 steps and parameters to 1e-6 of their norm, in fp32, with clipping, a
+schedule and a mask; optax runs in the plain loop on one device and in the engine.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpar
+from jaxpar.models import pipeline_gpt
+from jaxpar.optim import fused_adamw, fused_lamb, fused_lion
+from jaxpar.tree import named_leaves
+from tests.equivalence import problems
+
+STEPS = 100
+PAIRS = {
+    "adamw": (fused_adamw, optax.adamw),
+    "lamb": (fused_lamb, optax.lamb),
+    "lion": (fused_lion, optax.lion),
+}
+
+
+def matrices(params: Any) -> Any:
+    """What decays."""
+    return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+def made(make: Any, **options: Any) -> Any:
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, STEPS)
+    return make(schedule, weight_decay=0.1, mask=matrices, **options)
+
+
+def make_engine(
+    optimizer: Any,
+    mesh: tuple[int, int] = (8, 1),
+    zero: int = 1,
+    precision: str = "fp32",
+    on: Any = None,
+    **options: Any,
+) -> jaxpar.Engine:
+    shape = jaxpar.MeshShape(data=mesh[0], tensor=mesh[1])
+    given = {
+        "model": problems.make_model("linen"),
+        "loss_fn": problems.weighted_loss,
+        "optimizer": optimizer,
+        "sample_batch": problems.make_batches(1)[0],
+        "mesh": on or jaxpar.make_mesh(shape, jax.devices()[: mesh[0] * mesh[1]]),
+        "zero": zero,
+        "precision": precision,
+        "clip_norm": problems.CLIP,
+    }
+    return jaxpar.initialize(**{**given, **options})
+
+
+def are_equal(tree: Any, other: Any) -> bool:
+    """To the bit."""
+    tree, other = jax.device_get((tree, other))
+    return jax.tree.all(jax.tree.map(np.array_equal, tree, other))
+
+
+@functools.cache
+def batches() -> list[dict]:
+    return problems.make_batches(STEPS)
+
+
+@functools.cache
+def right(name: str) -> problems.Oracle:
+    """Optax's, in the plain loop on one device."""
+    params = jax.device_get(make_engine(optax.sgd(0.0), (1, 1), zero=0).state.params)
+    optimizer = made(PAIRS[name][1])
+    return problems.run_plainly("linen", "weighted", params, optimizer, batches())
+
+
+def some_slow(cases: list[tuple]) -> list[Any]:
+    """AdamW's and the first of the others' at once, the rest with make test-slow."""
+    return [
+        pytest.param(*case, marks=pytest.mark.slow)
+        if case[0] != "adamw" and case[1] not in (True, 1)
+        else case
+        for case in cases
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "zero"), some_slow([(name, zero) for name in PAIRS for zero in range(4)])
+)
+def test_hundred_steps_equal_optax(name: str, zero: int) -> None:
+    engine = make_engine(made(PAIRS[name][0]), zero=zero)
+    losses = [float(engine.step(batch)["loss"]) for batch in batches()]
+    assert losses == pytest.approx(right(name).losses, rel=1e-6)
+    assert problems.distance(engine.state.params, right(name).params) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "zero"), some_slow([(name, zero) for name in PAIRS for zero in (1, 3)])
+)
+def test_tensor_parallel_steps_equal_optax(name: str, zero: int) -> None:
+    engine = make_engine(made(PAIRS[name][0]), (4, 2), zero=zero)
+    for batch in batches():
+        engine.step(batch)
+    assert problems.distance(engine.state.params, right(name).params) <= 1e-6
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+def test_pipeline_accumulates_and_steps_as_one_device_does(bits: int) -> None:
+    config = problems.GPT_CONFIG
+    given = {
+        "model": pipeline_gpt(config),
+        "precision": "bf16",
+        "accumulate": 4,
+        "loss_fn": problems.plain_loss,
+    }
+    one = make_engine(fused_adamw(1e-3, bits=bits), (1, 1), zero=0, **given)
+    mesh = jaxpar.make_mesh(jaxpar.MeshShape(data=2, pipe=2, tensor=2))
+    many = make_engine(fused_adamw(1e-3, bits=bits), **given, on=mesh)
+    for batch in batches()[:5]:
+        losses = [float(each.step(batch)["loss"]) for each in (one, many)]
+        assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+
+
+def test_state_is_that_of_optax_leaf_by_leaf() -> None:
+    fused, plain = (make_engine(made(make)).state for make in PAIRS["adamw"])
+    specs = [
+        {name: (x.shape, x.dtype) for name, x in named_leaves(s).items()}
+        for s in (fused, plain)
+    ]
+    assert specs[0] == specs[1]
+    pairs = zip(*map(jax.tree.leaves, (fused, plain)), strict=True)
+    assert all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in pairs)
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+def test_state_is_kept_flat_and_comes_back_to_the_bit(bits: int) -> None:
+    """All but a few small leaves in one bucket; 8-bit codes give the same codes."""
+    engine = make_engine(fused_adamw(1e-3, bits=bits), precision="bf16")
+    for batch in batches()[:3]:
+        engine.step(batch)
+    layout, kept = engine.layout, engine._kept
+    assert set(kept.params["masters"]) == {"over_data", "whole"}
+    again = layout.keep(layout.logical(kept))
+    for name, leaf in named_leaves(kept).items():
+        if name == "key":
+            continue
+        other = np.asarray(named_leaves(again)[name])
+        if name.endswith("scales") or (bits == 8 and "nu" in name):
+            np.testing.assert_allclose(other, leaf, rtol=1e-6)
+        else:
+            assert np.array_equal(other, leaf), name
+
+
+def test_copies_are_the_rounded_masters() -> None:
+    engine = make_engine(fused_adamw(1e-3), precision="bf16")
+    for batch in batches()[:3]:
+        engine.step(batch)
+    kept = engine._kept.params
+    for name, master in kept["masters"].items():
+        assert np.array_equal(master.astype(jnp.bfloat16), kept["copies"][name])
+
+
+def test_step_that_overflows_changes_nothing_but_counters() -> None:
+    engine = make_engine(fused_adamw(1e-3), precision="fp16")
+    before = jax.device_get(engine.state.params)
+    batch = {**batches()[0], "mask": np.full_like(batches()[0]["mask"], np.nan)}
+    metrics = engine.step(batch)
+    assert metrics["skipped"] == 1
+    state = engine.state
+    assert are_equal(state.params, before)
+    assert named_leaves(state.opt_state)["0/count"] == 0
+
+
+def test_learning_rate_is_told_before_the_step_that_takes_it() -> None:
+    schedule = optax.linear_schedule(0.0, 1.0, 10)
+    engine = make_engine(fused_lion(schedule))
+    rates = [float(engine.step(batch)["learning_rate"]) for batch in batches()[:3]]
+    assert rates == pytest.approx([0.0, 0.1, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("name", "to_fused"),
+    some_slow([(name, to_fused) for name in PAIRS for to_fused in (True, False)]),
+)
+def test_checkpoints_move_between_fused_and_optax(
+    name: str, to_fused: bool, tmp_path: Path
+) -> None:
+    """The run goes on as if nothing had happened, on another mesh and stage too."""
+    makers = PAIRS[name][::-1] if to_fused else PAIRS[name]
+    first = make_engine(made(makers[0]), zero=1)
+    second = make_engine(made(makers[1]), (4, 2), zero=3)
+    whole = make_engine(made(makers[0]), zero=1)
+    for batch in batches()[:20]:
+        first.step(batch)
+        whole.step(batch)
+    first.save(tmp_path)
+    first.wait()
+    assert second.restore(tmp_path) == 20
+    for batch in batches()[20:30]:
+        after = second.step(batch)["loss"], whole.step(batch)["loss"]
+        assert float(after[0]) == pytest.approx(float(after[1]), rel=1e-6)
+    assert problems.distance(second.state.params, whole.state.params) <= 1e-6
+
+
+def test_parameters_alone_are_restored(tmp_path: Path) -> None:
+    """What is not read stays; here the moments, in 8 bits."""
+    first = make_engine(made(optax.adamw))
+    second = make_engine(made(fused_adamw, bits=8))
+    for batch in batches()[:3]:
+        first.step(batch)
+        second.step(batch)
+    moments = jax.device_get(second.state.opt_state)
+    first.save(tmp_path)
+    first.wait()
+    second.restore(tmp_path, only=["params/*"])
+    assert are_equal(second.state.params, first.state.params)
+    assert are_equal(second.state.opt_state[0].mu, moments[0].mu)
+
+
+def test_train_step_and_evaluate_and_probe_see_leaves() -> None:
+    engine, other = (make_engine(fused_adamw(1e-3)) for _ in range(2))
+    new, metrics = other.train_step(other.state, batches()[0])
+    assert float(metrics["loss"]) == float(engine.step(batches()[0])["loss"])
+    assert are_equal(new.params, engine.state.params)
+    engine.probe()
+    plain = make_engine(optax.adamw(1e-3))
+    plain.step(batches()[0])
+    losses = [float(e.evaluate(batches()[1])["loss"]) for e in (engine, plain)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert problems.distance(engine.state.params, plain.state.params) <= 1e-6
+
+
+def test_explanation_tells_of_the_buckets() -> None:
+    text = str(make_engine(fused_adamw(1e-3, bits=8), precision="bf16").explain())
+    assert "opt_state/0/mu/over_data/codes" in text
+    assert "8 leaves lie in 2 buckets (whole, over_data)" in text
+
+
+def test_step_stays_within_the_budget_of_its_stage() -> None:
+    make_engine(fused_adamw(1e-3), zero=1).verify()
+
+
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fused_adamw(1e-3, bits=16), "bits=16 must be 32"),
+        (lambda: fused_lion(1e-3, b1=1.0), "b1=1.0 must be at least 0"),
+        (lambda: fused_adamw(1e-3, eps=0.0), "eps=0.0 must be positive"),
+        (lambda: fused_lamb("fast"), "learning_rate='fast' must be a number"),
+    ],
+)
+def test_wrong_numbers_are_refused(make: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
