@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.mesh import AXES, DATA
@@ -80,7 +81,19 @@ class ManualExchange:
             reduce = functools.partial(
                 jax.lax.psum_scatter, axis_name=DATA, scatter_dimension=dim, tiled=True
             )
-        return _on_placed_shards(reduce, plan)(view).astype(jnp.float32)
+        reduced = self._as_kept(_on_placed_shards(reduce, plan)(view))
+        return reduced.astype(jnp.float32)
+
+    def _as_kept(self, reduced: jax.Array) -> jax.Array:
+        """A reduced gradient, in memory as its parameter is.
+
+        NCCL scatters along the first dim in memory, so that XLA puts data's first; and
+        would go through parameters and moments in that order too, which can't be done
+        in place: it copies the whole state (jax 0.11.2).
+        """
+        if self.platform != "gpu":
+            return reduced
+        return with_layout_constraint(reduced, Layout(tuple(range(reduced.ndim))))
 
     def crossing_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
         """The one they are told to cross in, or the platform's."""

@@ -67,6 +67,17 @@ def test_state_takes_12_bytes_a_parameter_over_all_devices(named):
 
 
 @pytest.mark.slow
+def test_state_is_updated_in_place(named):
+    """But for a few small leaves: 2.5 MB is the least state of these steps."""
+    _, step = named
+    assert step.copied < 1e5
+
+
+def test_gradients_left_as_they_were_scattered_are_seen(compiled):
+    step = compiled(compile_step, Run(zero=1, fault="left as scattered"))
+    assert step.copied > 11 * step.psi / step.num_devices
+
+
 def test_state_of_gpt2_with_its_odd_vocabulary(compiled):
     gpt2 = Run(zero=1, layers=12, width=768, vocab=50_257, length=1024)
     step = compiled(compile_step, gpt2)
