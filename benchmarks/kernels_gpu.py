@@ -1,19 +1,22 @@
-"""How fast is block-sparse attention on a Hopper GPU, beside cuDNN's dense attention?
+"""How fast are the kernels on a Hopper GPU, beside what others have?
 
-Batch x tokens is 32,768 throughout. Measured in the same run, and what the rest is held
-against: the bandwidth of a large copy, and cuDNN's causal attention, forward and with
-its backward pass. The mark of a pattern is the time of dense attention, times the share
-of active tiles, over 0.85 (0.75 where rows have fewer than 16, or are split).
+Attention (parts dense, window, patterns, random): block-sparse attention beside cuDNN's
+causal attention and window, XLA's with a mask, torch's SDPA and FlexAttention with the
+same mask. Optimizers (124m, 1.3b): a step on a bucket beside optax's and torch's fused
+AdamW. The bandwidth of a large copy is measured in each part. Longest: how long a
+sequence of BERT's sizes can be trained on, by what the compiled step holds.
 
-Without a GPU every kernel is compiled for an H200, and the shares of tiles are printed.
+Without a GPU everything is compiled for an H200, and nothing is timed.
 
     python benchmarks/kernels_gpu.py --part dense
 """
 
 import dataclasses
-import statistics
+import json
+import os
+import subprocess
 import sys
-import time
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,31 +24,23 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(sys.prefix) / "compilers"))
+# XLA warns of every length that does not fit.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.contestants.runner import HERE
+from benchmarks.kernels import attention, longest, optimizers
+from benchmarks.kernels.timing import copy_bandwidth
 from benchmarks.record import write_result
 from benchmarks.train_gpu import gpu_name
 from jaxpar.config import parse
-from jaxpar.plan.deviceless import gpu_devices, prepare_process
-from jaxpar.sparse_attention import causal_pattern, make_layout
-from kernels_pallas.block_sparse_attention import (
-    BlockLayout,
-    Plan,
-    block_sparse_attention,
-    make_plan,
-)
-from kernels_pallas.block_sparse_attention.api import KERNEL_TILE
+from jaxpar.plan.deviceless import prepare_process
 
-TOKENS, HEADS, BLOCK = 32_768, 16, 128
-SPARSE_MARK, FEW_TILES_MARK, MANY_TILES = 0.85, 0.75, 16
-PARTS = ("dense", "window", "patterns", "random")
+Rows = Iterator[tuple[str, dict[str, float]]]
+PARTS = (*attention.PARTS, *optimizers.MODELS, "longest")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,213 +48,120 @@ class Config:
     """What to measure, and for how long."""
 
     part: str = ""
-    """dense, window, patterns or random; empty: all, one after the other."""
+    """dense, window, patterns, random, 124m, 1.3b or longest; empty: all, each in a
+    process of its own."""
     size: int = 128
-    """Of a head: 64 or 128."""
+    """Of an attention head: 64 or 128."""
     rounds: int = 20
-    """Timed calls of each; the median counts."""
+    """Timed rounds of each; the median counts."""
+    torch_python: str = ""
+    """An interpreter that has torch; empty: this one."""
     write: bool = True
-    """Write benchmarks/results/kernels_gpu_PART.json, where there is a GPU."""
+    """Write benchmarks/results/kernels_gpu_PART.json; without a GPU, only of the part
+    that needs none, longest."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """Attention at a length: dense where there is no layout."""
-
-    name: str
-    seq_len: int
-    layout: BlockLayout
-    window: int | None = None
-
-    @property
-    def plan(self) -> Plan:
-        """On the kernels' tiles."""
-        length = self.seq_len
-        return make_plan(self.layout, length, length, causal=True, tile=KERNEL_TILE)
-
-
-def named(name: str, pattern: str, seq_len: int, window: int = 512) -> Case:
-    """A case of one of the library's patterns."""
-    sizes = {"block": BLOCK, "window": window, "global_tokens": BLOCK}
-    layout = make_layout(causal_pattern(pattern, num_heads=HEADS, **sizes), seq_len)
-    return Case(name, seq_len, layout, window if pattern == "sliding" else None)
+def of_torch(config: Config) -> dict[str, dict[str, float]]:
+    """What torch measures of a part, in a process of its own; empty where it fails."""
+    python = config.torch_python or sys.executable
+    with tempfile.TemporaryDirectory() as folder:
+        if config.part in optimizers.MODELS:
+            shapes = json.dumps(optimizers.shapes_of(config.part))
+            args = ["adamw", str(config.rounds), shapes]
+        else:
+            path = Path(folder, "cases.npz")
+            np.savez(path, allow_pickle=False, **layouts_of(config))
+            args = ["attention", str(path), str(config.rounds)]
+        command = [python, str(HERE / "torch_kernels.py"), *args]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"torch stopped: {done.stderr.strip().splitlines()[-1:]}", flush=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("@@")]
+    answers = [json.loads(line[2:]) for line in lines]
+    return {answer["name"]: answer["found"] for answer in answers}
 
 
-def random_case(one_in: int, seq_len: int) -> Case:
-    """A share of the blocks of the past, and each token's own."""
-    blocks = seq_len // BLOCK
-    drawn = np.random.default_rng(0).random((HEADS, blocks, blocks)) < 1 / one_in
-    drawn |= np.eye(blocks, dtype=bool)
-    layout = BlockLayout(drawn & np.tri(blocks, dtype=bool), BLOCK)
-    return Case(f"random 1/{one_in}", seq_len, layout)
+def layouts_of(config: Config) -> dict[str, Any]:
+    """The layouts and shapes of an attention part's cases, as torch reads them."""
+    arrays = {}
+    for case in attention.cases_of(config.part):
+        arrays[case.name] = np.asarray(case.layout.blocks)
+        arrays[f"{case.name}/shape"] = np.array(case.shape(config.size))
+    return arrays
 
 
-def cases_of(part: str) -> Iterator[Case]:
-    """What a part measures."""
-    if part == "dense":
-        for length in (4096, 8192, 16_384, 32_768, 65_536):
-            yield named(f"dense {length}", "dense", length)
-    elif part == "window":
-        for window in (512, 2048):
-            for length in (8192, 32_768):
-                yield named(f"window {window} {length}", "sliding", length, window)
-    elif part == "patterns":
-        for pattern in ("fixed", "bigbird", "longformer"):
-            for length in (8192, 32_768):
-                yield named(f"{pattern} {length}", pattern, length)
-    elif part == "random":
-        yield from (random_case(one_in, 16_384) for one_in in (2, 4, 8, 16))
-    else:
-        raise ValueError(f"--part {part!r}: must be one of {', '.join(PARTS)}.")
+def measured(config: Config) -> Rows:
+    """A part's cases, on the GPU."""
+    torch = of_torch(config)  # First: JAX keeps what it has taken of the memory.
+    bandwidth = copy_bandwidth(config.rounds)
+    yield "copy", {"gb_per_second": bandwidth / 1e9}
+    if config.part in optimizers.MODELS:
+        for name, found in optimizers.measure(config.part, config.rounds):
+            found["of_copy_bandwidth"] = found["gb_per_second"] * 1e9 / bandwidth
+            yield name, found
+        yield from torch.items()
+        return
+    for case in attention.cases_of(config.part):
+        found = attention.measure(case, config.size, config.rounds)
+        theirs = torch.get(case.name, {})
+        for of in ("forward", "both"):
+            if f"flex_{of}_ms" in theirs:
+                ratio = theirs[f"flex_{of}_ms"] / found[f"sparse_{of}_ms"]
+                found[f"of_flex_{of}"] = ratio
+        yield case.name, {**found, **theirs}
 
 
-def sparse(plan: Plan) -> Callable[..., jax.Array]:
-    """Our kernels."""
-    return lambda q, k, v: block_sparse_attention(
-        q, k, v, plan, implementation="mosaic"
-    )
+def compiled(config: Config) -> Rows:
+    """A part's cases, compiled for an H200."""
+    if config.part in optimizers.MODELS:
+        yield from optimizers.compiled(config.part)
+        return
+    for case in attention.cases_of(config.part):
+        yield case.name, attention.compiled(case, config.size)
 
 
-def cudnn(window: int | None = None) -> Callable[..., jax.Array]:
-    """cuDNN's kernels, which know the causal mask and a window of it."""
-    local = None if window is None else (window, 0)
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return jax.nn.dot_product_attention(
-            q, k, v, is_causal=True, local_window_size=local, implementation="cudnn"
-        )
-
-    return attend
-
-
-def with_backward(attend: Callable[..., jax.Array]) -> Callable[..., Any]:
-    """Forward and backward pass, of a given cotangent."""
-
-    def run(q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array) -> Any:
-        o, pull = jax.vjp(attend, q, k, v)
-        return o, pull(do)
-
-    return run
-
-
-def seconds(call: Callable[..., Any], args: tuple, rounds: int) -> float:
-    """Median time of a compiled call, after three that do not count."""
-    compiled = jax.jit(call)
-    for _ in range(3):
-        jax.block_until_ready(compiled(*args))
-    times = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        jax.block_until_ready(compiled(*args))
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
-
-
-def shapes_of(seq_len: int, size: int) -> tuple[int, ...]:
-    """Of queries, keys and values."""
-    return (max(1, TOKENS // seq_len), seq_len, HEADS, size)
-
-
-def operands(seq_len: int, size: int) -> tuple[jax.Array, ...]:
-    """Random q, k, v and do."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    shape = shapes_of(seq_len, size)
-    return tuple(jax.random.normal(key, shape, jnp.bfloat16) for key in keys)
-
-
-def copy_bandwidth(rounds: int) -> float:
-    """Bytes a second, read and written, of a gigabyte."""
-    x = jnp.zeros(1 << 28, jnp.float32)
-    return 2 * x.nbytes / seconds(lambda x: x + 1.0, (x,), rounds)
-
-
-def measure(case: Case, config: Config) -> dict[str, float]:
-    """Times of a case beside cuDNN's dense, and its own window where it has one."""
-    args = operands(case.seq_len, config.size)
-    runs = {"sparse": sparse(case.plan), "cudnn": cudnn()}
-    if case.window is not None:
-        runs["cudnn_window"] = cudnn(case.window)
-    found = {}
-    for name, attend in runs.items():
-        found[f"{name}_forward_ms"] = 1e3 * seconds(attend, args[:3], config.rounds)
-        both = with_backward(attend)
-        found[f"{name}_both_ms"] = 1e3 * seconds(both, args, config.rounds)
-    return found
-
-
-def compile_for_h200(case: Case, config: Config) -> dict[str, float]:
-    """Compile the kernels for a GPU that is not here."""
-    mesh = Mesh(np.array(gpu_devices("h200", 1, 1)[:1]), ("all",))
-    whole = NamedSharding(mesh, P())
-    shape = shapes_of(case.seq_len, config.size)
-    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole)
-    began = time.perf_counter()
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        traced = jax.jit(with_backward(sparse(case.plan))).trace(x, x, x, x)
-        memory = traced.lower(lowering_platforms=("cuda",)).compile().memory_analysis()
-    assert memory is not None
-    return {
-        "compiled_in_seconds": time.perf_counter() - began,
-        "temporaries_mb": memory.temp_size_in_bytes / 1e6,
-    }
-
-
-def share_and_mark(case: Case, dense: Plan) -> dict[str, float]:
-    """Active tiles over those of causal dense attention, and what that should bring."""
-    plan = case.plan
-    share = plan.active_tiles / dense.active_tiles
-    tiles_a_row = plan.active_tiles * plan.tiles_k
-    is_few = (
-        tiles_a_row < MANY_TILES or plan.rows.num_parts + plan.columns.num_parts > 0
-    )
-    return {
-        "active_blocks": plan.active_blocks,
-        "active_tiles": plan.active_tiles,
-        "share_of_dense": share,
-        "tiles_a_row": tiles_a_row,
-        "mark_of_dense_time": share / (FEW_TILES_MARK if is_few else SPARSE_MARK),
-    }
-
-
-def run_part(part: str, config: Config, console: Console, *, on_gpu: bool) -> None:
-    """Measure a part, or compile it, and print a table."""
-    measured: dict[str, Any] = {"size": config.size}
-    if on_gpu:
-        measured["copy_gb_per_second"] = copy_bandwidth(config.rounds) / 1e9
-    table = Table(title=f"{part}, heads of {config.size}", box=None)
-    rows = []
-    for case in cases_of(part):
-        dense = named("dense", "dense", case.seq_len).plan
-        found = share_and_mark(case, dense)
-        found |= measure(case, config) if on_gpu else compile_for_h200(case, config)
-        if on_gpu:
-            found["of_cudnn_forward"] = (
-                found["cudnn_forward_ms"] / found["sparse_forward_ms"]
-            )
-            found["of_cudnn_both"] = found["cudnn_both_ms"] / found["sparse_both_ms"]
-        measured[case.name] = found
-        rows.append((case.name, found))
-        console.print(f"{case.name}: done", style="dim")
-    columns = [name for name in rows[0][1] if all(name in found for _, found in rows)]
-    for name in ("", *columns):
-        table.add_column(name.replace("_", " "), justify="right")
-    for name, found in rows:
-        table.add_row(name, *(f"{found[column]:.4g}" for column in columns))
+def run_part(config: Config, rows: Callable[[Config], Rows], *, writes: bool) -> None:
+    """Measure or compile a part, print a table, and write it down."""
+    console = Console(highlight=False, soft_wrap=True)
+    found: dict[str, Any] = {}
+    for name, row in rows(config):
+        found[name] = row
+        console.print(f"{name}: done", style="dim")
+    columns = list(dict.fromkeys(column for row in found.values() for column in row))
+    table = Table(title=f"{config.part}", box=None)
+    for column in ("", *columns):
+        table.add_column(column.replace("_", " "), justify="right")
+    for name, row in found.items():
+        cells = (f"{row[column]:.4g}" if column in row else "" for column in columns)
+        table.add_row(name, *cells)
     console.print(table)
-    if on_gpu and config.write:
-        console.print(f"written  {write_result(f'kernels_gpu_{part}', measured)}")
+    if config.write and writes:
+        name = f"kernels_gpu_{config.part.replace('.', '_')}"
+        if config.part in attention.PARTS:
+            name += f"_{config.size}"
+        console.print(f"written: {write_result(name, found).name}")
 
 
 def main(config: Config) -> None:
-    """Measure or compile, part after part."""
-    console = Console(highlight=False, soft_wrap=True)
-    on_gpu = gpu_name() is not None
-    if not on_gpu:
-        prepare_process()
-        console.print("no GPU here: compiled for an H200, nothing is timed")
+    """Measure or compile."""
+    if not config.part:
+        for part in PARTS:
+            command = [sys.executable, *sys.argv, "--part", part]
+            subprocess.run(command, check=True)
+        return
+    if config.part not in PARTS:
+        raise SystemExit(f"--part {config.part}: must be one of {', '.join(PARTS)}.")
     warnings.simplefilter("ignore", UserWarning)  # Of coarse tiles; they are printed.
-    for part in (config.part,) if config.part else PARTS:
-        run_part(part, config, console, on_gpu=on_gpu)
+    if config.part == "longest":
+        prepare_process()
+        run_part(config, lambda _: longest.compiled(), writes=True)
+    elif gpu_name() is None:
+        prepare_process()
+        print("no GPU here: compiled for an H200, nothing is timed", flush=True)
+        run_part(config, compiled, writes=False)
+    else:
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+        run_part(config, measured, writes=True)
 
 
 if __name__ == "__main__":

@@ -201,6 +201,43 @@ def test_kernel_does_what_plain_jax_does(name: str, bits: int, dtype: str) -> No
         assert np.abs(pair[0] - pair[1]).max() <= 2e-7 * np.abs(pair[1]).max()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "bits"), list(itertools.product(RULES, (8, 32))))
+def test_kernel_on_a_gpu_does_what_plain_jax_does(name: str, bits: int) -> None:
+    """A million elements, ten steps; roots beside codes are rounded otherwise."""
+    rule, tiles = RULES[name], 1000
+    leaves = Leaves(np.arange(tiles) // 7, -(-tiles // 7))
+
+    @functools.partial(jax.jit, static_argnames="implementation", donate_argnums=0)
+    def step(state, grads, count, implementation):
+        params, moments, copies = state
+        options = {"copies": copies, "leaves": leaves, "decays": 0.1}
+        options["implementation"] = implementation
+        numbers = Numbers(1e-3, count, 0.5)
+        new = fused_update(rule, params, grads, moments, numbers, **options)
+        return new.params, new.moments, new.copies
+
+    found = {}
+    for implementation in ("mosaic", "reference"):
+        keys = jax.random.split(jax.random.key(0), 11)
+        params = jax.random.normal(keys[10], (tiles * TILE,))
+        moments = jax.tree.map(jnp.copy, init_moments(rule, tiles * TILE, bits=bits))
+        state = params, moments, params.astype(jnp.bfloat16)
+        for count, key in enumerate(keys[:10], 1):
+            grads = jax.random.normal(key, (tiles * TILE,), jnp.bfloat16)
+            state = step(state, grads, count, implementation)
+        found[implementation] = jax.device_get(state)
+    ours, right = found["mosaic"], found["reference"]
+    tolerance = 1e-6 if bits == 32 else 1e-4
+    difference = np.linalg.norm(ours[0] - right[0])
+    assert difference <= tolerance * np.linalg.norm(right[0])
+    assert np.array_equal(ours[2], ours[0].astype(jnp.bfloat16))
+    for moment in rule.moments:
+        pair = [plain(moment, state[1][moment]) for state in (ours, right)]
+        least = 0.02 if bits == 8 else 1e-6
+        assert np.linalg.norm(pair[0] - pair[1]) <= least * np.linalg.norm(pair[1])
+
+
 def plain(name: str, moment: jax.Array | Quantized) -> np.ndarray:
     quantized = isinstance(moment, Quantized)
     return np.asarray(dequantize(name, moment) if quantized else moment)

@@ -1,0 +1,105 @@
+"""Torch's side of `benchmarks/kernels_gpu.py`, in an environment of its own.
+
+``attention FILE ROUNDS``: FILE is an .npz of cases, made by `kernels_gpu.py`; for each,
+scaled_dot_product_attention and a compiled flex_attention with the same mask.
+``adamw ROUNDS SHAPES``: torch's fused AdamW, clipped, on parameters of these shapes.
+Answers are lines of JSON after "@@".
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+BLOCK, LONGEST_MASKED = 128, 8192
+
+
+def milliseconds(call: Callable[[], object], rounds: int) -> float:
+    """Median time of a call on the GPU, by its own events."""
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(rounds):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        call()
+        events[1].record()
+        torch.cuda.synchronize()
+        times.append(events[0].elapsed_time(events[1]))
+    return statistics.median(times)
+
+
+def answer(name: str, found: dict[str, float]) -> None:
+    """Tell what was measured of a case."""
+    told = {"name": name, "found": found, "torch": torch.__version__}
+    print("@@" + json.dumps(told), flush=True)
+
+
+def attention(path: str, rounds: int) -> None:
+    """Both attentions on every case of a file: NAME -> layout, and NAME/shape."""
+    flex = torch.compile(flex_attention)
+    with np.load(path) as cases:
+        names = [name for name in cases.files if not name.endswith("/shape")]
+        for name in names:
+            found = of_case(flex, cases[name], cases[f"{name}/shape"], rounds)
+            answer(name, found)
+
+
+def of_case(flex, blocks, shape, rounds: int) -> dict[str, float]:
+    """Times of one case."""
+    batch, length, heads, size = map(int, shape)
+    layout = torch.tensor(blocks, device="cuda")
+    given = (batch, heads, length, size)
+    q, k, v, do = (
+        torch.randn(given, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(4)
+    )
+
+    def visible(b, h, q_index, k_index):
+        active = layout[h % layout.shape[0], q_index // BLOCK, k_index // BLOCK]
+        return active & (q_index >= k_index)
+
+    mask = create_block_mask(visible, None, heads, length, length)
+    runs = {"flex": lambda: flex(q, k, v, block_mask=mask)}
+    if layout.tril().sum() == torch.ones_like(layout).tril().sum():
+        runs["sdpa"] = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    elif length <= LONGEST_MASKED:
+        tokens = torch.arange(length, device="cuda")
+        every = torch.arange(heads, device="cuda")[:, None, None]
+        dense = visible(None, every, tokens[:, None], tokens)
+        runs["sdpa"] = lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=dense)
+    found = {}
+    for name, attend in runs.items():
+        with torch.no_grad():
+            found[f"{name}_forward_ms"] = milliseconds(attend, rounds)
+        found[f"{name}_both_ms"] = milliseconds(
+            lambda attend=attend: torch.autograd.grad(attend(), (q, k, v), do), rounds
+        )
+    return found
+
+
+def adamw(rounds: int, shapes: list[list[int]]) -> None:
+    """A step of fused AdamW in fp32, behind the clipping of the global norm."""
+    params = [torch.randn(shape, device="cuda", requires_grad=True) for shape in shapes]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    optimizer = torch.optim.AdamW(params, 1e-3, weight_decay=0.1, fused=True)
+
+    def step() -> None:
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+
+    answer("torch fused adamw", {"ms": milliseconds(optimizer.step, rounds)})
+    answer("torch fused adamw clipped", {"ms": milliseconds(step, rounds)})
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "attention":
+        attention(sys.argv[2], int(sys.argv[3]))
+    else:
+        adamw(int(sys.argv[2]), json.loads(sys.argv[3]))

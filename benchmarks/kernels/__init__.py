@@ -1,0 +1,1 @@
+"""What `benchmarks/kernels_gpu.py` measures, a file a kind of kernel."""

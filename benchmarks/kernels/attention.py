@@ -1,0 +1,177 @@
+"""Attention: our kernels on a pattern, beside cuDNN, XLA with a mask, and torch.
+
+Batch x tokens is 32,768 throughout. The mark of a pattern is the time of cuDNN's causal
+attention, times the share of active tiles, over 0.85 (0.75 where rows have fewer than
+16, or are split).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.kernels.timing import compile_for_h200, seconds
+from jaxpar.sparse_attention import causal_pattern, make_layout
+from kernels_pallas.block_sparse_attention import (
+    BlockLayout,
+    Plan,
+    block_sparse_attention,
+    make_plan,
+)
+from kernels_pallas.block_sparse_attention.api import KERNEL_TILE
+
+TOKENS, HEADS, BLOCK = 32_768, 16, 128
+SPARSE_MARK, FEW_TILES_MARK, MANY_TILES = 0.85, 0.75, 16
+DENSE_MARK = 0.85
+LONGEST_MASKED = 8192
+"""Tokens of a sequence whose scores can all be held."""
+PARTS = ("dense", "window", "patterns", "random")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Attention at a length."""
+
+    name: str
+    seq_len: int
+    layout: BlockLayout
+    window: int | None = None
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """On the kernels' tiles."""
+        length = self.seq_len
+        return make_plan(self.layout, length, length, causal=True, tile=KERNEL_TILE)
+
+    def shape(self, size: int) -> tuple[int, ...]:
+        """Of queries, keys and values."""
+        return (max(1, TOKENS // self.seq_len), self.seq_len, HEADS, size)
+
+
+def named(name: str, pattern: str, seq_len: int, window: int = 512) -> Case:
+    """A case of one of the library's patterns."""
+    sizes = {"block": BLOCK, "window": window, "global_tokens": BLOCK}
+    layout = make_layout(causal_pattern(pattern, num_heads=HEADS, **sizes), seq_len)
+    return Case(name, seq_len, layout, window if pattern == "sliding" else None)
+
+
+def random_case(one_in: int, seq_len: int) -> Case:
+    """A share of the blocks of the past, and each token's own."""
+    blocks = seq_len // BLOCK
+    drawn = np.random.default_rng(0).random((HEADS, blocks, blocks)) < 1 / one_in
+    past, own = np.tri(blocks, dtype=bool), np.eye(blocks, dtype=bool)
+    layout = BlockLayout((drawn | own) & past, BLOCK)
+    return Case(f"random 1/{one_in} {seq_len}", seq_len, layout)
+
+
+def cases_of(part: str) -> Iterator[Case]:
+    """What a part measures."""
+    if part == "dense":
+        for length in (4096, 8192, 16_384, 32_768, 65_536):
+            yield named(f"dense {length}", "dense", length)
+    elif part == "window":
+        for window in (512, 2048):
+            for length in (8192, 32_768):
+                yield named(f"window {window} {length}", "sliding", length, window)
+    elif part == "patterns":
+        for pattern in ("fixed", "bigbird", "longformer"):
+            for length in (8192, 32_768):
+                yield named(f"{pattern} {length}", pattern, length)
+    else:
+        yield from (random_case(one_in, 16_384) for one_in in (2, 4, 8, 16))
+
+
+def measure(case: Case, size: int, rounds: int) -> dict[str, float]:
+    """Times beside cuDNN's causal, its own window where it has one, and XLA's mask."""
+    args = operands(case.shape(size))
+    runs = {"sparse": sparse(case.plan), "cudnn": cudnn()}
+    if case.window is not None:
+        runs["cudnn_window"] = cudnn(case.window)
+    found = share_and_mark(case)
+    for name, attend in runs.items():
+        found[f"{name}_forward_ms"] = 1e3 * seconds(attend, args[:3], rounds)
+        both = with_backward(attend)
+        found[f"{name}_both_ms"] = 1e3 * seconds(both, args, rounds)
+    if case.seq_len <= LONGEST_MASKED:
+        attend = masked(case)
+        found["xla_masked_forward_ms"] = 1e3 * seconds(attend, args[:3], rounds)
+    for of in ("forward", "both"):
+        found[f"of_cudnn_{of}"] = found[f"cudnn_{of}_ms"] / found[f"sparse_{of}_ms"]
+    return found
+
+
+def compiled(case: Case, size: int) -> dict[str, float]:
+    """What forward and backward pass compile to for an H200 that is not here."""
+    x = jax.ShapeDtypeStruct(case.shape(size), jnp.bfloat16)
+    call = with_backward(sparse(case.plan))
+    found = compile_for_h200(call, (x,) * 4)
+    del found["moved_gb"]  # What kernels move is up to their lists.
+    return share_and_mark(case) | found
+
+
+def share_and_mark(case: Case) -> dict[str, float]:
+    """Active tiles over those of causal dense attention, and what that should bring."""
+    plan, dense = case.plan, named("dense", "dense", case.seq_len).plan
+    share = plan.active_tiles / dense.active_tiles
+    tiles_a_row = plan.active_tiles * plan.tiles_k
+    num_parts = plan.rows.num_parts + plan.columns.num_parts
+    is_few = tiles_a_row < MANY_TILES or num_parts > 0
+    return {
+        "active_blocks": plan.active_blocks,
+        "active_tiles": plan.active_tiles,
+        "share_of_dense": share,
+        "tiles_a_row": tiles_a_row,
+        "mark_of_dense_time": share / (FEW_TILES_MARK if is_few else SPARSE_MARK),
+    }
+
+
+def sparse(plan: Plan) -> Callable[..., jax.Array]:
+    """Our kernels."""
+    return lambda q, k, v: block_sparse_attention(
+        q, k, v, plan, implementation="mosaic"
+    )
+
+
+def cudnn(window: int | None = None) -> Callable[..., jax.Array]:
+    """cuDNN's kernels, which know the causal mask and a window of it."""
+    local = None if window is None else (window, 0)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, local_window_size=local, implementation="cudnn"
+        )
+
+    return attend
+
+
+def masked(case: Case) -> Callable[..., jax.Array]:
+    """XLA's attention, which works out all scores and masks them."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        blocks = jnp.asarray(case.layout.blocks)
+        mask = blocks.repeat(BLOCK, 1).repeat(BLOCK, 2)[None]
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=mask, is_causal=True, implementation="xla"
+        )
+
+    return attend
+
+
+def with_backward(attend: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """Forward and backward pass, of a given cotangent."""
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array) -> Any:
+        o, pull = jax.vjp(attend, q, k, v)
+        return o, pull(do)
+
+    return run
+
+
+def operands(shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """Random q, k, v and do."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    return tuple(jax.random.normal(key, shape, jnp.bfloat16) for key in keys)
