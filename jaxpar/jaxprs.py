@@ -14,8 +14,8 @@ PLANNED = "jaxpar.planned"
 """How the names of foreign calls begin that stand for kernels in a program which is
 compiled and never run; their attribute ``flops`` says what the kernels compute."""
 
-KERNEL = "mosaic_gpu"
-"""How the names of foreign calls begin that are kernels made by Pallas for GPUs."""
+ATTENTION_KERNEL = "block_sparse_attention_"
+"""How the names of Pallas's kernels of attention for GPUs begin."""
 
 _INNER = {"jit": "jaxpr", "pjit": "jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr"}
 """Primitives that only call a jaxpr, and the parameter that holds it."""

@@ -199,8 +199,8 @@ class FusedUpdate:
         """See `Update`."""
         buckets, num = self.buckets.by_name, len(self.buckets.plans)
         return (
-            f"optimizer: {num} leaves lie in {len(buckets)} buckets "
-            f"({', '.join(buckets)}); {self.buckets.filling:.1%} of them fills tiles.",
+            f"optimizer: {num} leaves lie in buckets ({', '.join(buckets)}), of which "
+            f"{self.buckets.filling:.1%} fills tiles.",
         )
 
 

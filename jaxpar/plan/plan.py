@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpar.jaxprs import KERNEL, PLANNED
+from jaxpar.jaxprs import ATTENTION_KERNEL, PLANNED
 from jaxpar.pipeline.schedule import Schedule
 from jaxpar.plan.program import Program
 from jaxpar.plan.roofline import Estimate
@@ -219,7 +219,7 @@ def backend_notes(target: Target, text: str) -> list[str]:
             "attention is a call of the bytes and operations of cuDNN's, which only a "
             "GPU can compile; blocks of scores above the diagonal are skipped."
         ]
-    if KERNEL in text:
+    if ATTENTION_KERNEL in text:
         return [
             "kernels take the place of XLA's attention; their operations, of whole "
             "tiles, are counted among the matrix products."

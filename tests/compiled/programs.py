@@ -132,6 +132,12 @@ def _copied(text: str) -> int:
     )
 
 
+def plan_notes(run: Run) -> tuple[str, ...]:
+    """What a plan of the step for its devices remarks."""
+    engine = jaxpar.initialize(**_arguments(run))
+    return engine.plan(f"h200:{run.hosts}x8").notes
+
+
 def verify(run: Run) -> tuple[int, Budget | None, tuple[str, ...]]:
     """Verify the step: its parameters, what it moves, or what exceeds the budget."""
     arguments = _arguments(run)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.compiled.programs import Run, compile_step
+from tests.compiled.programs import Run, compile_step, plan_notes
 
 FILLING, COPIES = 1.01, 2
 KEPT = {"fused": 12 + COPIES, "fused 8 bits": 4 + 2 + COPIES, "fused lamb": 12 + COPIES}
@@ -44,3 +44,9 @@ def test_buckets_cross_data_as_leaves_do(compiled, optimizer):
     assert program.crossing("reduce-scatter", "data") == pytest.approx(whole, 2e-2)
     kinds = {row.kind for row in program.collectives if row.bytes > 1e6}
     assert kinds == {"all-gather", "reduce-scatter"}
+
+
+def test_plan_tells_of_the_buckets_and_of_cudnns_attention(compiled):
+    notes = " ".join(compiled(plan_notes, Run(hosts=1, optimizer="fused")))
+    assert "leaves lie in buckets (over_data)" in notes
+    assert "attention is a call of the bytes and operations of cuDNN's" in notes

@@ -281,7 +281,7 @@ def test_train_step_and_evaluate_and_probe_see_leaves() -> None:
 def test_explanation_tells_of_the_buckets() -> None:
     text = str(make_engine(fused_adamw(1e-3, bits=8), precision="bf16").explain())
     assert "opt_state/0/mu/over_data/codes" in text
-    assert "8 leaves lie in 2 buckets (whole, over_data)" in text
+    assert "8 leaves lie in buckets (whole, over_data)" in text
 
 
 def test_step_stays_within_the_budget_of_its_stage() -> None:
