@@ -2,20 +2,17 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import pytest
 
 from kernels_pallas.backend import LEAST_JAX
 from tests.compiled import compilers
+from tests.compiled.assembler import ROOT, Told, compiled_by
 from tests.compiled.kernels import CONFIGURATIONS, HEADS, SEQ_LEN
-
-ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,29 +24,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def compiled() -> list[tuple[dict[str, Any], list[int], list[int]]]:
-    """Of each configuration what was found, and of each kernel the bytes that are
-    spilled and the registers."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.compiled.kernels"],
-        cwd=ROOT,
-        env={**os.environ, "MOSAIC_GPU_DUMP_PTXAS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    results, assembler = [], ""
-    for line in done.stdout.splitlines():
-        if line.startswith("{"):
-            spilled = [int(x) for x in re.findall(r"(\d+) bytes spill", assembler)]
-            used = [int(x) for x in re.findall(r"Used (\d+) registers", assembler)]
-            results.append((json.loads(line), spilled, used))
-            assembler = ""
-        else:
-            assembler += line
-    return results
+def compiled() -> list[Told]:
+    return compiled_by("tests.compiled.kernels")
 
 
 def test_every_configuration_is_compiled(compiled) -> None:

@@ -1,0 +1,44 @@
+"""Do fused optimizers compile for an H200 that is not here, in registers and place?"""
+
+import jax
+import pytest
+
+from kernels_pallas.backend import LEAST_JAX
+from tests.compiled import compilers
+from tests.compiled.assembler import Told, compiled_by
+from tests.compiled.optimizer_kernels import CONFIGURATIONS, TILES
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < LEAST_JAX or not compilers.FOLDER.is_dir(),
+    reason="needs the compilers of the main lane",
+)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[Told]:
+    return compiled_by("tests.compiled.optimizer_kernels")
+
+
+def test_every_configuration_is_compiled(compiled: list[Told]) -> None:
+    assert len(compiled) == len(CONFIGURATIONS)
+    for found, _, used in compiled:
+        assert found["kernels"] == len(used) == (2 if found["name"] == "lamb" else 1)
+
+
+def test_nothing_is_spilled(compiled: list[Told]) -> None:
+    for found, spilled, _ in compiled:
+        assert len(spilled) == 2 * found["kernels"], "stores and loads of each"
+        assert not any(spilled), found
+
+
+def test_six_programs_fit_a_multiprocessor(compiled: list[Told]) -> None:
+    """65,536 registers; loads of others run while one waits for its own."""
+    for found, _, used in compiled:
+        assert all(registers * 128 * 6 <= 65_536 for registers in used), found
+
+
+def test_state_is_changed_in_place(compiled: list[Told]) -> None:
+    """But for the tuple's own pointers; temporaries are numbers of tiles."""
+    for found, _, _ in compiled:
+        assert found["outputs"] - found["aliased"] < 100, found
+        assert found["temporaries"] < 40 * TILES, found
