@@ -117,7 +117,7 @@ def assert_same(tree: Any, other: Any) -> None:
     "name",
     [
         "mlp",
-        "gru",
+        pytest.param("gru", marks=pytest.mark.slow),
         pytest.param("cnn", marks=pytest.mark.slow),
         pytest.param("linen_encoder", marks=pytest.mark.slow),
     ],

@@ -51,7 +51,7 @@ def run(precision: str, zero: int) -> tuple[float, list[float], float]:
 @pytest.mark.parametrize(
     ("precision", "zero"),
     [
-        ("bf16", 2),
+        pytest.param("bf16", 2, marks=pytest.mark.slow),
         pytest.param("fp16", 3, marks=pytest.mark.slow),
         pytest.param("bf16", 3, marks=pytest.mark.slow),
         ("fp16", 1),

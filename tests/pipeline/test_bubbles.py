@@ -38,9 +38,14 @@ def stepped(schedule: str | Schedule, remat: str = "full", block: Any = Block) -
 
 @pytest.mark.parametrize(
     ("schedule", "remat"),
-    [("1f1b", "full"), ("1f1b", "none"), ("interleaved", "full"),
-     ("gpipe", "full"), ("zero_bubble", "full")],
-)  # fmt: skip
+    [
+        ("1f1b", "full"),
+        pytest.param("1f1b", "none", marks=pytest.mark.slow),
+        ("interleaved", "full"),
+        pytest.param("gpipe", "full", marks=pytest.mark.slow),
+        ("zero_bubble", "full"),
+    ],
+)
 def test_nan_in_every_bubble_changes_nothing(monkeypatch, schedule, remat):
     right = stepped(schedule, remat)
     monkeypatch.setattr(rings, "UNUSED", float("nan"))
