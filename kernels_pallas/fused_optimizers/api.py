@@ -122,7 +122,7 @@ def fused_update(
       >>> rule, params = AdamW(), jnp.ones(TILE)
       >>> moments = init_moments(rule, params.size)
       >>> new = fused_update(rule, params, params, moments, Numbers(0.25, count=1))
-      >>> round(float(new.params[0]), 6)
+      >>> round(float(new.params[0]), 4)
       0.75
     """
     _check(rule, params, grads, moments, copies, leaves)
