@@ -10,13 +10,6 @@ KEPT = {"fused": 12 + COPIES, "fused 8 bits": 4 + 2 + COPIES, "fused lamb": 12 +
 
 
 @pytest.mark.parametrize("optimizer", KEPT)
-def test_state_takes_its_closed_form_over_all_devices(compiled, optimizer):
-    step = compiled(compile_step, Run(zero=1, optimizer=optimizer))
-    per_parameter = step.program.bytes_of("state") * step.num_devices / step.psi
-    assert KEPT[optimizer] <= per_parameter <= KEPT[optimizer] * FILLING
-
-
-@pytest.mark.parametrize("optimizer", KEPT)
 def test_one_kernel_covers_all_leaves_in_place(compiled, optimizer):
     """Two for trust ratios; all leaves of this model rest over data."""
     step = compiled(compile_step, Run(zero=1, optimizer=optimizer))
@@ -24,9 +17,13 @@ def test_one_kernel_covers_all_leaves_in_place(compiled, optimizer):
     assert step.kernels == (2 if optimizer == "fused lamb" else 1)
     assert step.copied < 1e3
     assert memory.outputs - memory.aliased < 1e3
+    per_parameter = step.program.bytes_of("state") * step.num_devices / step.psi
+    assert KEPT[optimizer] <= per_parameter <= KEPT[optimizer] * FILLING
 
 
-@pytest.mark.parametrize("zero", [0, 3, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "zero", [3, *(pytest.param(z, marks=pytest.mark.slow) for z in (0, 2))]
+)
 def test_every_stage_steps_in_place(compiled, zero):
     step = compiled(compile_step, Run(zero=zero, optimizer="fused"))
     memory = step.program.memory
@@ -35,10 +32,9 @@ def test_every_stage_steps_in_place(compiled, zero):
     assert memory.outputs - memory.aliased < 1e3
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "fused"])
-def test_buckets_cross_data_as_leaves_do(compiled, optimizer):
+def test_buckets_cross_data_as_leaves_do(compiled):
     """Between leaves and buckets nothing moves."""
-    step = compiled(compile_step, Run(zero=1, optimizer=optimizer))
+    step = compiled(compile_step, Run(zero=1, optimizer="fused"))
     program, whole = step.program, 2 * step.psi
     assert program.crossing("all-gather", "data") == pytest.approx(whole, 2e-2)
     assert program.crossing("reduce-scatter", "data") == pytest.approx(whole, 2e-2)

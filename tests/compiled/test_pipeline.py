@@ -21,8 +21,7 @@ def largest(step: CompiledPipe, kind: str, *axes: str) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("schedule", "remat"),
     [
-        (SCHEDULES[0], "full"),
-        *(pytest.param(name, "full", marks=pytest.mark.slow) for name in SCHEDULES[1:]),
+        *(pytest.param(name, "full", marks=pytest.mark.slow) for name in SCHEDULES),
         pytest.param("1f1b", "none", marks=pytest.mark.slow),
     ],
 )

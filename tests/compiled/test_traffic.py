@@ -66,18 +66,19 @@ def test_state_takes_12_bytes_a_parameter_over_all_devices(named):
     assert step.program.bytes_of("state") == pytest.approx(12 * step.psi / ways, 1e-3)
 
 
-@pytest.mark.slow
 def test_state_is_updated_in_place(named):
     """But for a few small leaves: 2.5 MB is the least state of these steps."""
     _, step = named
     assert step.copied < 1e5
 
 
+@pytest.mark.slow
 def test_gradients_left_as_they_were_scattered_are_seen(compiled):
     step = compiled(compile_step, Run(zero=1, fault="left as scattered"))
     assert step.copied > 11 * step.psi / step.num_devices
 
 
+@pytest.mark.slow
 def test_state_of_gpt2_with_its_odd_vocabulary(compiled):
     gpt2 = Run(zero=1, layers=12, width=768, vocab=50_257, length=1024)
     step = compiled(compile_step, gpt2)
@@ -142,6 +143,7 @@ def test_sequence_parallel_scatters_and_gathers_instead(compiled):
     assert crossing("all-reduce", "tensor") <= 2.2 * activation
 
 
+@pytest.mark.slow
 def test_a_constraint_dropped_is_seen(compiled):
     run = Run(zero=1, tensor=8, remat="none", fault="constraint dropped")
     step = compiled(compile_step, run)
@@ -149,6 +151,7 @@ def test_a_constraint_dropped_is_seen(compiled):
         check_tensor_all_reduces(step, run)
 
 
+@pytest.mark.slow
 def test_a_cast_after_the_gather_is_seen(compiled):
     run = Run(zero=1, fault="cast after the gather")
     step = compiled(compile_step, run)

@@ -43,7 +43,7 @@ def heldout_loss(attention: str | SparsityPattern) -> float:
         clip_norm=1.0,
     )
     for batch in itertools.islice(loader, STEPS):
-        engine.step(batch)
+        jax.block_until_ready(engine.step(batch))
     return mean_loss(engine, itertools.islice(held, 16))
 
 

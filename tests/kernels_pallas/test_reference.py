@@ -129,7 +129,8 @@ def test_queries_that_see_nothing_give_0_and_take_a_gradient_of_0() -> None:
     blocks[1] = True
     plan = plan_of(BlockLayout(blocks, 16), 64, causal=False, tile=Tile(16, 16))
     given = operands(64, 4)
-    o, pull = jax.vjp(lambda *x: block_sparse_attention(*x, plan), *given)
+    attend = jax.jit(lambda *x: block_sparse_attention(*x, plan))
+    o, pull = jax.vjp(attend, *given)
     seen = np.repeat(blocks.any(1), 16)
     assert (np.asarray(o)[:, ~seen] == 0).all()
     assert (np.asarray(o)[:, seen] != 0).all()
@@ -142,7 +143,8 @@ def test_queries_that_see_nothing_give_0_and_take_a_gradient_of_0() -> None:
 def test_layout_without_any_block_gives_0() -> None:
     layout = BlockLayout(np.zeros((2, 2), bool), 16)
     plan = plan_of(layout, 32, causal=False, tile=Tile(16, 16))
-    o, pull = jax.vjp(lambda *x: block_sparse_attention(*x, plan), *operands(32, 4))
+    attend = jax.jit(lambda *x: block_sparse_attention(*x, plan))
+    o, pull = jax.vjp(attend, *operands(32, 4))
     assert not np.asarray(o).any()
     assert not any(np.asarray(x).any() for x in pull(jnp.ones_like(o)))
 
@@ -175,10 +177,10 @@ def test_half_precision_sums_in_fp32(dtype: Any) -> None:
     given = operands(256, 2)
     half = tuple(x.astype(dtype) for x in given)
     mask = jnp.asarray(visible_mask(layout, 256, 256, causal=True))[None]
-    o, pull = jax.vjp(lambda *x: block_sparse_attention(*x, plan), *half)
-    want, want_pull = jax.vjp(
-        lambda *x: dense_attention(*x, mask, SIZE**-0.5)[0], *given
-    )
+    ours = jax.jit(lambda *x: block_sparse_attention(*x, plan))
+    right = jax.jit(lambda *x: dense_attention(*x, mask, SIZE**-0.5)[0])
+    o, pull = jax.vjp(ours, *half)
+    want, want_pull = jax.vjp(right, *given)
     assert o.dtype == dtype
     gradients = pull(jnp.ones_like(o))
     wanted = want_pull(jnp.ones_like(want))
