@@ -56,6 +56,8 @@ class Config:
     """Timed rounds of each; the median counts."""
     torch_python: str = ""
     """An interpreter that has torch; empty: this one."""
+    torch_minutes: float = 3.5
+    """Torch is stopped after as many; what it had measured by then counts."""
     write: bool = True
     """Write benchmarks/results/kernels_gpu_PART.json; without a GPU, only of the part
     that needs none, longest."""
@@ -73,11 +75,23 @@ def of_torch(config: Config) -> dict[str, dict[str, float]]:
             np.savez(path, allow_pickle=False, **layouts_of(config))
             args = ["attention", str(path), str(config.rounds)]
         command = [python, str(HERE / "torch_kernels.py"), *args]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(f"torch stopped: {done.stderr.strip().splitlines()[-1:]}", flush=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("@@")]
+        with (
+            Path(folder, "out").open("w+") as out,
+            Path(folder, "err").open("w+") as err,
+        ):
+            try:
+                limit = config.torch_minutes * 60
+                subprocess.run(
+                    command, stdout=out, stderr=err, timeout=limit, check=True
+                )
+            except (subprocess.SubprocessError, OSError) as error:
+                err.seek(0)
+                print(f"torch: {error} {err.read().splitlines()[-1:]}", flush=True)
+            out.seek(0)
+            lines = [line for line in out if line.startswith("@@")]
     answers = [json.loads(line[2:]) for line in lines]
+    for version in {answer["torch"] for answer in answers}:
+        print(f"torch {version}", flush=True)
     return {answer["name"]: answer["found"] for answer in answers}
 
 
@@ -96,19 +110,13 @@ def measured(config: Config) -> Rows:
     bandwidth = copy_bandwidth(config.rounds)
     yield "copy", {"gb_per_second": bandwidth / 1e9}
     if config.part in optimizers.MODELS:
-        for name, found in optimizers.measure(config.part, config.rounds):
+        for name, found in optimizers.measure(config.part, config.rounds, torch):
             found["of_copy_bandwidth"] = found["gb_per_second"] * 1e9 / bandwidth
             yield name, found
-        yield from torch.items()
         return
     for case in attention.cases_of(config.part):
-        found = attention.measure(case, config.size, config.rounds)
         theirs = torch.get(case.name, {})
-        for of in ("forward", "both"):
-            if f"flex_{of}_ms" in theirs:
-                ratio = theirs[f"flex_{of}_ms"] / found[f"sparse_{of}_ms"]
-                found[f"of_flex_{of}"] = ratio
-        yield case.name, {**found, **theirs}
+        yield case.name, attention.measure(case, config.size, config.rounds, theirs)
 
 
 def compiled(config: Config) -> Rows:
@@ -124,8 +132,13 @@ def run_part(config: Config, rows: Callable[[Config], Rows], *, writes: bool) ->
     """Measure or compile a part, print a table, and write it down."""
     console = Console(highlight=False, soft_wrap=True)
     found: dict[str, Any] = {}
+    file = f"kernels_gpu_{config.part.replace('.', '_')}"
+    if config.part in attention.PARTS:
+        file += f"_{config.size}"
     for name, row in rows(config):
         found[name] = row
+        if config.write and writes:
+            write_result(file, found)  # What is measured stays, whatever comes after.
         console.print(f"{name}: done", style="dim")
     columns = list(dict.fromkeys(column for row in found.values() for column in row))
     table = Table(title=f"{config.part}", box=None)
@@ -136,19 +149,16 @@ def run_part(config: Config, rows: Callable[[Config], Rows], *, writes: bool) ->
         table.add_row(name, *cells)
     console.print(table)
     if config.write and writes:
-        name = f"kernels_gpu_{config.part.replace('.', '_')}"
-        if config.part in attention.PARTS:
-            name += f"_{config.size}"
-        console.print(f"written: {write_result(name, found).name}")
+        console.print(f"written: {file}.json")
 
 
 def main(config: Config) -> None:
     """Measure or compile."""
     if not config.part:
-        for part in PARTS:
-            command = [sys.executable, *sys.argv, "--part", part]
-            subprocess.run(command, check=True)
-        return
+        commands = {part: [sys.executable, *sys.argv, "--part", part] for part in PARTS}
+        codes = {part: subprocess.call(command) for part, command in commands.items()}
+        failed = [part for part, code in codes.items() if code]
+        raise SystemExit(f"failed: {', '.join(failed)}" if failed else 0)
     if config.part not in PARTS:
         raise SystemExit(f"--part {config.part}: must be one of {', '.join(PARTS)}.")
     warnings.simplefilter("ignore", UserWarning)  # Of coarse tiles; they are printed.

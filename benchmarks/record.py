@@ -1,5 +1,7 @@
 """Where does a measured number come from: device, versions and commit beside it."""
 
+import contextlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -13,6 +15,9 @@ import jax
 import optax
 
 RESULTS = Path(__file__).resolve().parent / "results"
+BESIDE = ("torch", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "jax-cuda12-plugin")
+BESIDE += ("jax-cuda13-plugin",)
+"""What else a number may depend on, where it is installed."""
 
 
 def write_result(name: str, measured: Mapping[str, Any]) -> Path:
@@ -41,6 +46,7 @@ def write_result(name: str, measured: Mapping[str, Any]) -> Path:
             "jax": jax.__version__,
             "flax": flax.__version__,
             "optax": optax.__version__,
+            **_versions_of(BESIDE),
         },
         "commit": _commit(),
     }
@@ -48,6 +54,14 @@ def write_result(name: str, measured: Mapping[str, Any]) -> Path:
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return path
+
+
+def _versions_of(distributions: tuple[str, ...]) -> dict[str, str]:
+    found = {}
+    for name in distributions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _commit() -> str:

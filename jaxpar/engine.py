@@ -162,15 +162,14 @@ class Engine:
         """The trained model itself, in evaluation mode: to sample from, to export.
 
         Returns:
-          The nnx.Module (or a `jaxpar.module.LinenModel`) around views of the fp32
-          masters, sharded as they rest; the next step donates them.
+          The nnx.Module (or a `jaxpar.module.LinenModel`) around the fp32 masters,
+          sharded as they rest: views that the next step donates, as `state`.
         """
         self.layout.require_devices("model")
-        state = self.state
-        variables = (state.params, state.model_state)
-        return self._network.run(
-            lambda model, _: model, variables, state.key, None, training=False
-        )[0]
+        kept = self._kept
+        params, _ = self.layout.update.logical(kept.params, ())
+        given = (params, kept.model_state), kept.key, None
+        return self._network.run(lambda model, _: model, *given, training=False)[0]
 
     def lower(self) -> jax.stages.Lowered:
         """Lower the step for the mesh's devices, which need not be here.
@@ -320,7 +319,8 @@ class Engine:
             stood.
           step: the step to restore; None for the newest that is sound.
           only: patterns of the leaves to take, such as ``["params/*"]`` to evaluate or
-            fine-tune; None for all. The others stay as they are.
+            fine-tune; None for all. The others stay as they are (moments in 8 bits
+            are coded anew).
           reset: patterns of leaves not to take, such as ``["opt_state/*"]`` for another
             optimizer.
           rename: leaf of this state -> its name in the checkpoint; both may end in
@@ -346,6 +346,7 @@ class Engine:
         state = restored.tree
         if only is not None or reset:
             state = filled_in(state, self.state)
+        self._leaves = []  # Else three states are there, where one is kept in buckets.
         self._leaves = jax.tree.leaves(self.layout.keep(state))
         self._exhausted.clear()
         return restored.step

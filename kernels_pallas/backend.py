@@ -6,7 +6,7 @@ The kernels are for Hopper GPUs, whose matrix units have instructions of their o
 
 import functools
 import logging
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +41,15 @@ def choose(
       that has the kernels gets plain JAX.
 
     Raises:
-      ValueError: if the kernels were asked for, and can't run.
+      ValueError: if there is no such implementation, or the kernels were asked for and
+        can't run.
     """
+    if asked not in (None, *get_args(Choice)):
+        known = " or ".join(map(repr, get_args(Choice)))
+        raise ValueError(
+            f"implementation={asked!r}: must be {known}, or None for the fastest that "
+            "runs here."
+        )
     device, reason = device_kind(), unsupported
     if dtype is not None and dtype not in (jnp.bfloat16, jnp.float16):
         reason = f"it multiplies bf16 and fp16, and was given {jnp.dtype(dtype).name}"

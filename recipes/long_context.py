@@ -1,8 +1,8 @@
 """Train a byte-level GPT on long text, attending to the blocks of a sparse pattern.
 
 With no flags: 2,048 tokens at once on four CPU devices (data 2 x tensor 2). On GPUs:
---seq-len 32768 --window 2048 --block 128 --precision bf16 --remat full. The run is
-evaluated, saved, and reopened on one device; run it again to resume.
+--seq-len 32768 --block 128 --window 2048 --global-tokens 128 --precision bf16 --remat
+full. The run is evaluated, saved, and reopened on one device; run it again to resume.
 """
 
 import dataclasses

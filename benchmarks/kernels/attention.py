@@ -1,13 +1,13 @@
 """Attention: our kernels on a pattern, beside cuDNN, XLA with a mask, and torch.
 
-Batch x tokens is 32,768 throughout. The mark of a pattern is the time of cuDNN's causal
-attention, times the share of active tiles, over 0.85 (0.75 where rows have fewer than
-16, or are split).
+Batch x tokens is 32,768, or one sequence where it is longer. The mark of a pattern is
+the time of cuDNN's causal attention, times the share of active tiles, over 0.85 (0.75
+where rows have fewer than 16, or are split).
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ DENSE_MARK = 0.85
 LONGEST_MASKED = 8192
 """Tokens of a sequence whose scores can all be held."""
 PARTS = ("dense", "window", "patterns", "random")
+PASSES = ("forward", "both")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,23 +86,72 @@ def cases_of(part: str) -> Iterator[Case]:
         yield from (random_case(one_in, 16_384) for one_in in (2, 4, 8, 16))
 
 
-def measure(case: Case, size: int, rounds: int) -> dict[str, float]:
-    """Times beside cuDNN's causal, its own window where it has one, and XLA's mask."""
-    args = operands(case.shape(size))
-    runs = {"sparse": sparse(case.plan), "cudnn": cudnn()}
+def measure(
+    case: Case, size: int, rounds: int, torch: Mapping[str, float]
+) -> dict[str, float]:
+    """Times beside cuDNN's causal, its own window where it has one, and XLA's mask.
+
+    Args:
+      case: what is attended to.
+      size: of a head.
+      rounds: timed rounds of each.
+      torch: milliseconds that torch's contestants took for the same.
+
+    Returns:
+      Milliseconds, and ratios: ``A_of_B`` is B's time over A's.
+    """
+    shape = case.shape(size)
+    found = share_and_mark(case) | dict(torch)
+    found |= times_of("sparse", sparse(case.plan), shape, rounds)
+    found |= dense_times(shape, rounds)
     if case.window is not None:
-        runs["cudnn_window"] = cudnn(case.window)
-    found = share_and_mark(case)
-    for name, attend in runs.items():
-        found[f"{name}_forward_ms"] = 1e3 * seconds(attend, args[:3], rounds)
-        both = with_backward(attend)
-        found[f"{name}_both_ms"] = 1e3 * seconds(both, args, rounds)
+        found |= times_of("cudnn_window", cudnn(case.window), shape, rounds)
     if case.seq_len <= LONGEST_MASKED:
-        attend = masked(case)
-        found["xla_masked_forward_ms"] = 1e3 * seconds(attend, args[:3], rounds)
-    for of in ("forward", "both"):
-        found[f"of_cudnn_{of}"] = found[f"cudnn_{of}_ms"] / found[f"sparse_{of}_ms"]
+        passes = ("forward",)
+        found |= times_of("xla_masked", masked(case), shape, rounds, passes)
+    return found | ratios_of(found)
+
+
+def times_of(
+    name: str,
+    attend: Callable[..., jax.Array],
+    shape: tuple[int, ...],
+    rounds: int,
+    passes: tuple[str, ...] = PASSES,
+) -> dict[str, float]:
+    """Milliseconds of a contestant; without those that it fails at, which is told."""
+    args, found = operands(shape), {}
+    for of in passes:
+        call, given = (
+            (attend, args[:3]) if of == "forward" else (with_backward(attend), args)
+        )
+        try:
+            found[f"{name}_{of}_ms"] = 1e3 * seconds(call, given, rounds)
+        except jax.errors.JaxRuntimeError as error:
+            print(f"{name} {of} at {shape}: {str(error).splitlines()[0]}", flush=True)
     return found
+
+
+@functools.cache
+def dense_times(shape: tuple[int, ...], rounds: int) -> dict[str, float]:
+    """Of cuDNN's causal attention, which several cases are compared with."""
+    return times_of("cudnn", cudnn(), shape, rounds)
+
+
+def ratios_of(found: Mapping[str, float]) -> dict[str, float]:
+    """Everybody's speed over cuDNN's dense attention's, and ours over all others'."""
+    ratios = {}
+    for of in PASSES:
+        times = {
+            column.removesuffix(f"_{of}_ms"): taken
+            for column, taken in found.items()
+            if column.endswith(f"_{of}_ms")
+        }
+        for one, taken in times.items():
+            for other in times if one == "sparse" else ("cudnn",):
+                if other in times and other != one:
+                    ratios[f"{one}_of_{other}_{of}"] = times[other] / taken
+    return ratios
 
 
 def compiled(case: Case, size: int) -> dict[str, float]:

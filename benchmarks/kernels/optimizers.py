@@ -6,7 +6,7 @@ a step makes the copy in bf16 that the next one computes with.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -15,8 +15,13 @@ import numpy as np
 import optax
 from flax import nnx
 
+import jaxpar
 from benchmarks.kernels.timing import compile_for_h200, seconds_of_steps
-from jaxpar.models import GPT, gpt_config
+from jaxpar.models import GPT, gpt_config, gpt_loss
+from jaxpar.optim import fused_adamw
+from jaxpar.plan.deviceless import gpu_devices
+from jaxpar.plan.hlo import parse
+from jaxpar.plan.work import memory_traffic
 from kernels_pallas.fused_optimizers import (
     TILE,
     AdamW,
@@ -42,6 +47,7 @@ class Step:
       init: makes the state.
       grads: makes the gradients.
       least_bytes: a parameter, that it has to read and write.
+      beside: names of contestants that its time is compared with.
     """
 
     name: str
@@ -49,6 +55,7 @@ class Step:
     init: Callable[[], Any]
     grads: Callable[[], Any]
     least_bytes: int
+    beside: tuple[str, ...] = ()
 
 
 def shapes_of(model: str) -> list[tuple[int, ...]]:
@@ -59,22 +66,30 @@ def shapes_of(model: str) -> list[tuple[int, ...]]:
 
 
 def steps_of(model: str) -> Iterator[Step]:
-    """The contestants."""
+    """The contestants; each behind those that it is compared with."""
     shapes = shapes_of(model)
-    for clip in (True, False):
-        clipped = " clipped" if clip else ""
+    for clipped in (" clipped", ""):
         adamw = optax.adamw(RATE, weight_decay=DECAY)
-        yield of_optax(f"optax adamw{clipped}", adamw, shapes, 28, clip=clip)
-        name, rule = f"fused adamw{clipped}", AdamW()
-        yield of_bucket(name, rule, shapes, clip=clip, least_bytes=28)
+        clip = bool(clipped)
+        beside = f"optax adamw{clipped}", f"torch fused adamw{clipped}"
+        yield of_optax(beside[0], adamw, shapes, 28, clip=clip)
+        fused = functools.partial(of_bucket, rule=AdamW(), shapes=shapes, clip=clip)
+        yield fused(f"fused adamw{clipped}", least_bytes=28, beside=beside)
+        of_fp32 = (*beside, f"fused adamw{clipped}")
+        name = f"fused adamw 8 bits{clipped}"
+        yield fused(name, least_bytes=16, bits=8, beside=of_fp32)
     fused = functools.partial(of_bucket, shapes=shapes, clip=True)
-    yield fused("fused adamw clipped, packed", AdamW(), least_bytes=32, packs=True)
-    yield fused("fused adamw 8 bits clipped", AdamW(), least_bytes=16, bits=8)
+    beside = "optax adamw clipped", "torch fused adamw clipped"
+    packed = "fused adamw clipped, packed"
+    yield fused(packed, AdamW(), least_bytes=32, packs=True, beside=beside)
     lamb, lion = optax.lamb(RATE, weight_decay=DECAY), optax.lion(RATE)
-    yield of_optax("optax lamb clipped", lamb, shapes, 40, clip=True)
-    yield fused("fused lamb clipped", AdamW(trust_ratio=True), least_bytes=40)
-    yield of_optax("optax lion clipped", lion, shapes, 20, clip=True)
-    yield fused("fused lion clipped", Lion(), least_bytes=20)
+    for rule, optimizer, name, least_bytes in (
+        (AdamW(trust_ratio=True), lamb, "lamb clipped", 40),
+        (Lion(), lion, "lion clipped", 20),
+    ):
+        beside = (f"optax {name}",)
+        yield of_optax(beside[0], optimizer, shapes, least_bytes, clip=True)
+        yield fused(f"fused {name}", rule, least_bytes=least_bytes, beside=beside)
 
 
 def of_optax(
@@ -113,6 +128,7 @@ def of_bucket(
     least_bytes: int,
     bits: int = 32,
     packs: bool = False,
+    beside: tuple[str, ...] = (),
 ) -> Step:
     """A kernel on a bucket; `packs`: gradients come as leaves, and are packed first."""
     tiles = [-(-int(np.prod(shape)) // TILE) for shape in shapes]
@@ -134,7 +150,6 @@ def of_bucket(
 
     def init() -> Any:
         moments = init_moments(rule, num_elements, bits=bits)
-        moments = jax.tree.map(jnp.copy, moments)  # Each is donated on its own.
         (params,), (copies,) = drawn(flat, jnp.float32), drawn(flat, jnp.bfloat16)
         return params, moments, copies, jnp.int32(1)
 
@@ -143,7 +158,7 @@ def of_bucket(
             return drawn(shapes, jnp.bfloat16)
         return drawn(flat, jnp.bfloat16)[0]
 
-    return Step(name, run, init, grads, least_bytes)
+    return Step(name, run, init, grads, least_bytes, beside)
 
 
 def packed(grads: list[jax.Array], tiles: list[int]) -> jax.Array:
@@ -170,14 +185,39 @@ def drawn(shapes: list[tuple[int, ...]], dtype: Any) -> list[jax.Array]:
     return [jax.random.normal(key, shape, dtype) for key, shape in pairs]
 
 
-def measure(model: str, rounds: int) -> Iterator[tuple[str, dict[str, float]]]:
-    """Each contestant's time, and the bytes a second that it is worth."""
+def measure(
+    model: str, rounds: int, torch: Mapping[str, Mapping[str, float]]
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Each contestant's time, the bytes a second that it is worth, and ratios.
+
+    Args:
+      model: whose parameters.
+      rounds: timed rounds of each.
+      torch: what torch measured, by name.
+
+    Yields:
+      Names and numbers; ``of_...`` is the other's time over the contestant's own.
+    """
     elements = num_elements_of(model)
+    times = {}
+    for name, found in torch.items():
+        times[name] = found["ms"] / 1e3
+        yield name, numbers_of(times[name], 28 * elements)
     for step in steps_of(model):
         state, grads = jax.jit(step.init)(), jax.jit(step.grads)()
-        taken = seconds_of_steps(step.run, state, grads, rounds)
-        rate = step.least_bytes * elements / taken / 1e9
-        yield step.name, {"ms": 1e3 * taken, "gb_per_second": rate}
+        times[step.name] = seconds_of_steps(step.run, state, grads, rounds)
+        found = numbers_of(times[step.name], step.least_bytes * elements)
+        for other in step.beside:
+            if other in times:
+                word = other.split()[0]
+                column = "of_fp32" if word == "fused" else f"of_{word}"
+                found[column] = times[other] / times[step.name]
+        yield step.name, found
+
+
+def numbers_of(taken: float, num_bytes: int) -> dict[str, float]:
+    """What is told of a contestant, of the seconds that it took."""
+    return {"ms": 1e3 * taken, "gb_per_second": num_bytes / taken / 1e9}
 
 
 def compiled(model: str) -> Iterator[tuple[str, dict[str, float]]]:
@@ -189,6 +229,33 @@ def compiled(model: str) -> Iterator[tuple[str, dict[str, float]]]:
         moved = found.pop("moved_gb") * 1e9 / elements
         least = {"least_bytes_a_parameter": step.least_bytes}
         yield step.name, {**found, "bytes_a_parameter": moved, **least}
+    yield from in_training_steps(model)
+
+
+def in_training_steps(model: str) -> Iterator[tuple[str, dict[str, float]]]:
+    """What a whole training step moves, by optimizer: of 128 tokens, on one H200."""
+    mesh = jaxpar.make_mesh(jaxpar.MeshShape(), gpu_devices("h200", 1, 1))
+    config = gpt_config(model, seq_len=128)
+    optimizers = {
+        "optax adamw": optax.adamw(RATE, weight_decay=DECAY),
+        "fused adamw": fused_adamw(RATE, weight_decay=DECAY),
+        "fused adamw 8 bits": fused_adamw(RATE, weight_decay=DECAY, bits=8),
+    }
+    for name, optimizer in optimizers.items():
+        engine = jaxpar.initialize(
+            model=lambda rngs: GPT(config, rngs=rngs),
+            loss_fn=gpt_loss,
+            optimizer=optimizer,
+            sample_batch={"tokens": jax.ShapeDtypeStruct((1, 129), jnp.int32)},
+            mesh=mesh,
+            precision="bf16",
+            clip_norm=CLIP,
+        )
+        text = engine.lower().compile().as_text()
+        assert text is not None
+        traffic = memory_traffic(parse(text))
+        moved = (traffic.products + traffic.others) / num_elements_of(model)
+        yield f"training step, {name}", {"bytes_a_parameter": moved}
 
 
 def num_elements_of(model: str) -> int:

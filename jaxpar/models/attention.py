@@ -191,6 +191,8 @@ class Attention(nnx.Module):
       flatten: as in `Dense`.
       implementation: "auto", "xla", "cudnn" or "blocked"; or a pattern of
         `jaxpar.sparse_attention`, whose blocks alone are attended to.
+      pattern_len: tokens that the pattern is laid out for; a shorter sequence has its
+        first blocks. None for each sequence's own.
       rngs: for the ``params`` stream.
     """
 
@@ -204,10 +206,12 @@ class Attention(nnx.Module):
         output_stddev: float,
         flatten: bool = True,
         implementation: str | SparsityPattern = "auto",
+        pattern_len: int | None = None,
         rngs: nnx.Rngs,
     ):
         self.head_size = width // num_heads
         self.implementation = implementation
+        self.pattern_len = pattern_len
         kv_width = num_kv_heads * self.head_size
 
         def projection(out: int, name: str, bias: bool) -> Dense:
@@ -278,6 +282,7 @@ class Attention(nnx.Module):
                 key_BSKH,
                 value_BSKH,
                 self.implementation,
+                pattern_len=self.pattern_len,
                 segment_ids_BT=segment_ids_BT,
             )
         mask_BNTS = None

@@ -207,6 +207,7 @@ class Block(nnx.Module):
             output_stddev=_output_stddev(config),
             flatten=not config.sequence_parallel,
             implementation=config.attention,
+            pattern_len=config.seq_len,
             rngs=rngs,
         )
         self.mlp_norm = make_norm(config)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.models.pieces import Split, on_pieces, split_of
 from jaxpar.sparse_attention import SparsityPattern, make_layout
+from jaxpar.sparse_attention.layouts import first_blocks
 from kernels_pallas.backend import Choice
 from kernels_pallas.block_sparse_attention import (
     Plan,
@@ -25,6 +26,7 @@ def sparse_attention(
     value_BTKH: Float[Array, "B T K H"],
     pattern: SparsityPattern,
     *,
+    pattern_len: int | None = None,
     segment_ids_BT: Int[Array, "B T"] | None = None,
     kv_seq_lens_B: Int[Array, "B"] | None = None,
     implementation: Choice | None = None,
@@ -39,6 +41,8 @@ def sparse_attention(
       key_BTKH: keys; each head of them serves N / K heads of queries.
       value_BTKH: values.
       pattern: one of `jaxpar.sparse_attention`'s, of N heads.
+      pattern_len: tokens that the pattern is laid out for; a shorter sequence has its
+        first blocks. None for the sequence's own.
       segment_ids_BT: tokens attend only to tokens of their own segment; None where
         each row is one segment.
       kv_seq_lens_B: tokens of each row that are there, the first ones; None for all.
@@ -59,7 +63,8 @@ def sparse_attention(
 
     Source: DeepSpeed's ``SparseSelfAttention``.
     """
-    plan = plan_of(pattern, query_BTNH.shape[1], query_BTNH.shape[2])
+    _, seq_len, num_heads, _ = query_BTNH.shape
+    plan = plan_of(pattern, seq_len, num_heads, pattern_len=pattern_len)
     split = split_of(query_BTNH, key_BTKH)
 
     def attend(
@@ -94,13 +99,21 @@ def _first_head(split: Split, query_BTNH: jax.Array) -> jax.Array | None:
     return jax.lax.axis_index(split.heads) * query_BTNH.shape[2]
 
 
-def plan_of(pattern: SparsityPattern, seq_len: int, num_heads: int) -> Plan:
+def plan_of(
+    pattern: SparsityPattern,
+    seq_len: int,
+    num_heads: int,
+    *,
+    pattern_len: int | None = None,
+) -> Plan:
     """Plan a pattern's attention over a sequence of any length.
 
     Args:
       pattern: the pattern.
       seq_len: tokens, T.
       num_heads: of the queries.
+      pattern_len: tokens that the pattern is laid out for, where there may be more than
+        T; None for T.
 
     Returns:
       The plan; the same object for the same arguments.
@@ -114,9 +127,11 @@ def plan_of(pattern: SparsityPattern, seq_len: int, num_heads: int) -> Plan:
             f"pattern: {type(pattern).__name__} has num_heads={pattern.num_heads}, but "
             f"there are {num_heads} heads of queries; give it as many."
         )
-    whole = -(-seq_len // pattern.block) * pattern.block
+    num_blocks = -(-seq_len // pattern.block)
+    laid_out = max(num_blocks, -(-(pattern_len or 0) // pattern.block))
+    layout = make_layout(pattern, laid_out * pattern.block)
     return make_plan(
-        make_layout(pattern, whole),
+        first_blocks(layout, num_blocks),
         seq_len,
         seq_len,
         causal=pattern.attention == "unidirectional",

@@ -111,7 +111,7 @@ class Buckets:
         buckets = self.by_name.values()
         there = sum(TILE * sum(bucket.tiles) for bucket in buckets)
         used = sum(math.prod(s) for bucket in buckets for s in bucket.shapes)
-        return 1 - used / there
+        return 1 - used / there if there else 0.0
 
     def sharding(self, bucket: Bucket) -> NamedSharding:
         """Of a bucket's flat array, and of its tiles' numbers."""

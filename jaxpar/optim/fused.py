@@ -7,6 +7,9 @@ in the compute dtype, which the pass makes.
 """
 
 import dataclasses
+import math
+import numbers
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +24,9 @@ Schedule = Callable[[Any], Any]
 class FusedOptimizer:
     """An optimizer for buckets; made by `fused_adamw`, `fused_lamb` or `fused_lion`.
 
-    Anything but `jaxpar.initialize` takes it for the optax transformation it equals.
+    `jaxpar.initialize` steps on its buckets. Inside another transformation (chain,
+    masked, MultiSteps) it is the one that it equals, with a warning; in 8 bits it is
+    refused there.
 
     Attributes:
       rule: what is done to an element.
@@ -46,8 +51,26 @@ class FusedOptimizer:
 
     @property
     def update(self) -> Callable[..., Any]:
-        """The transformation's, leaf by leaf."""
-        return self.equal.update
+        """The transformation's, leaf by leaf: not what `jaxpar.initialize` calls.
+
+        Raises:
+          ValueError: of what this gives, if moments are to be in 8 bits.
+        """
+        return self._update
+
+    def _update(self, *args: Any, **options: Any) -> Any:
+        told = (
+            "a fused optimizer inside another transformation steps leaf by leaf, with "
+            "moments in fp32"
+        )
+        remedy = (
+            "hand it to jaxpar.initialize itself, which clips (clip_norm) and "
+            "accumulates (accumulate), or take optax's own"
+        )
+        if self.bits == 8:
+            raise ValueError(f"bits=8: {told}; {remedy}.")
+        warnings.warn(f"{told}; {remedy}.", UserWarning, stacklevel=2)
+        return self.equal.update(*args, **options)
 
 
 def fused_adamw(
@@ -73,7 +96,7 @@ def fused_adamw(
       b2: of the mean of their squares.
       eps: added to the root; positive.
       eps_root: added below it.
-      weight_decay: times the parameter, it is added to the direction.
+      weight_decay: times the parameter, it is added to the direction; a number.
       mask: which leaves decay: a tree of booleans, or a function of the parameters
         that gives one; None for all.
       bits: of each element of a moment: 32, or 8 (dynamic codes, scaled by tiles of
@@ -84,6 +107,7 @@ def fused_adamw(
 
     Raises:
       ValueError: if a number is out of its range.
+      TypeError: if what must be a number is none.
 
     Example:
       >>> fused_adamw(1e-3, bits=8).rule
@@ -146,7 +170,14 @@ def _made(
         raise ValueError(
             f"bits={bits!r} must be 32 (moments in fp32) or 8 (dynamic codes)."
         )
-    if not callable(learning_rate) and not isinstance(learning_rate, int | float):
+    if not isinstance(weight_decay, numbers.Real):
+        raise TypeError(
+            f"weight_decay={weight_decay!r} must be a number; for a schedule take "
+            "optax's optimizer."
+        )
+    if not 0 <= float(weight_decay) < math.inf:
+        raise ValueError(f"weight_decay={weight_decay!r} must be at least 0.")
+    if not callable(learning_rate) and not isinstance(learning_rate, numbers.Real):
         raise TypeError(
             f"learning_rate={learning_rate!r} must be a number, or a schedule: a "
             "function of the steps taken."

@@ -6,7 +6,17 @@ import numpy as np
 
 
 def sliding_window(size: int, num_blocks: int) -> np.ndarray:
-    """Make the blocks [Q, K] of a window of `size` blocks around each query's own."""
+    """Make the blocks [Q, K] of a window of `size` blocks around each query's own.
+
+    Raises:
+      ValueError: if it reaches beyond the sequence from each of its blocks.
+    """
+    if size // 2 >= num_blocks:
+        raise ValueError(
+            f"num_sliding_window_blocks={size}: reaches {size // 2} blocks to each "
+            f"side, but the sequence has only {num_blocks}; it must be at most "
+            f"{2 * num_blocks - 1}, which shows all of them."
+        )
     rows, columns = np.indices((num_blocks, num_blocks), np.int32)
     return abs(rows - columns) <= size // 2
 
@@ -52,7 +62,7 @@ def random_blocks(
 
 
 def global_ranges(
-    first: tuple[int, ...], ends: tuple[int, ...] | None, num_blocks: int
+    first: Sequence[int], ends: Sequence[int] | None, num_blocks: int
 ) -> Iterator[tuple[int, int]]:
     """Pair the first and the end of each range of global blocks.
 
@@ -99,7 +109,15 @@ def check_window(size: int) -> None:
         )
 
 
-def check_global(first: tuple[int, ...], ends: tuple[int, ...] | None) -> None:
+def as_tuple(pattern: object, *fields: str) -> None:
+    """Turn fields of a frozen pattern that came as lists into what can be hashed."""
+    for field in fields:
+        value = getattr(pattern, field)
+        if value is not None:
+            object.__setattr__(pattern, field, tuple(value))
+
+
+def check_global(first: Sequence[int], ends: Sequence[int] | None) -> None:
     """Refuse ranges of global blocks that are none."""
     if any(i < 0 for i in first):
         raise ValueError(f"global_block_indices={first}: must be 0 or more.")

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from jaxpar.sparse_attention.blocks import check_positive
 from jaxpar.sparse_attention.layouts import SparsityPattern
 from jaxpar.sparse_attention.patterns import (
     BigBird,
@@ -12,6 +13,15 @@ from jaxpar.sparse_attention.patterns import (
     LocalSlidingWindow,
     Variable,
 )
+
+SIZES = {
+    "fixed": ("window", "global_tokens"),
+    "variable": ("window", "global_tokens"),
+    "bigbird": ("window", "global_tokens"),
+    "longformer": ("window", "global_tokens"),
+    "sliding": ("window",),
+}
+"""Which sizes in tokens each pattern has."""
 
 
 def causal_pattern(
@@ -48,13 +58,10 @@ def causal_pattern(
       >>> causal_pattern("sliding", num_heads=4, window=128).num_sliding_window_blocks
       5
     """
-    for field, tokens in (("window", window), ("global_tokens", global_tokens)):
-        if tokens < block or tokens % block:
-            nearest = max(1, round(tokens / block)) * block
-            raise ValueError(
-                f"{field}={tokens}: must be a multiple of block={block}, from one on; "
-                f"the nearest is {nearest}."
-            )
+    check_positive(num_heads=num_heads, block=block)
+    sizes = {"window": window, "global_tokens": global_tokens}
+    for field in SIZES.get(name, ()):
+        _check_size(field, sizes[field], block)
     shape: dict[str, Any] = {
         "num_heads": num_heads,
         "block": block,
@@ -89,3 +96,12 @@ def causal_pattern(
             f"{near_match(name, list(makers))}"
         )
     return makers[name]()
+
+
+def _check_size(field: str, tokens: int, block: int) -> None:
+    if tokens < block or tokens % block:
+        nearest = max(1, round(tokens / block)) * block
+        raise ValueError(
+            f"{field}={tokens}: must be a multiple of block={block}, from one on; the "
+            f"nearest is {nearest}."
+        )

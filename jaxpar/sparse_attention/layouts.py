@@ -7,7 +7,8 @@ Differs: DeepSpeed's fixed and variable patterns keep blocks in the future (all 
 blocks of a window but the first; random ones), it attends to the future inside
 diagonal blocks unless another mask is given, its dense pattern knows no direction, its
 random blocks follow Python's global seed, and indices beyond the sequence are dropped
-without a word.
+without a word. It refuses a window of more blocks than the sequence has, though half of
+it may fit; here half of it must.
 """
 
 import functools
@@ -61,7 +62,7 @@ def make_layout(pattern: SparsityPattern, seq_len: int) -> BlockLayout:
 
     Raises:
       ValueError: if the block does not divide the sequence, or the pattern names
-        blocks that the sequence does not have.
+        blocks that the sequence does not have, or has a window beyond it.
 
     Example:
       >>> from jaxpar.sparse_attention import LocalSlidingWindow
@@ -86,3 +87,23 @@ def make_layout(pattern: SparsityPattern, seq_len: int) -> BlockLayout:
         blocks_NQK &= np.tri(num_blocks, dtype=bool)
     shape = (pattern.num_heads, num_blocks, num_blocks)
     return BlockLayout(np.broadcast_to(blocks_NQK, shape), pattern.block)
+
+
+@functools.lru_cache(maxsize=64)
+def first_blocks(layout: BlockLayout, num_blocks: int) -> BlockLayout:
+    """Take a layout's first blocks: those of the beginning of its sequence.
+
+    Args:
+      layout: the layout.
+      num_blocks: of queries and of keys, at most as many as it has.
+
+    Returns:
+      The layout of so many blocks; the same object for the same arguments.
+
+    Example:
+      >>> first_blocks(BlockLayout(np.tri(4, dtype=bool), block=16), 2).blocks.shape
+      (1, 2, 2)
+    """
+    if layout.blocks.shape[1:] == (num_blocks, num_blocks):
+        return layout
+    return BlockLayout(layout.blocks[:, :num_blocks, :num_blocks], layout.block)

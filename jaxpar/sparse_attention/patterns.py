@@ -6,11 +6,13 @@ cuts the future off where attention is unidirectional.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
 from jaxpar.sparse_attention.blocks import (
     add_global,
+    as_tuple,
     check_attention,
     check_global,
     check_positive,
@@ -19,6 +21,8 @@ from jaxpar.sparse_attention.blocks import (
     random_blocks,
     sliding_window,
 )
+
+GLOBAL = ("global_block_indices", "global_block_end_indices")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,9 +155,9 @@ class Variable:
     block: int = 16
     different_layout_per_head: bool = False
     num_random_blocks: int = 0
-    local_window_blocks: tuple[int, ...] = (4,)
-    global_block_indices: tuple[int, ...] = (0,)
-    global_block_end_indices: tuple[int, ...] | None = None
+    local_window_blocks: Sequence[int] = (4,)
+    global_block_indices: Sequence[int] = (0,)
+    global_block_end_indices: Sequence[int] | None = None
     attention: str = "bidirectional"
     horizontal_global_attention: bool = False
     seed: int = 0
@@ -162,6 +166,7 @@ class Variable:
         check_positive(num_heads=self.num_heads, block=self.block)
         horizontal = self.horizontal_global_attention
         check_attention(self.attention, horizontal=horizontal)
+        as_tuple(self, "local_window_blocks", *GLOBAL)
         if not self.local_window_blocks or min(self.local_window_blocks) < 1:
             raise ValueError(
                 f"local_window_blocks={self.local_window_blocks}: must name one window "
@@ -276,14 +281,15 @@ class BSLongformer:
     num_heads: int
     block: int = 16
     num_sliding_window_blocks: int = 3
-    global_block_indices: tuple[int, ...] = (0,)
-    global_block_end_indices: tuple[int, ...] | None = None
+    global_block_indices: Sequence[int] = (0,)
+    global_block_end_indices: Sequence[int] | None = None
     attention: str = "bidirectional"
 
     def __post_init__(self) -> None:
         check_positive(num_heads=self.num_heads, block=self.block)
         check_attention(self.attention)
         check_window(self.num_sliding_window_blocks)
+        as_tuple(self, *GLOBAL)
         check_global(self.global_block_indices, self.global_block_end_indices)
 
     def heads_alike(self) -> bool:

@@ -58,21 +58,21 @@ def report(layout: BlockLayout, head: int, width: int, *, causal: bool) -> str:
       ValueError: if there is no such head.
     """
     _check_head(layout, head)
-    num_blocks = layout.blocks.shape[1]
-    seq_len = num_blocks * layout.block
+    num_q, num_k = layout.blocks.shape[1:]
+    lens = " x ".join(str(n * layout.block) for n in dict.fromkeys((num_q, num_k)))
     different = len(layout.distinct) > 1
     alike = "heads differ" if different else "all heads alike"
-    size = max(1, -(-2 * num_blocks // width))
+    size = max(1, -(-2 * num_k // width))
     of_cell = "a block" if size == 1 else f"{size} x {size} blocks"
-    active = [f"{layout.fraction:.1%} of {num_blocks} x {num_blocks} blocks"]
+    active = [f"{layout.fraction:.1%} of {num_q} x {num_k} blocks"]
     active += [
         f"{share:.1%} of tiles of {tile.q}"
         for tile in TILES
-        if (share := _tiles_share(layout, seq_len, tile, causal=causal)) is not None
+        if (share := _tiles_share(layout, tile, causal=causal)) is not None
     ]
     return "\n".join(
         [
-            f"{seq_len} tokens, blocks of {layout.block}, {layout.num_heads} heads, "
+            f"{lens} tokens, blocks of {layout.block}, {layout.num_heads} heads, "
             f"{alike}",
             f"active: {', '.join(active)}",
             f"head {head}, queries down and keys across; a cell is {of_cell}",
@@ -131,15 +131,14 @@ def _shares(blocks: np.ndarray, size: int) -> np.ndarray:
     return padded.reshape(shape).sum((1, 3)) / there.reshape(shape).sum((1, 3))
 
 
-def _tiles_share(
-    layout: BlockLayout, seq_len: int, tile: Tile, *, causal: bool
-) -> float | None:
+def _tiles_share(layout: BlockLayout, tile: Tile, *, causal: bool) -> float | None:
     """Active tiles over all; None where the tile does not nest with the blocks."""
     if tile.q % layout.block and layout.block % tile.q:
         return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # The share is what is asked for.
-        plan = make_plan(layout, seq_len, seq_len, causal=causal, tile=tile)
+        lens = (n * layout.block for n in layout.blocks.shape[1:])
+        plan = make_plan(layout, *lens, causal=causal, tile=tile)
     return plan.active_tiles
 
 

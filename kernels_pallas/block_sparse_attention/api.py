@@ -72,17 +72,20 @@ def block_sparse_attention(
 
     The softmax of the scores that the plan's layout, its causality and the limits
     leave; scores of other blocks are not worked out. A query that sees nothing gives
-    0, and takes a gradient of 0. Sums are in fp32.
+    0, and takes a gradient of 0. Sums are in fp32. Call it under `jax.jit`: the kernels
+    are compiled anew at each call outside of one.
 
     Args:
       q: queries.
-      k: keys; K divides N, and each key's head serves N / K heads of queries.
-      v: values.
+      k: keys, in the dtype of `q`; K divides N, and each key's head serves N / K heads
+        of queries.
+      v: values, in the dtype of `q`.
       plan: the active blocks of T queries and S keys, by `make_plan`.
-      scale: of the scores; None for 1 / sqrt(H).
+      scale: of the scores, above 0; None for 1 / sqrt(H).
       segment_ids: a query sees only keys of its own segment; a pair where queries and
         keys have different ones.
-      kv_seq_lens: keys of each sequence that are there, the first ones; None for all.
+      kv_seq_lens: keys of each sequence that are there, the first ones; None for all,
+        as is any number above S.
       first_head: where `q` has some of the plan's heads, the number of the first; None
         where it has all.
       return_lse: give the logarithm of each softmax's sum as well.
@@ -93,8 +96,8 @@ def block_sparse_attention(
       -inf for a query that sees nothing.
 
     Raises:
-      ValueError: if the shapes do not belong together, or not to the plan, or the
-        implementation asked for does not run here.
+      ValueError: if shapes or dtypes do not belong together, or not to the plan, or the
+        implementation asked for is none, or does not run here.
 
     Example:
       >>> import numpy as np
@@ -110,6 +113,8 @@ def block_sparse_attention(
     limits = _limits(q, k, segment_ids, kv_seq_lens)
     limits = dataclasses.replace(limits, first_head=first_head)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale={scale}: must be above 0; negate q for less.")
     choice = choose(
         "block_sparse_attention",
         implementation,
@@ -158,6 +163,11 @@ def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, plan: Plan) -> None:
                 f"{name}: has shape {x.shape}; it must be [batch, tokens, heads, head "
                 "size]."
             )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"q, k and v: are {q.dtype}, {k.dtype} and {v.dtype}; cast them to one "
+            "dtype."
+        )
     if k.shape != v.shape:
         raise ValueError(
             f"k and v: have shapes {k.shape} and {v.shape}; give equal ones."
@@ -194,7 +204,13 @@ def _limits(
     segment_ids: Segments | None,
     kv_seq_lens: jax.Array | None,
 ) -> Limits:
-    pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids,) * 2
+    is_pair = isinstance(segment_ids, tuple | list)
+    pair = segment_ids if is_pair else (segment_ids,) * 2
+    if is_pair and (len(pair) != 2 or any(x is None for x in pair)):
+        raise ValueError(
+            "segment_ids: must be one array, a pair of them (of queries and of keys), "
+            "or None."
+        )
     for name, x, of in (("queries", pair[0], q), ("keys", pair[1], k)):
         if x is not None and x.shape != of.shape[:2]:
             raise ValueError(
@@ -209,4 +225,4 @@ def _limits(
         )
     given = (*pair, kv_seq_lens)
     of_q, of_k, lens = (None if x is None else x.astype(jnp.int32) for x in given)
-    return Limits(of_q, of_k, lens)
+    return Limits(of_q, of_k, None if lens is None else jnp.minimum(lens, k.shape[1]))

@@ -1,7 +1,6 @@
 """Public names, each with the module that it is loaded from when it is first used."""
 
 from .api import (
-    Leaves,
     Numbers,
     Updated,
     dequantize,
@@ -9,6 +8,7 @@ from .api import (
     init_moments,
     quantize,
 )
+from .leaves import Leaves
 from .rules import AdamW, Lion, Rule
 from .tiles import TILE, Quantized
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from kernels_pallas.backend import Choice, choose
 from kernels_pallas.fused_optimizers import reference
+from kernels_pallas.fused_optimizers.leaves import Leaves
 from kernels_pallas.fused_optimizers.rules import Rule
 from kernels_pallas.fused_optimizers.tiles import (
     SQUARES,
@@ -42,22 +43,6 @@ class Numbers:
     count: Any
     factor: Any = 1.0
     applied: Any = True
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaves:
-    """Whose tiles are whose, for trust ratios.
-
-    Attributes:
-      of_tiles: the leaf's number of each tile; integers, [tiles].
-      num: leaves.
-      axes: mesh axes that leaves are split over, where a bucket is one device's part:
-        squares are summed over them, in manual mode.
-    """
-
-    of_tiles: np.ndarray
-    num: int
-    axes: tuple[str, ...] = ()
 
 
 @jax.tree_util.register_dataclass
@@ -114,8 +99,8 @@ def fused_update(
       The bucket after the step.
 
     Raises:
-      ValueError: if the arrays do not belong together, or the implementation asked for
-        does not run here.
+      ValueError: if arrays have another shape or dtype than they must, or the
+        implementation asked for is none, or does not run here.
 
     Example:
       >>> from kernels_pallas.fused_optimizers import AdamW, init_moments
@@ -125,8 +110,10 @@ def fused_update(
       >>> round(float(new.params[0]), 4)
       0.75
     """
-    _check(rule, params, grads, moments, copies, leaves)
+    _check(rule, params, grads, moments, numbers, decays, copies, leaves)
     num_tiles = params.size // TILE
+    if not num_tiles:  # A GPU has no launch of nothing.
+        return Updated(params, dict(moments), copies)
     corrections = rule.corrections(jnp.asarray(numbers.count, jnp.int32))
     applied = jnp.asarray(numbers.applied).astype(jnp.float32)
     of_step = (applied, numbers.factor, numbers.learning_rate, *corrections)
@@ -170,10 +157,11 @@ def init_moments(
     if bits not in (8, 32):
         raise ValueError(f"bits={bits} must be 32 (fp32), or 8 (codes).")
     _check_tiles("num_elements", num_elements)
-    zeros = jnp.zeros(num_elements, jnp.float32)
+    # An array for each: a program can be given every one to keep.
+    zeros = {name: jnp.zeros(num_elements, jnp.float32) for name in rule.moments}
     if bits == 32:
-        return dict.fromkeys(rule.moments, zeros)
-    return {name: quantize(name, zeros) for name in rule.moments}
+        return dict(zeros)
+    return {name: quantize(name, moment) for name, moment in zeros.items()}
 
 
 @functools.partial(jax.jit, static_argnames="name")
@@ -212,11 +200,7 @@ def _implementation(asked: Choice | None, interpret: Any) -> Callable[..., Any]:
 def _ratios(of_params: jax.Array, of_direction: jax.Array, leaves: Leaves) -> jax.Array:
     """Each tile's: its leaf's norm over that of its direction, 1 where one is 0."""
 
-    def norms(squares: jax.Array) -> jax.Array:
-        total = jax.ops.segment_sum(squares, leaves.of_tiles, leaves.num)
-        return jnp.sqrt(jax.lax.psum(total, leaves.axes) if leaves.axes else total)
-
-    params, direction = norms(of_params), norms(of_direction)
+    params, direction = map(jnp.sqrt, map(leaves.total, (of_params, of_direction)))
     is_zero = (params == 0) | (direction == 0)
     ratios = jnp.where(is_zero, 1.0, params / jnp.where(is_zero, 1.0, direction))
     return ratios[leaves.of_tiles]
@@ -247,6 +231,8 @@ def _check(
     params: jax.Array,
     grads: jax.Array,
     moments: Mapping[str, jax.Array | Quantized],
+    numbers: Numbers,
+    decays: Any,
     copies: jax.Array | None,
     leaves: Leaves | None,
 ) -> None:
@@ -256,24 +242,60 @@ def _check(
             f"moments: {list(moments)} were given, but {type(rule).__name__} has "
             f"{list(rule.moments)}; make them by init_moments."
         )
-    arrays = {"params": params, "grads": grads} | {
-        f"moments[{name!r}]": x.codes if isinstance(x, Quantized) else x
-        for name, x in moments.items()
-    }
-    for name, array in {**arrays, "copies": copies}.items():
-        if array is not None and array.shape != (params.size,):
-            raise ValueError(
-                f"{name}: has shape {array.shape}; a bucket of {params.size} elements "
-                f"needs ({params.size},)."
-            )
-    if params.dtype != jnp.float32:
+    if isinstance(numbers.count, int) and numbers.count < 1:
+        raise ValueError(f"count={numbers.count}: the first step is number 1.")
+    _check_array("params", params, params.size, (jnp.float32,))
+    _check_array("grads", grads, params.size)
+    if copies is not None:
+        _check_array("copies", copies, params.size)
+    num_tiles = params.size // TILE
+    for name, moment in moments.items():
+        if isinstance(moment, Quantized):
+            dtype = code_of(name).dtype
+            codes, scales = f"moments[{name!r}].codes", f"moments[{name!r}].scales"
+            _check_array(codes, moment.codes, params.size, (dtype,))
+            _check_array(scales, moment.scales, num_tiles, (jnp.float32,))
+        else:
+            _check_array(f"moments[{name!r}]", moment, params.size, (jnp.float32,))
+    if np.ndim(decays):
+        _check_array("decays", decays, num_tiles)
+    if rule.trust_ratio:
+        _check_leaves(leaves, num_tiles)
+
+
+def _check_array(
+    argument: str, array: Any, size: int, dtypes: tuple[Any, ...] = ()
+) -> None:
+    if array.shape != (size,):
         raise ValueError(
-            f"params: are {params.dtype}; masters must be float32. Copies in other "
-            "dtypes are made by copies=."
+            f"{argument}: has shape {array.shape}; this bucket needs ({size},)."
         )
-    if rule.trust_ratio and leaves is None:
+    if not (
+        array.dtype in dtypes if dtypes else jnp.issubdtype(array.dtype, jnp.floating)
+    ):
+        right = " or ".join(jnp.dtype(dtype).name for dtype in dtypes)
+        raise ValueError(
+            f"{argument}: has dtype {array.dtype}; it must be {right or 'floating'}."
+        )
+
+
+def _check_leaves(leaves: Leaves | None, num_tiles: int) -> None:
+    if leaves is None:
         raise ValueError(
             "leaves: trust ratios are of leaves; say whose the tiles are, by Leaves."
+        )
+    owners = leaves.of_tiles
+    if owners.shape != (num_tiles,):
+        raise ValueError(
+            f"leaves.of_tiles: has shape {owners.shape}; the bucket has {num_tiles} "
+            "tiles."
+        )
+    if num_tiles and not (
+        owners[0] >= 0 and owners[-1] < leaves.num and (np.diff(owners) >= 0).all()
+    ):
+        raise ValueError(
+            f"leaves.of_tiles: must be numbers from 0 to num - 1 = {leaves.num - 1}, "
+            "and never fall: a leaf's tiles lie side by side."
         )
 
 

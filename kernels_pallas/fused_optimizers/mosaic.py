@@ -25,25 +25,24 @@ class OneTile:
     """A program's tile.
 
     Args:
-      refs: operands by name, [elements] or [tiles], and "numbers".
+      refs: operands by name, [tiles, TILE] or [tiles], and "numbers".
       interprets: whether the CPU's interpreter runs the kernel: it has no layouts.
     """
 
     def __init__(self, refs: Mapping[str, Any], *, interprets: bool):
         self._refs, self._interprets = refs, interprets
         self._index = lax.axis_index("tile")
-        self._elements = pl.ds(self._index * TILE, TILE)
 
     def read(self, name: str) -> jax.Array:
         """See `Tile`."""
         if self._interprets:
-            return self._refs[name][self._elements]
-        part = self._refs[name].at[self._elements]
+            return self._refs[name][self._index]
+        part = self._refs[name].at[self._index]
         return plgpu.load(part, layout=_LAYOUT, optimized=False)
 
     def write(self, name: str, value: jax.Array) -> None:
         """See `Tile`."""
-        self._refs[name][self._elements] = value.astype(self._refs[name].dtype)
+        self._refs[name][self._index] = value.astype(self._refs[name].dtype)
 
     def read_one(self, name: str) -> jax.Array:
         """See `Tile`."""
@@ -91,7 +90,11 @@ def run(
         def _() -> None:
             one_pass(OneTile(by_name, interprets=interpret is not None), rule)
 
-    own = {name: jax.new_ref(array) for name, array in changed.items()}
+    def in_tiles(array: jax.Array) -> jax.Array:
+        """A tile a row: numbers of elements may need more than 32 bits."""
+        return array if array.shape == (num_tiles,) else array.reshape(num_tiles, TILE)
+
+    own = {name: jax.new_ref(in_tiles(array)) for name, array in changed.items()}
     kernel = plgpu.kernel(
         program,
         out_type=[jax.ShapeDtypeStruct((num_tiles,), jnp.float32) for _ in made],
@@ -105,6 +108,6 @@ def run(
         ),
         interpret=interpret if interpret is not None else False,
     )
-    found = kernel(numbers, *given.values(), *own.values())
-    kept = {name: jax.freeze(ref) for name, ref in own.items()}
+    found = kernel(numbers, *map(in_tiles, given.values()), *own.values())
+    kept = {name: jax.freeze(ref).reshape(-1) for name, ref in own.items()}
     return kept | dict(zip(made, found, strict=True))

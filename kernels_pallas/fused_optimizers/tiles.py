@@ -76,17 +76,20 @@ class Tile(Protocol):
 
 def step(tile: Tile, rule: Rule) -> None:
     """Do all of a step in one pass."""
-    before, after, grads = _advanced(tile, rule)
+    before, after, _, grads = _advanced(tile, rule)
     params = tile.read("params")
     direction = _direction(tile, rule, params, grads, before, after)
     _write_params(tile, params, tile.number(RATE) * direction)
 
 
 def advance(tile: Tile, rule: Rule) -> None:
-    """Do the first pass of a step with trust ratios: moments, and sums of squares."""
-    before, after, grads = _advanced(tile, rule)
+    """Do the first pass of a step with trust ratios: moments, and sums of squares.
+
+    Of the direction that `descend` will go, by moments as they are kept.
+    """
+    before, _, kept, grads = _advanced(tile, rule)
     params = tile.read("params")
-    direction = _direction(tile, rule, params, grads, before, after)
+    direction = _direction(tile, rule, params, grads, before, kept)
     for name, value in zip(SQUARES, (params, direction), strict=True):
         tile.write_one(name, tile.total(value * value))
 
@@ -120,14 +123,13 @@ def inverse(scale: Any) -> Any:
     return jnp.where(scale > 0, 1.0 / jnp.where(scale > 0, scale, 1.0), 0.0)
 
 
-def _advanced(tile: Tile, rule: Rule) -> tuple[Moments, Moments, jax.Array]:
-    """The moments before and after, and the gradient; the former are written."""
+def _advanced(tile: Tile, rule: Rule) -> tuple[Moments, Moments, Moments, jax.Array]:
+    """The moments before, after and as they are kept, which are written; gradients."""
     grads = tile.read("grads").astype(jnp.float32) * tile.number(FACTOR)
     before = {name: _read_moment(tile, name) for name in rule.moments}
     after = rule.advance(grads, before)
-    for name, value in after.items():
-        _write_moment(tile, name, value)
-    return before, after, grads
+    kept = {name: _write_moment(tile, name, value) for name, value in after.items()}
+    return before, after, kept, grads
 
 
 def _direction(
@@ -157,11 +159,14 @@ def _read_moment(tile: Tile, name: str) -> jax.Array:
     return from_coded(name, scaled * tile.read_one(f"{name}/scales"))
 
 
-def _write_moment(tile: Tile, name: str, value: jax.Array) -> None:
+def _write_moment(tile: Tile, name: str, value: jax.Array) -> jax.Array:
+    """Write a moment; gives what will be read."""
     if tile.has(name):
         tile.write(name, value)
-        return
+        return value
     coded = as_coded(name, value)
     scale = tile.largest(jnp.abs(coded))
     tile.write_one(f"{name}/scales", scale)
-    tile.write(f"{name}/codes", code_of(name).encode(coded * inverse(scale)))
+    codes = code_of(name).encode(coded * inverse(scale))
+    tile.write(f"{name}/codes", codes)
+    return from_coded(name, code_of(name).decode(codes) * scale)

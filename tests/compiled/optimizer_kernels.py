@@ -64,6 +64,7 @@ def main() -> None:
         text, memory = program.as_text(), program.memory_analysis()
         return {
             "kernels": text.count('custom_call_target="mosaic_gpu_v2"'),
+            "scatters": text.count(" scatter("),
             "temporaries": memory.temp_size_in_bytes,
             "outputs": memory.output_size_in_bytes,
             "aliased": memory.alias_size_in_bytes,

@@ -37,6 +37,11 @@ def test_six_programs_fit_a_multiprocessor(compiled: list[Told]) -> None:
         assert all(registers * 128 * 6 <= 65_536 for registers in used), found
 
 
+def test_nothing_is_added_up_in_any_order(compiled: list[Told]) -> None:
+    """Replicas would drift apart: a scatter adds as its threads come."""
+    assert not any(found["scatters"] for found, _, _ in compiled)
+
+
 def test_state_is_changed_in_place(compiled: list[Told]) -> None:
     """But for the tuple's own pointers; temporaries are numbers of tiles."""
     for found, _, _ in compiled:

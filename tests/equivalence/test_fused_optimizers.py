@@ -9,6 +9,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -285,6 +286,38 @@ def test_explanation_tells_of_the_buckets() -> None:
     text = str(make_engine(fused_adamw(1e-3, bits=8), precision="bf16").explain())
     assert "opt_state/0/mu/over_data/codes" in text
     assert "8 leaves lie in buckets (whole, over_data)" in text
+    assert "leaf by leaf as well, 1.4e-05 GB more on a device" in text
+
+
+def test_inside_another_transformation_it_is_optaxs_and_says_so() -> None:
+    given = {"learning_rate": 1e-3, "weight_decay": 0.1}
+    chained = make_engine(optax.chain(optax.clip(0.1), fused_adamw(**given)))
+    plain = make_engine(optax.chain(optax.clip(0.1), optax.adamw(**given)))
+    with pytest.warns(UserWarning, match="inside another .* hand it to jaxpar.init"):
+        chained.step(batches()[0])
+    plain.step(batches()[0])
+    assert are_equal(chained.state.params, plain.state.params)
+    refused = make_engine(optax.chain(optax.clip(0.1), fused_adamw(1e-3, bits=8)))
+    with pytest.raises(ValueError, match=r"bits=8: .* moments in fp32; hand"):
+        refused.step(batches()[0])
+
+
+def test_leaves_without_elements_are_kept() -> None:
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return nn.Dense(4)(x) + nn.Dense(0)(x).sum()
+
+    engine = jaxpar.initialize(
+        model=Net(),
+        loss_fn=lambda model, batch: (model(batch["x"]) ** 2).mean(),
+        optimizer=fused_adamw(0.1),
+        sample_batch={"x": np.ones((8, 3), np.float32)},
+        mesh=jaxpar.make_mesh(jaxpar.MeshShape(), jax.devices()[:1]),
+    )
+    losses = [float(engine.step({"x": np.ones((8, 3))})["loss"]) for _ in range(3)]
+    assert losses == sorted(losses, reverse=True)
+    assert engine.state.params["Dense_1"]["kernel"].shape == (3, 0)
 
 
 def test_state_of_another_stage_is_known_without_it() -> None:
@@ -310,6 +343,8 @@ def test_step_stays_within_the_budget_of_its_stage() -> None:
         (lambda: fused_lion(1e-3, b1=1.0), "b1=1.0 must be at least 0"),
         (lambda: fused_adamw(1e-3, eps=0.0), "eps=0.0 must be positive"),
         (lambda: fused_lamb("fast"), "learning_rate='fast' must be a number"),
+        (lambda: fused_lion(1e-3, weight_decay=-0.1), "weight_decay=-0.1 must be at l"),
+        (lambda: fused_adamw(1e-3, weight_decay=len), "weight_decay=.* for a schedule"),
     ],
 )
 def test_wrong_numbers_are_refused(make: Any, message: str) -> None:

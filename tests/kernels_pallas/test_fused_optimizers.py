@@ -27,6 +27,7 @@ from kernels_pallas.fused_optimizers import (
     quantize,
 )
 from kernels_pallas.fused_optimizers.codes import ROOTS, SIGNED, Code
+from tests.kernels_pallas.races import watched
 
 RULES: dict[str, Rule] = {
     "adamw": AdamW(),
@@ -43,6 +44,7 @@ EQUAL = {
 ELEMENTS, FIRST = 4 * TILE, 3 * TILE
 LEAVES = Leaves(np.array([0, 0, 0, 1]), 2)
 NUMBERS = Numbers(1e-3, count=7, factor=0.5)
+SIGNED_ROOTS = Quantized(jnp.zeros(TILE, jnp.int8), jnp.zeros(1))
 
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < LEAST_JAX, reason="the kernels need a later jax"
@@ -163,6 +165,45 @@ def test_step_that_does_not_count_changes_nothing(name: str, bits: int) -> None:
         assert np.array_equal(old, kept)
 
 
+def test_numbers_of_tiles_are_added_up_for_each_leaf() -> None:
+    """In several rounds where a leaf has more than 256 tiles; never by a scatter."""
+    counts = np.array([3, 0, 70_000, 256, 257, 1])
+    leaves = Leaves(np.repeat(np.arange(6), counts), 6)
+    numbers = np.float32(np.random.default_rng(0).random(counts.sum()))
+    total = jax.jit(leaves.total)
+    right = [part.sum() for part in np.split(np.float64(numbers), np.cumsum(counts))]
+    np.testing.assert_allclose(total(numbers), right[:6], rtol=1e-6)
+    assert "scatter" not in total.lower(numbers).as_text()
+
+
+def test_step_in_8_bits_has_the_length_that_ratios_say() -> None:
+    """LAMB's steps are as long as the parameters, times the rate."""
+    params = bucket(0)
+    moments = init_moments(RULES["lamb"], ELEMENTS, bits=8)
+    options = {"numbers": Numbers(0.1, 1), "leaves": LEAVES}
+    new = fused_update(RULES["lamb"], params, bucket(1), moments, **options)
+    for old, leaf in zip(as_leaves(params), as_leaves(new.params), strict=True):
+        assert jnp.linalg.norm(leaf - old) == pytest.approx(
+            0.1 * float(jnp.linalg.norm(old)), rel=1e-5
+        )
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+def test_first_moments_can_be_donated(bits: int) -> None:
+    """Each is an array of its own."""
+    moments = init_moments(AdamW(), ELEMENTS, bits=bits)
+    step = jax.jit(functools.partial(fused_update, AdamW()), donate_argnums=(0, 2))
+    new = step(bucket(0), bucket(1), moments, NUMBERS)
+    assert np.isfinite(new.params).all()
+
+
+def test_bucket_of_no_tiles_stays_one() -> None:
+    nothing = jnp.zeros(0)
+    moments = init_moments(AdamW(), 0)
+    new = fused_update(AdamW(), nothing, nothing, moments, NUMBERS)
+    assert new.params.size == new.moments["mu"].size == 0
+
+
 def test_each_tile_has_its_own_decay() -> None:
     params, zeros = jnp.ones(2 * TILE), jnp.zeros(2 * TILE)
     moments = init_moments(Lion(), 2 * TILE)
@@ -177,10 +218,15 @@ def test_each_tile_has_its_own_decay() -> None:
     ("name", "bits", "dtype"),
     list(itertools.product(RULES, (8, 32), ("f4", "bfloat16"))),
 )
-def test_kernel_does_what_plain_jax_does(name: str, bits: int, dtype: str) -> None:
+def test_kernel_does_what_plain_jax_does(
+    name: str, bits: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In Mosaic's CPU interpreter, without races."""
     from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: PLC0415
 
+    from kernels_pallas.fused_optimizers import mosaic  # noqa: PLC0415
+
+    monkeypatch.setattr(mosaic, "run", watched(mosaic.run))
     rule = RULES[name]
     params, moments, copies = trained(rule, bits, 2)
     step = functools.partial(
@@ -192,7 +238,6 @@ def test_kernel_does_what_plain_jax_does(name: str, bits: int, dtype: str) -> No
     )
     right = jax.jit(functools.partial(step, implementation="reference"))()
     found = step(interpret=plgpu.InterpretGPUParams(detect_races=True))
-    assert not races_found()
     tolerance = 2e-7 * float(np.abs(right.params).max())
     assert np.abs(found.params - right.params).max() <= tolerance
     assert np.array_equal(found.copies, found.params.astype(jnp.bfloat16))
@@ -204,7 +249,11 @@ def test_kernel_does_what_plain_jax_does(name: str, bits: int, dtype: str) -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "bits"), list(itertools.product(RULES, (8, 32))))
 def test_kernel_on_a_gpu_does_what_plain_jax_does(name: str, bits: int) -> None:
-    """A million elements, ten steps; roots beside codes are rounded otherwise."""
+    """A million elements, ten steps; roots beside codes are rounded otherwise.
+
+    The sign of a mean that is 0 but for its rounding may be another: Lion's steps are
+    then so in a few elements.
+    """
     rule, tiles = RULES[name], 1000
     leaves = Leaves(np.arange(tiles) // 7, -(-tiles // 7))
 
@@ -221,7 +270,7 @@ def test_kernel_on_a_gpu_does_what_plain_jax_does(name: str, bits: int) -> None:
     for implementation in ("mosaic", "reference"):
         keys = jax.random.split(jax.random.key(0), 11)
         params = jax.random.normal(keys[10], (tiles * TILE,))
-        moments = jax.tree.map(jnp.copy, init_moments(rule, tiles * TILE, bits=bits))
+        moments = init_moments(rule, tiles * TILE, bits=bits)
         state = params, moments, params.astype(jnp.bfloat16)
         for count, key in enumerate(keys[:10], 1):
             grads = jax.random.normal(key, (tiles * TILE,), jnp.bfloat16)
@@ -229,8 +278,11 @@ def test_kernel_on_a_gpu_does_what_plain_jax_does(name: str, bits: int) -> None:
         found[implementation] = jax.device_get(state)
     ours, right = found["mosaic"], found["reference"]
     tolerance = 1e-6 if bits == 32 else 1e-4
-    difference = np.linalg.norm(ours[0] - right[0])
-    assert difference <= tolerance * np.linalg.norm(right[0])
+    difference = ours[0] - right[0]
+    other_sign = np.abs(difference) > 1e-3
+    assert other_sign.sum() <= (10 if name == "lion" and bits == 32 else 0)
+    of_same = np.linalg.norm(difference[~other_sign])
+    assert of_same <= tolerance * np.linalg.norm(right[0])
     assert np.array_equal(ours[2], ours[0].astype(jnp.bfloat16))
     for moment in rule.moments:
         pair = [plain(moment, state[1][moment]) for state in (ours, right)]
@@ -241,16 +293,6 @@ def test_kernel_on_a_gpu_does_what_plain_jax_does(name: str, bits: int) -> None:
 def plain(name: str, moment: jax.Array | Quantized) -> np.ndarray:
     quantized = isinstance(moment, Quantized)
     return np.asarray(dequantize(name, moment) if quantized else moment)
-
-
-def races_found() -> bool:
-    """Of the last kernel."""
-    # TODO(jax>=0.13): there is no public way yet.
-    from jax._src.pallas.mosaic_gpu.interpret import (  # noqa: PLC0415
-        interpret_pallas_call,
-    )
-
-    return interpret_pallas_call.get_races().races_found
 
 
 @needs_mosaic
@@ -289,11 +331,34 @@ def test_kernel_lowers_for_cuda(name: str, bits: int, dtype: str, copies: Any) -
     ("change", "message"),
     [
         ({"params": jnp.ones(100)}, "params: 100 elements are no whole tiles of 1024"),
-        ({"params": jnp.ones(TILE, jnp.bfloat16)}, "must be float32"),
+        ({"params": jnp.ones(TILE, jnp.bfloat16)}, "bfloat16; it must be float32"),
         ({"grads": jnp.ones(2 * TILE)}, r"grads: has shape \(2048,\)"),
         ({"moments": {}}, r"AdamW has \['mu', 'nu'\]; make them by init_moments"),
         ({"copies": jnp.ones(1)}, r"copies: has shape \(1,\)"),
+        (
+            {"moments": {"mu": jnp.ones(TILE), "nu": jnp.ones(8)}},
+            r"\['nu'\]: has shape",
+        ),
+        (
+            {"moments": dict.fromkeys(("mu", "nu"), jnp.ones(TILE, jnp.bfloat16))},
+            r"moments\['mu'\]: has dtype bfloat16; it must be float32",
+        ),
+        (
+            {"moments": init_moments(AdamW(), TILE, bits=8) | {"nu": SIGNED_ROOTS}},
+            r"moments\['nu'\].codes: has dtype int8; it must be uint8",
+        ),
+        ({"decays": np.zeros(2)}, r"decays: has shape \(2,\); .* needs \(1,\)"),
+        ({"numbers": Numbers(0.1, count=0)}, "count=0: the first step is number 1"),
         ({"rule": RULES["lamb"]}, "leaves: trust ratios are of leaves"),
+        (
+            {"rule": RULES["lamb"], "leaves": LEAVES},
+            r"leaves.of_tiles: has shape \(4,\); the bucket has 1 tiles",
+        ),
+        (
+            {"rule": RULES["lamb"], "leaves": Leaves(np.array([1]), 1)},
+            "leaves.of_tiles: must be numbers from 0 to num - 1 = 0",
+        ),
+        ({"implementation": "xla"}, "implementation='xla': must be 'mosaic' or 'refer"),
         ({"implementation": "mosaic"}, "fused optimizers can't run here"),
     ],
 )

@@ -1,5 +1,6 @@
 """Do the kernels, in Mosaic's CPU interpreter, do what plain JAX does, and no race?"""
 
+import dataclasses
 import functools
 import warnings
 from typing import Any
@@ -19,6 +20,7 @@ from kernels_pallas.block_sparse_attention import (
 )
 from kernels_pallas.block_sparse_attention.operands import Limits
 from kernels_pallas.block_sparse_attention.vjp import Implementation, attend
+from tests.kernels_pallas.races import watched
 
 pytestmark = [
     pytest.mark.slow,
@@ -31,12 +33,19 @@ pytestmark = [
 TOLERANCE = {jnp.float16: 2e-3, jnp.bfloat16: 1.2e-2}
 
 
-def mosaic() -> Implementation:
-    """The kernels, on the CPU; races are looked for."""
+@pytest.fixture
+def mosaic(monkeypatch: pytest.MonkeyPatch) -> Implementation:
+    """The kernels, on the CPU; each is refused that has races."""
     from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: PLC0415
 
     from kernels_pallas.block_sparse_attention.mosaic import api  # noqa: PLC0415
 
+    for module, name in (
+        (api.forward_pass, "forward"),
+        (api.backward_pass, "of_queries"),
+        (api.backward_pass, "of_keys"),
+    ):
+        monkeypatch.setattr(module, name, watched(getattr(module, name)))
     params = plgpu.InterpretGPUParams(detect_races=True)
     return Implementation(
         functools.partial(api.forward, interpret=params),
@@ -44,71 +53,94 @@ def mosaic() -> Implementation:
     )
 
 
-def races_found() -> bool:
-    """Of the last kernel."""
-    # TODO(jax>=0.13): there is no public way yet.
-    from jax._src.pallas.mosaic_gpu.interpret import (  # noqa: PLC0415
-        interpret_pallas_call,
-    )
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Attention of two heads of queries; layouts have a row that sees nothing."""
 
-    return interpret_pallas_call.get_races().races_found
+    block: int
+    length: int
+    keys: int = 0
+    """How many, where not as many as queries."""
+    layout_heads: int = 1
+    first_head: int | None = None
+    causal: bool = True
+    longest: int | None = None
+    size: int = 64
+    kv_heads: int = 2
+    dtype: Any = jnp.float16
+    has_segments: bool = False
+    lens: tuple[int, ...] | None = None
 
+    def layout(self) -> BlockLayout:
+        rng = np.random.default_rng(self.block)
+        num_q, num_k = (
+            -(-length // self.block) for length in (self.length, self.num_keys)
+        )
+        blocks = rng.random((self.layout_heads, num_q, num_k)) < 0.6
+        blocks[:, 0, 0] = True
+        blocks[:, num_q // 2] = False
+        return BlockLayout(blocks, self.block)
 
-def plan_of(layout: BlockLayout, seq_len: int, **options: Any) -> Plan:
-    with warnings.catch_warnings(action="ignore"):  # of coarse tiles
-        return make_plan(layout, seq_len, seq_len, tile=Tile(128, 128), **options)
+    @property
+    def num_keys(self) -> int:
+        return self.keys or self.length
 
-
-def layout_of(block: int, num_blocks: int, heads: int, share: float) -> BlockLayout:
-    rng = np.random.default_rng(block)
-    blocks = rng.random((heads, num_blocks, num_blocks)) < share
-    blocks[:, 0, 0] = True
-    blocks[:, num_blocks // 2] = False  # queries that see nothing
-    return BlockLayout(blocks, block)
+    def plan(self) -> Plan:
+        options = {"causal": self.causal, "longest": self.longest}
+        with warnings.catch_warnings(action="ignore"):  # of coarse tiles
+            return make_plan(
+                self.layout(),
+                self.length,
+                self.num_keys,
+                tile=Tile(128, 128),
+                **options,
+            )
 
 
 CASES = {
-    # name: layout, length, causal, longest, head size, heads of keys, dtype, limits
-    "causal": (64, 4, 1, 250, True, None, 64, 2, jnp.float16, ""),
-    "blocks of 16": (16, 16, 1, 256, True, None, 64, 2, jnp.float16, ""),
-    "heads differ": (32, 8, 2, 256, False, None, 64, 1, jnp.float16, ""),
-    "split rows": (128, 3, 1, 384, False, 1, 64, 2, jnp.float16, ""),
-    "head 128": (128, 2, 1, 256, True, None, 128, 1, jnp.bfloat16, ""),
-    "limits": (64, 4, 1, 250, True, None, 64, 2, jnp.float16, "segments lens"),
+    "causal": Case(64, 250),
+    "blocks of 16": Case(16, 256),
+    "heads differ": Case(32, 256, layout_heads=2, causal=False, kv_heads=1),
+    "split rows": Case(128, 384, causal=False, longest=1),
+    "head 128": Case(128, 256, size=128, kv_heads=1, dtype=jnp.bfloat16),
+    "limits": Case(64, 250, has_segments=True, lens=(210,)),
+    "keys of their own": Case(64, 130, keys=250, causal=False, lens=(0, 200)),
+    "some heads": Case(64, 256, layout_heads=4, first_head=2),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_do_what_the_reference_does(name: str) -> None:
-    block, num, heads, length, causal, longest, size, kv_heads, dtype, kind = CASES[
-        name
-    ]
-    layout = layout_of(block, num, heads, 0.6)
-    plan = plan_of(layout, length, causal=causal, longest=longest)
-    assert (plan.rows.num_parts > 0) == (longest is not None)
+def test_kernels_do_what_the_reference_does(name: str, mosaic: Implementation) -> None:
+    case = CASES[name]
+    plan = case.plan()
+    assert (plan.rows.num_parts > 0) == (case.longest is not None)
     rng = np.random.default_rng(0)
+    batch = len(case.lens or (0,))
 
-    def draw(num_heads: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal((1, length, num_heads, size)), dtype)
+    def draw(tokens: int, heads: int) -> jax.Array:
+        drawn = rng.standard_normal((batch, tokens, heads, case.size))
+        return jnp.asarray(drawn, case.dtype)
 
-    q, k, v, do = draw(2), draw(kv_heads), draw(kv_heads), draw(2)
-    ids = jnp.asarray(np.sort(rng.integers(0, 3, (1, length)), axis=1), jnp.int32)
+    q, do = draw(case.length, 2), draw(case.length, 2)
+    k, v = (draw(case.num_keys, case.kv_heads) for _ in range(2))
+    sorted_ids = np.sort(rng.integers(0, 3, (batch, case.length)), axis=1)
+    ids = jnp.asarray(sorted_ids, jnp.int32) if case.has_segments else None
     limits = Limits(
-        ids if "segments" in kind else None,
-        ids if "segments" in kind else None,
-        jnp.asarray([length - 40], jnp.int32) if "lens" in kind else None,
+        ids,
+        ids,
+        None if case.lens is None else jnp.asarray(case.lens, jnp.int32),
+        None if case.first_head is None else jnp.int32(case.first_head),
     )
 
     def run(implementation: Implementation, *given: jax.Array) -> tuple:
         def both(*given: jax.Array) -> Any:
-            return attend(*given, limits, plan, size**-0.5, implementation)
+            return attend(*given, limits, plan, case.size**-0.5, implementation)
 
         (o, lse), pull = jax.vjp(both, *given)
         found = pull((do.astype(o.dtype), jnp.zeros_like(lse)))
         return (o, *found), lse
 
-    found, lse = run(mosaic(), q, k, v)
-    assert not races_found()
+    found, lse = run(mosaic, q, k, v)
     exact = (x.astype(jnp.float32) for x in (q, k, v))
     plain = Implementation(reference.forward, reference.backward)
     wanted, wanted_lse = run(plain, *exact)
@@ -118,7 +150,8 @@ def test_kernels_do_what_the_reference_does(name: str) -> None:
     for what, one, other in zip(("o", "dq", "dk", "dv"), found, wanted, strict=True):
         error = jnp.linalg.norm(one.astype(jnp.float32) - other)
         relative = float(error / jnp.linalg.norm(other))
-        assert relative < TOLERANCE[dtype], (what, relative)
-    nothing = ~np.asarray(seen)[0].T
-    assert not np.asarray(found[0])[0][nothing].any()
-    assert not np.asarray(found[1])[0][nothing].any()
+        assert relative < TOLERANCE[case.dtype], (what, relative)
+    nothing = ~np.asarray(seen).swapaxes(1, 2)
+    assert nothing.any()
+    assert not np.asarray(found[0])[nothing].any()
+    assert not np.asarray(found[1])[nothing].any()

@@ -1,5 +1,6 @@
 """Is block-sparse attention what dense attention under its mask is, with less work?"""
 
+import functools
 import itertools
 import warnings
 from typing import Any
@@ -190,6 +191,17 @@ def test_half_precision_sums_in_fp32(dtype: Any) -> None:
         assert error < 0.02 * jnp.linalg.norm(other)
 
 
+@pytest.mark.parametrize("implementation", ["reference", None])
+def test_lengths_beyond_the_keys_show_no_padding(implementation: Any) -> None:
+    plan = plan_of(BlockLayout(np.ones((4, 4), bool), 16), 50, causal=False, tile=TILE)
+    q, k, v = operands(50, 4)
+    attend = functools.partial(
+        block_sparse_attention, q, k, v, plan, implementation=implementation
+    )
+    beyond = attend(kv_seq_lens=jnp.array([64, 50]))
+    np.testing.assert_array_equal(beyond, attend())
+
+
 def temporaries(plan: Plan, heads: int) -> int:
     shape = (1, plan.seq_q, heads, 32)
     q = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -239,3 +251,24 @@ def test_operands_that_do_not_belong_together_are_refused(
     q, k, v = (jnp.zeros(shapes[name]) for name in "qkv")
     with pytest.raises(ValueError, match=message):
         block_sparse_attention(q, k, v, plan, **ids)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"implementation": "xla"}, "implementation='xla': must be 'mosaic' or 'refer"),
+        ({"segment_ids": (jnp.zeros((2, 32), jnp.int32), None)}, "one array, a pair"),
+        ({"segment_ids": [jnp.zeros((2, 32), jnp.int32)]}, "segment_ids: .* a pair"),
+        ({"scale": -1.0}, "scale=-1.0: must be above 0"),
+        (
+            {"k": jnp.zeros((2, 32, 4, 8), jnp.bfloat16)},
+            "float32, bfloat16 and float32",
+        ),
+    ],
+)
+def test_options_that_there_are_not_are_refused(options: dict, message: str) -> None:
+    plan = plan_of(BlockLayout(np.ones((2, 2), bool), 16), 32, causal=True, tile=TILE)
+    given = {"q": jnp.zeros((2, 32, 4, 8))}
+    given |= {"k": given["q"], "v": given["q"], "plan": plan, **options}
+    with pytest.raises(ValueError, match=message):
+        block_sparse_attention(**given)

@@ -119,6 +119,22 @@ def test_tokens_that_no_block_shows_change_nothing() -> None:
 @pytest.mark.parametrize(
     "pattern",
     [
+        BSLongformer(HEADS, global_block_indices=(5,), attention=UNI),
+        BigBird(HEADS, num_random_blocks=3, attention=UNI),
+    ],
+    ids=lambda pattern: type(pattern).__name__,
+)
+def test_beginning_of_a_text_is_seen_as_in_the_whole(pattern: SparsityPattern) -> None:
+    """Though the pattern alone would be refused, or another, for so few tokens."""
+    model = GPT(config_of(pattern), rngs=nnx.Rngs(0))
+    tokens = jnp.asarray(TOKENS[:2, :LENGTH])
+    whole = model(tokens)
+    np.testing.assert_allclose(model(tokens[:, :30]), whole[:, :30], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
         Fixed(HEADS),
         Variable(HEADS, num_random_blocks=1),
         BigBird(HEADS, different_layout_per_head=True),

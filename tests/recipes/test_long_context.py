@@ -1,9 +1,13 @@
 """Does the recipe of long text run, resume, reopen on one device and refuse?"""
 
+import re
 from pathlib import Path
 
 import pytest
 
+from jaxpar.config import parse
+from jaxpar.models import plan_of
+from recipes import long_context
 from tests.recipes.programs import small_run, start, told
 
 RECIPE = "recipes/long_context.py"
@@ -28,6 +32,15 @@ def test_recipe_trains_on_a_pattern_and_resumes(tmp_path: Path) -> None:
     third = start(RECIPE, *args, "--pattern", "sliding")
     assert third.code != 0
     assert "pattern is 'longformer' there, 'sliding' here" in third.text
+
+
+def test_flags_that_its_help_gives_for_gpus_fit_together() -> None:
+    flags = re.search(r"On GPUs:\s(.*?)\.\s", long_context.__doc__, re.DOTALL)
+    assert flags is not None
+    config = parse(long_context.Config, None, flags[1].split())
+    model, pattern = long_context.model_of(config)
+    assert model.seq_len == 32_768
+    assert plan_of(pattern, model.seq_len, model.num_heads).active_tiles < 0.2
 
 
 @pytest.mark.parametrize(

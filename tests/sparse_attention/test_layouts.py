@@ -15,8 +15,10 @@ from jaxpar.sparse_attention import (
     LocalSlidingWindow,
     SparsityPattern,
     Variable,
+    causal_pattern,
     make_layout,
 )
+from jaxpar.sparse_attention.layouts import first_blocks
 
 UNI = "unidirectional"
 # Computed by DeepSpeed's sparsity_config.py: block 16, 256 tokens.
@@ -143,7 +145,28 @@ def test_fixed_windows_cover_sequences_of_any_length(
 
 
 def test_layout_is_made_once() -> None:
-    assert make_layout(Dense(2), 64) is make_layout(Dense(2), 64)
+    layout = make_layout(Dense(2), 64)
+    assert make_layout(Dense(2), 64) is layout
+    assert first_blocks(layout, 2) is first_blocks(layout, 2)
+    assert first_blocks(layout, 4) is layout
+
+
+@pytest.mark.parametrize("kind", [Variable, BSLongformer])
+def test_patterns_take_lists(kind: type) -> None:
+    """As DeepSpeed's are given them."""
+    listed = {"global_block_indices": [0, 5], "global_block_end_indices": [2, 6]}
+    given = {name: tuple(value) for name, value in listed.items()}
+    assert kind(2, **listed) == kind(2, **given)
+    assert make_layout(kind(2, **listed), 256) is make_layout(kind(2, **given), 256)
+
+
+def test_pattern_of_no_global_tokens_does_not_look_at_them() -> None:
+    """128 tokens are no multiple of 256."""
+    sizes = {"num_heads": 1, "block": 256, "window": 512, "global_tokens": 128}
+    assert causal_pattern("sliding", **sizes) == LocalSlidingWindow(1, 256, 5)
+    assert causal_pattern("dense", **{**sizes, "window": 1}).block == 256
+    with pytest.raises(ValueError, match="global_tokens=128: must be a multiple"):
+        causal_pattern("longformer", **sizes)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +201,11 @@ def test_layout_is_made_once() -> None:
             lambda: BSLongformer(1, global_block_end_indices=(0,)),
             r"global_block_end_indices=\(0,\): .* a number above it",
         ),
+        (
+            lambda: make_layout(LocalSlidingWindow(1, 16, 33), 256),
+            "num_sliding_window_blocks=33: reaches 16 blocks .* only 16; .* at most 31",
+        ),
+        (lambda: causal_pattern("fixed", num_heads=1, block=0), "block=0: must be 1"),
         (
             lambda: make_layout(BigBird(1, num_global_blocks=17), 256),
             "num_global_blocks=17: the sequence has only 16",

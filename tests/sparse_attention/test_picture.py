@@ -40,6 +40,14 @@ def test_report_says_what_is_left_to_do() -> None:
     assert len(lines) == 12
 
 
+def test_report_tells_of_keys_that_are_more_than_queries() -> None:
+    layout = BlockLayout(np.ones((3, 5), bool), 64)
+    lines = report(layout, 0, 80, causal=False).splitlines()
+    assert lines[0] == "192 x 320 tokens, blocks of 64, 1 heads, all heads alike"
+    assert lines[1].startswith("active: 100.0% of 3 x 5 blocks, 100.0% of tiles of 64")
+    assert lines[4:] == [10 * "█"] * 3
+
+
 def test_report_leaves_tiles_out_that_do_not_nest() -> None:
     layout = BlockLayout(np.eye(2, dtype=bool), 96)
     assert "tiles" not in report(layout, 0, 80, causal=False)
