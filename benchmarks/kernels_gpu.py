@@ -3,8 +3,9 @@
 Attention (parts dense, window, patterns, random): block-sparse attention beside cuDNN's
 causal attention and window, XLA's with a mask, torch's SDPA and FlexAttention with the
 same mask. Optimizers (124m, 1.3b): a step on a bucket beside optax's and torch's fused
-AdamW. The bandwidth of a large copy is measured in each part. Longest: how long a
-sequence of BERT's sizes can be trained on, by what the compiled step holds.
+AdamW; without a GPU, what whole training steps move. The bandwidth of a large copy is
+measured in each part. Longest: how long a sequence of BERT's sizes can be trained on,
+by what the compiled step holds.
 
 Without a GPU everything is compiled for an H200, and nothing is timed.
 

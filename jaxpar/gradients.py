@@ -174,8 +174,8 @@ def make_gradients(
       accumulate: micro-batches a step.
 
     Returns:
-      A pure function, to be traced under the mesh. Gradients are fp32, at rest specs,
-      of scale * sum(total) / sum(weight).
+      A pure function, to be traced under the mesh. Gradients are at rest specs, in the
+      dtype that they crossed data in, of scale * sum(total) / sum(weight).
     """
     structure = jax.tree.structure(params_like)
     loss_of = make_loss(partition.network, loss_fn, structure, training=True)

@@ -50,7 +50,7 @@ def make_train_step(
             params, state.model_state, batch, key, scale
         )
         grads = update.packed(grads)
-        norm = optax.tree.norm(grads) / scale
+        norm = _global_norm(grads) / scale
         finite = jnp.isfinite(norm)
         applied = finite & (sums.loss.weight > 0)
         means = sums.means()
@@ -81,6 +81,11 @@ def make_train_step(
         return new, means | counters | told
 
     return step
+
+
+def _global_norm(grads: PyTree) -> jax.Array:
+    """In fp32, whatever dtype they crossed data in."""
+    return optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), grads))
 
 
 def _clip_factor(norm: jax.Array, clip_norm: float | None) -> jax.Array | float:

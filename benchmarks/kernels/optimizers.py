@@ -233,29 +233,37 @@ def compiled(model: str) -> Iterator[tuple[str, dict[str, float]]]:
 
 
 def in_training_steps(model: str) -> Iterator[tuple[str, dict[str, float]]]:
-    """What a whole training step moves, by optimizer: of 128 tokens, on one H200."""
-    mesh = jaxpar.make_mesh(jaxpar.MeshShape(), gpu_devices("h200", 1, 1))
-    config = gpt_config(model, seq_len=128)
+    """What a whole training step moves on each H200, by optimizer: of 128 tokens."""
     optimizers = {
         "optax adamw": optax.adamw(RATE, weight_decay=DECAY),
         "fused adamw": fused_adamw(RATE, weight_decay=DECAY),
         "fused adamw 8 bits": fused_adamw(RATE, weight_decay=DECAY, bits=8),
     }
-    for name, optimizer in optimizers.items():
-        engine = jaxpar.initialize(
-            model=lambda rngs: GPT(config, rngs=rngs),
-            loss_fn=gpt_loss,
-            optimizer=optimizer,
-            sample_batch={"tokens": jax.ShapeDtypeStruct((1, 129), jnp.int32)},
-            mesh=mesh,
-            precision="bf16",
-            clip_norm=CLIP,
-        )
-        text = engine.lower().compile().as_text()
-        assert text is not None
-        traffic = memory_traffic(parse(text))
-        moved = (traffic.products + traffic.others) / num_elements_of(model)
-        yield f"training step, {name}", {"bytes_a_parameter": moved}
+    for devices, stage in ((1, 0), (8, 1)):
+        for name, optimizer in optimizers.items():
+            moved = moved_in_step(model, optimizer, devices, stage)
+            row = f"step on {devices} at ZeRO {stage}, {name}"
+            yield row, {"bytes_a_parameter": moved / num_elements_of(model)}
+
+
+def moved_in_step(model: str, optimizer: Any, devices: int, stage: int) -> float:
+    """Bytes that a training step reads and writes on each of some H200s."""
+    config = gpt_config(model, seq_len=128)
+    shape = jaxpar.MeshShape(data=devices)
+    engine = jaxpar.initialize(
+        model=lambda rngs: GPT(config, rngs=rngs),
+        loss_fn=gpt_loss,
+        optimizer=optimizer,
+        sample_batch={"tokens": jax.ShapeDtypeStruct((devices, 129), jnp.int32)},
+        mesh=jaxpar.make_mesh(shape, gpu_devices("h200", 1, devices)),
+        zero=stage,
+        precision="bf16",
+        clip_norm=CLIP,
+    )
+    text = engine.lower().compile().as_text()
+    assert text is not None
+    traffic = memory_traffic(parse(text))
+    return traffic.products + traffic.others
 
 
 def num_elements_of(model: str) -> int:

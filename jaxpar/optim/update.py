@@ -53,7 +53,7 @@ class Update(Protocol):
         """Take a step.
 
         Args:
-          grads: by `packed`.
+          grads: by `packed`, of any floating dtype.
           params: as kept.
           opt_state: as kept.
           factor: on the gradients: one over the loss's scale, times what clips them.
@@ -115,7 +115,7 @@ class OptaxUpdate:
         loss: jax.Array,
     ) -> tuple[PyTree, PyTree, Metrics]:
         """See `Update`; tells the learning rate where the state has it."""
-        grads = jax.tree.map(lambda grad: grad * factor, grads)
+        grads = jax.tree.map(lambda grad: grad.astype(jnp.float32) * factor, grads)
         optimizer = optax.with_extra_args_support(self.optimizer)
         updates, new_state = optimizer.update(grads, opt_state, params, value=loss)
         after = (optax.apply_updates(params, updates), new_state)

@@ -32,7 +32,10 @@ class Exchange(Protocol):
         ...
 
     def reduce(self, plan: LeafPlan, whole: jax.Array) -> jax.Array:
-        """Sum a whole gradient over data; fp32, as the leaf's view at rest."""
+        """Sum a whole gradient over data, as the leaf's view at rest.
+
+        In the dtype that it crossed in.
+        """
         ...
 
     def crossing_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
@@ -81,8 +84,7 @@ class ManualExchange:
             reduce = functools.partial(
                 jax.lax.psum_scatter, axis_name=DATA, scatter_dimension=dim, tiled=True
             )
-        reduced = self._as_kept(_on_placed_shards(reduce, plan)(view))
-        return reduced.astype(jnp.float32)
+        return self._as_kept(_on_placed_shards(reduce, plan)(view))
 
     def _as_kept(self, reduced: jax.Array) -> jax.Array:
         """A reduced gradient, in memory as its parameter is.
@@ -118,8 +120,7 @@ class AutomaticExchange:
 
     def reduce(self, plan: LeafPlan, whole: jax.Array) -> jax.Array:
         """State the layout at rest; the sum is the compiler's."""
-        view = constrain(_as_made(plan, whole), *plan.view_spec())
-        return view.astype(jnp.float32)
+        return constrain(_as_made(plan, whole), *plan.view_spec())
 
     def crossing_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
         """The same: the compiler reduces what the backward pass makes."""
