@@ -18,12 +18,17 @@ from kernels_pallas.block_sparse_attention import (
     make_plan,
 )
 from kernels_pallas.block_sparse_attention.api import KERNEL_TILE
+from tests.kernels_pallas import test_mosaic_gpu
 
-pytestmark = pytest.mark.skipif(
-    jax.__version_info__ < LEAST_JAX, reason="the kernels need a later jax"
-)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:blocks of 16 on tiles"),
+    pytest.mark.skipif(
+        jax.__version_info__ < LEAST_JAX, reason="the kernels need a later jax"
+    ),
+]
 
 LENGTH, HEADS = 512, 4
+H200 = jax.sharding.AbstractDevice("NVIDIA H200", 132, platform="gpu")
 DTYPES = (jnp.bfloat16, jnp.float16)
 CONFIGURATIONS = list(
     itertools.product(
@@ -65,8 +70,7 @@ def lowered(
         )
         return o.astype(jnp.float32).sum()
 
-    device = jax.sharding.AbstractDevice("NVIDIA H200", 132, platform="gpu")
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
         traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, k, ids, lens)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
@@ -77,12 +81,24 @@ def test_configuration_lowers(configuration: tuple) -> None:
     assert lowered(*configuration).count("mosaic_gpu_v2") == 3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", test_mosaic_gpu.CASES)
+def test_what_is_run_on_a_gpu_lowers(name: str) -> None:
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        case = test_mosaic_gpu.CASES[name]()
+        exact, limits = jax.eval_shape(lambda: test_mosaic_gpu.operands(case))
+        given = [jax.ShapeDtypeStruct(x.shape, case.dtype) for x in exact]
+        run = jax.jit(test_mosaic_gpu.both_passes(case), static_argnums=0)
+        traced = run.trace("mosaic", given, limits)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == 3
+
+
 def test_operations_are_those_of_the_active_tiles() -> None:
     """Two products of each forward, three and four backward, of every head."""
     layout = BlockLayout(np.tri(4, dtype=bool), 128)
     plan = make_plan(layout, LENGTH, LENGTH, causal=True, tile=KERNEL_TILE)
     x = jax.ShapeDtypeStruct((2, LENGTH, HEADS, 64), jnp.bfloat16)
-    device = jax.sharding.AbstractDevice("NVIDIA H200", 132, platform="gpu")
 
     def attend(q, k, v):
         return block_sparse_attention(q, k, v, plan, implementation="mosaic")
@@ -90,7 +106,7 @@ def test_operations_are_those_of_the_active_tiles() -> None:
     def pull(q, k, v, do):
         return jax.vjp(attend, q, k, v)[1](do)
 
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
         forward = jax.make_jaxpr(attend)(x, x, x)
         both = jax.make_jaxpr(pull)(x, x, x, x)
     of_a_product = 2 * 2 * HEADS * 10 * 128 * 128 * 64
