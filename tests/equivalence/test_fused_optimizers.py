@@ -306,18 +306,19 @@ def test_leaves_without_elements_are_kept() -> None:
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x: jax.Array) -> jax.Array:
-            return nn.Dense(4)(x) + nn.Dense(0)(x).sum()
+            nothing = nn.Dense(0, kernel_init=nn.initializers.zeros)(x)
+            return nn.Dense(4)(x) + nothing.sum()
 
     engine = jaxpar.initialize(
         model=Net(),
         loss_fn=lambda model, batch: (model(batch["x"]) ** 2).mean(),
-        optimizer=fused_adamw(0.1),
+        optimizer=fused_adamw(0.01),
         sample_batch={"x": np.ones((8, 3), np.float32)},
         mesh=jaxpar.make_mesh(jaxpar.MeshShape(), jax.devices()[:1]),
     )
     losses = [float(engine.step({"x": np.ones((8, 3))})["loss"]) for _ in range(3)]
     assert losses == sorted(losses, reverse=True)
-    assert engine.state.params["Dense_1"]["kernel"].shape == (3, 0)
+    assert engine.state.params["Dense_0"]["kernel"].shape == (3, 0)
 
 
 def test_state_of_another_stage_is_known_without_it() -> None:
