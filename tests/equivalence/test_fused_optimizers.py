@@ -280,6 +280,9 @@ def test_train_step_and_evaluate_and_probe_see_leaves() -> None:
     losses = [float(e.evaluate(batches()[1])["loss"]) for e in (engine, plain)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert problems.distance(engine.state.params, plain.state.params) <= 1e-6
+    tokens = batches()[0]["tokens"][:, :-1]
+    logits = [np.asarray(e.model()(tokens)) for e in (engine, plain)]
+    np.testing.assert_allclose(*logits, rtol=1e-5, atol=1e-6)
 
 
 def test_explanation_tells_of_the_buckets() -> None:
