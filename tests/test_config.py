@@ -83,6 +83,7 @@ def test_mesh_auto_needs_a_target(capsys):
     assert "--mesh auto needs --target" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_mesh_auto_stops_where_nothing_is_found(capfd):
     """The search says why: this file is no recipe."""
     with pytest.raises(SystemExit) as stopped:

@@ -21,6 +21,7 @@ def test_stage_2_holds_the_parameters_once_and_no_whole_gradients(compiled):
     check_stage_2_memory(step, LARGE)
 
 
+@pytest.mark.slow
 def test_a_replicated_accumulator_is_seen(compiled):
     run = Run(
         zero=2, layers=32, vocab=256, accumulate=2, fault="accumulator replicated"

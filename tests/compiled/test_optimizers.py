@@ -9,7 +9,10 @@ KEPT = {"fused": 12 + COPIES, "fused 8 bits": 4 + 2 + COPIES, "fused lamb": 12 +
 """Bytes a parameter: masters, moments, and the copies in bf16."""
 
 
-@pytest.mark.parametrize("optimizer", KEPT)
+@pytest.mark.parametrize(
+    "optimizer",
+    ["fused", "fused 8 bits", pytest.param("fused lamb", marks=pytest.mark.slow)],
+)
 def test_one_kernel_covers_all_leaves_in_place(compiled, optimizer):
     """Two for trust ratios; all leaves of this model rest over data."""
     step = compiled(compile_step, Run(zero=1, optimizer=optimizer))
@@ -42,6 +45,7 @@ def test_buckets_cross_data_as_leaves_do(compiled):
     assert kinds == {"all-gather", "reduce-scatter"}
 
 
+@pytest.mark.slow
 def test_plan_tells_of_the_buckets_and_of_cudnns_attention(compiled):
     notes = " ".join(compiled(plan_notes, Run(hosts=1, optimizer="fused")))
     assert "leaves lie in buckets (over_data)" in notes

@@ -62,6 +62,7 @@ def test_rings_have_the_places_that_the_schedule_keeps(compiled, schedule):
         assert needs.inputs.max() == 2 * run.pipe - 1
 
 
+@pytest.mark.slow
 def test_residuals_have_the_places_of_what_is_under_way(compiled):
     run = Pipe(remat="none")
     step = compiled(compile_pipe, run)

@@ -74,6 +74,7 @@ def test_slice_of_tpus_is_planned_with_its_padding(compiled):
     assert "TPUs pad arrays to tiles" in found["notes"][0]
 
 
+@pytest.mark.slow
 def test_pipeline_of_a_recipe_tells_its_bubble(compiled):
     flags = ("--mesh.pipe", "4", "--mesh.data", "2", "--accumulate", "8")
     found = compiled(plan, "gpt_3d.py", "h200:1x8", *flags, "--batch-size", "16")

@@ -43,7 +43,7 @@ def check_data_traffic(step: Compiled, run: Run, unneeded: int = 0) -> None:
     assert program.unknown_loops == ()
 
 
-LONG = ("zero1-512", "zero2-512", "zero1-64-tensor8")
+LONG = ("zero1-512", "zero2-512", "zero3-512", "zero1-64-tensor8")
 NAMED = [
     pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in STEPS
 ]

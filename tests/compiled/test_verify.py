@@ -23,6 +23,7 @@ def test_step_whose_collectives_the_compiler_places_keeps_to_its_stage(compiled)
     assert step.state_bytes == pytest.approx(12 * psi / 64, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_constraint_without_data_in_a_block_is_seen_and_the_operation_named(compiled):
     psi, _, (violation,) = compiled(verify, LEFT_OUT)
     allowed, factor = re.match(

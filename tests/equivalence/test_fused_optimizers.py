@@ -116,7 +116,8 @@ def test_tensor_parallel_steps_equal_optax(name: str, zero: int) -> None:
     assert problems.distance(engine.state.params, right(name).params) <= 1e-6
 
 
-@pytest.mark.parametrize("bits", [8, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [8, 32])
 def test_pipeline_accumulates_and_steps_as_one_device_does(bits: int) -> None:
     config = problems.GPT_CONFIG
     given = {

@@ -16,7 +16,9 @@ CONFIG = GPTConfig(
 TOKENS = jnp.arange(12).reshape(2, 6)
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize(
+    "scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)]
+)
 def test_dropout_differs_from_call_to_call(scan_layers: bool):
     model = GPT(dataclasses.replace(CONFIG, scan_layers=scan_layers), rngs=nnx.Rngs(0))
     first, second = model(TOKENS), model(TOKENS)

@@ -41,7 +41,7 @@ def stepped(schedule: str | Schedule, remat: str = "full", block: Any = Block) -
     [
         ("1f1b", "full"),
         pytest.param("1f1b", "none", marks=pytest.mark.slow),
-        ("interleaved", "full"),
+        pytest.param("interleaved", "full", marks=pytest.mark.slow),
         pytest.param("gpipe", "full", marks=pytest.mark.slow),
         ("zero_bubble", "full"),
     ],
