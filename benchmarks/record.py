@@ -15,8 +15,13 @@ import jax
 import optax
 
 RESULTS = Path(__file__).resolve().parent / "results"
-BESIDE = ("torch", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "jax-cuda12-plugin")
-BESIDE += ("jax-cuda13-plugin",)
+BESIDE = (
+    "torch",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+)
 """What else a number may depend on, where it is installed."""
 
 

@@ -26,7 +26,6 @@ from kernels_pallas.block_sparse_attention.api import KERNEL_TILE
 
 TOKENS, HEADS, BLOCK = 32_768, 16, 128
 SPARSE_MARK, FEW_TILES_MARK, MANY_TILES = 0.85, 0.75, 16
-DENSE_MARK = 0.85
 LONGEST_MASKED = 8192
 """Tokens of a sequence whose scores can all be held."""
 PARTS = ("dense", "window", "patterns", "random")

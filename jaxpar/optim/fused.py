@@ -49,16 +49,15 @@ class FusedOptimizer:
         """The transformation's: the logical state."""
         return self.equal.init
 
-    @property
-    def update(self) -> Callable[..., Any]:
+    def update(self, *args: Any, **options: Any) -> Any:
         """The transformation's, leaf by leaf: not what `jaxpar.initialize` calls.
 
         Raises:
-          ValueError: of what this gives, if moments are to be in 8 bits.
-        """
-        return self._update
+          ValueError: if moments are to be in 8 bits.
 
-    def _update(self, *args: Any, **options: Any) -> Any:
+        Warns:
+          UserWarning: always, for it is not what was asked for.
+        """
         told = (
             "a fused optimizer inside another transformation steps leaf by leaf, with "
             "moments in fp32"

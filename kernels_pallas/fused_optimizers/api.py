@@ -157,11 +157,14 @@ def init_moments(
     if bits not in (8, 32):
         raise ValueError(f"bits={bits} must be 32 (fp32), or 8 (codes).")
     _check_tiles("num_elements", num_elements)
-    # An array for each: a program can be given every one to keep.
-    zeros = {name: jnp.zeros(num_elements, jnp.float32) for name in rule.moments}
+
+    def zeros() -> jax.Array:
+        """An array for each moment: a program can be given every one to keep."""
+        return jnp.zeros(num_elements, jnp.float32)
+
     if bits == 32:
-        return dict(zeros)
-    return {name: quantize(name, moment) for name, moment in zeros.items()}
+        return {name: zeros() for name in rule.moments}
+    return {name: quantize(name, zeros()) for name in rule.moments}
 
 
 @functools.partial(jax.jit, static_argnames="name")

@@ -25,14 +25,14 @@ class Leaves:
     num: int
     axes: tuple[str, ...] = ()
 
-    def total(self, of_tiles: jax.Array) -> jax.Array:
+    def total(self, numbers: jax.Array) -> jax.Array:
         """Add numbers up over each leaf's tiles, on all devices.
 
         In rows of 256, in the same order on every device and in every run: a scatter
         would add in any order on a GPU, and replicas would drift apart.
 
         Args:
-          of_tiles: fp32, [tiles].
+          numbers: one of each tile; fp32, [tiles].
 
         Returns:
           A number for each leaf; 0 for one without tiles. fp32, [num].
@@ -42,7 +42,6 @@ class Leaves:
           Array([3., 0., 3.], dtype=float32)
         """
         counts = np.bincount(self.of_tiles, minlength=self.num)
-        numbers = of_tiles
         while True:
             ends, rows = np.cumsum(counts), np.maximum(1, -(-counts // ROW))
             owners = np.repeat(np.arange(self.num), rows)

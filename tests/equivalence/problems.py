@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 import jaxpar
@@ -42,6 +43,14 @@ class LinenNet(nn.Module):
         )(x)
         x = x + nn.Dense(32, kernel_init=named(normal, ("mlp", "embed")))(nn.gelu(h))
         return nn.Dense(VOCAB, use_bias=False)(nn.LayerNorm()(x))
+
+
+def most_slow(cases: list[tuple]) -> list[Any]:
+    """Two of three with make test-slow: compiling takes most of the time."""
+    return [
+        pytest.param(case, marks=pytest.mark.slow) if number % 3 else case
+        for number, case in enumerate(cases)
+    ]
 
 
 def losses_of(model: Callable, batch: dict) -> jax.Array:

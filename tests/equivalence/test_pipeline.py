@@ -296,15 +296,7 @@ def check(case: tuple, steps: int) -> None:
         assert problems.distance(found.params, right.params) <= 1e-5
 
 
-def most_slow(cases: list[tuple]) -> list[Any]:
-    """Two of three with make test-slow: compiling takes ten seconds for each."""
-    return [
-        pytest.param(case, marks=pytest.mark.slow) if number % 3 else case
-        for number, case in enumerate(cases)
-    ]
-
-
-@pytest.mark.parametrize("case", most_slow(COVERING), ids=ids)
+@pytest.mark.parametrize("case", problems.most_slow(COVERING), ids=ids)
 def test_schedule_trains_like_one_device(
     case: tuple, request: pytest.FixtureRequest
 ) -> None:

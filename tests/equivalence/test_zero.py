@@ -7,7 +7,6 @@ magnitude over the fp32 rounding that a changed order of sums was seen to make.
 
 import functools
 import itertools
-from typing import Any
 
 import jax
 import optax
@@ -91,15 +90,7 @@ def ids(case: tuple) -> str:
     return f"zero{zero}-d{data}t{tensor}-acc{accumulate}-{library}-{loss}"
 
 
-def most_slow(cases: list[tuple]) -> list[Any]:
-    """Two of three with make test-slow: compiling takes most of the time."""
-    return [
-        pytest.param(case, marks=pytest.mark.slow) if number % 3 else case
-        for number, case in enumerate(cases)
-    ]
-
-
-@pytest.mark.parametrize("case", most_slow(COVERING), ids=ids)
+@pytest.mark.parametrize("case", problems.most_slow(COVERING), ids=ids)
 def test_split_run_trains_like_one_device(case: tuple) -> None:
     """Every second case of the covering set runs all 20 steps, the others one."""
     check(case, STEPS if COVERING.index(case) % 2 == 0 else 1)

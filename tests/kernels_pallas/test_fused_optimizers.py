@@ -11,7 +11,6 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
-from kernels_pallas.backend import LEAST_JAX
 from kernels_pallas.fused_optimizers import (
     TILE,
     AdamW,
@@ -27,6 +26,7 @@ from kernels_pallas.fused_optimizers import (
     quantize,
 )
 from kernels_pallas.fused_optimizers.codes import ROOTS, SIGNED, Code
+from tests.kernels_pallas.marks import needs_mosaic
 from tests.kernels_pallas.races import watched
 
 RULES: dict[str, Rule] = {
@@ -45,10 +45,6 @@ ELEMENTS, FIRST = 4 * TILE, 3 * TILE
 LEAVES = Leaves(np.array([0, 0, 0, 1]), 2)
 NUMBERS = Numbers(1e-3, count=7, factor=0.5)
 SIGNED_ROOTS = Quantized(jnp.zeros(TILE, jnp.int8), jnp.zeros(1))
-
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < LEAST_JAX, reason="the kernels need a later jax"
-)
 
 
 def bucket(seed: int, dtype: Any = jnp.float32) -> jax.Array:

@@ -20,9 +20,11 @@ from kernels_pallas.block_sparse_attention import (
     block_sparse_attention,
     make_plan,
 )
+from tests.kernels_pallas.marks import needs_mosaic
 
 pytestmark = [
     pytest.mark.gpu,
+    needs_mosaic,
     pytest.mark.filterwarnings("ignore:blocks of 16 on tiles"),
 ]
 
@@ -133,7 +135,7 @@ def operands(case: Case) -> tuple[list[jax.Array], dict[str, jax.Array]]:
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_do_what_the_reference_does(name: str) -> None:
     if not has_kernels():
-        pytest.skip("no Hopper GPU, or an older jax")
+        pytest.skip("needs a Hopper GPU")
     case = CASES[name]()
     exact, limits = operands(case)
     compiled = jax.jit(both_passes(case), static_argnums=0)

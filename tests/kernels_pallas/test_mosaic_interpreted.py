@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.backend import LEAST_JAX
 from kernels_pallas.block_sparse_attention import (
     BlockLayout,
     Plan,
@@ -20,14 +19,10 @@ from kernels_pallas.block_sparse_attention import (
 )
 from kernels_pallas.block_sparse_attention.operands import Limits
 from kernels_pallas.block_sparse_attention.vjp import Implementation, attend
+from tests.kernels_pallas.marks import needs_mosaic
 from tests.kernels_pallas.races import watched
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        jax.__version_info__ < LEAST_JAX, reason="the kernels need a later jax"
-    ),
-]
+pytestmark = [pytest.mark.slow, needs_mosaic]
 
 # Of the norm: rounding the weights to 11 bits and to 8, and the results.
 TOLERANCE = {jnp.float16: 2e-3, jnp.bfloat16: 1.2e-2}

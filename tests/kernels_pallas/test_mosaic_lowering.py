@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from jaxpar.jaxprs import flops
-from kernels_pallas.backend import LEAST_JAX
 from kernels_pallas.block_sparse_attention import (
     BlockLayout,
     block_sparse_attention,
@@ -19,12 +18,11 @@ from kernels_pallas.block_sparse_attention import (
 )
 from kernels_pallas.block_sparse_attention.api import KERNEL_TILE
 from tests.kernels_pallas import test_mosaic_gpu
+from tests.kernels_pallas.marks import needs_mosaic
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:blocks of 16 on tiles"),
-    pytest.mark.skipif(
-        jax.__version_info__ < LEAST_JAX, reason="the kernels need a later jax"
-    ),
+    needs_mosaic,
 ]
 
 LENGTH, HEADS = 512, 4
