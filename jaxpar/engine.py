@@ -3,44 +3,44 @@
 It keeps the state as flat leaves, for dispatch costs by the nested node.
 """
 
+import contextlib
+import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import jax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+import jax.numpy as jnp
 
 from jaxpar.batches import BatchSpec
-from jaxpar.checkpoint import Checkpoints, Keep, Restored
-from jaxpar.layout import Layout, lower_for
-from jaxpar.loss_scale import require_scale
-from jaxpar.mesh import PIPE, TENSOR, MeshShape
+from jaxpar.checkpoint import Checkpoints, Keep
+from jaxpar.compiled_step import CompiledStep
+from jaxpar.layout import Layout
+from jaxpar.mesh import MeshShape
 from jaxpar.module import Network
-from jaxpar.plan.apart import call
-from jaxpar.plan.budget import Budget, BudgetExceeded, check
+from jaxpar.one_thread import OneThread
+from jaxpar.plan.budget import Budget
 from jaxpar.plan.explain import Explanation
 from jaxpar.plan.plan import Plan
-from jaxpar.plan.target import parse_target
+from jaxpar.program import Program
 from jaxpar.replicas import Probe, make_probe
+from jaxpar.run_ahead import Dispatched, RunAhead
 from jaxpar.state import TrainState, filled_in, require_sound
+from jaxpar.state_view import StateView, make_view, placed_params
 from jaxpar.tree import named_leaves
-from jaxpar.types import Batch, Metrics
-from jaxpar.xla_settings import compiler_options
-
-_LAG = 2
-"""Steps dispatched before a step's exhausted loss scale must have been noticed."""
+from jaxpar.types import Batch, Metrics, Params
 
 
 class Engine:
     """A model, its optimizer and their state on a mesh; made by `initialize`.
 
+    Its methods are called by one thread at a time.
+
     Args:
       network: the model.
-      layout: where every leaf of the state rests.
+      layout: where every leaf of the state is stored.
       batch_spec: the shapes of a global batch.
-      step: the pure training step.
-      evaluation: the pure evaluation.
+      program: what is compiled.
       state: what is kept of the state to start from.
       given: what `initialize` was given, to make the engine again elsewhere.
 
@@ -55,48 +55,42 @@ class Engine:
         network: Network,
         layout: Layout,
         batch_spec: BatchSpec,
-        step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]],
-        evaluation: Callable[..., Metrics],
+        program: Program,
         state: TrainState,
         given: Mapping[str, Any],
     ):
         self.mesh = batch_spec.mesh
-        self._given = given
+        self._given, self._program = given, program
         self._network, self.layout, self.batch_spec = network, layout, batch_spec
         self._leaves, self._structure = jax.tree.flatten(state)
         self._checkpoints: dict[str, Checkpoints] = {}
-        self._exhausted: list[jax.Array] = []
         self._probe: Probe | None = None
-        rest = jax.tree.leaves(layout.kept_shardings)
-        replicated = NamedSharding(self.mesh, P())
+        self._view: StateView | None = None
+        self._thread = OneThread("engine")
+        self._ahead, self._number = RunAhead(), 0
 
-        def flat_step(state: list, batch: Batch) -> tuple[list, Metrics, list]:
-            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-                new, metrics = step(jax.tree.unflatten(self._structure, state), batch)
-            watched = [new.loss_scale.exhausted] if layout.precision.scales_loss else []
-            return jax.tree.leaves(new), metrics, watched
+    def __repr__(self) -> str:
+        rows = self.batch_spec.num_rows
+        return f"<jaxpar.Engine: {self.layout.summary}, {rows} rows a step>"
 
-        def evaluate(params: Any, model_state: Any, batch: Batch, key: Any) -> Metrics:
-            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-                computed = layout.update.computed(params)
-                return evaluation(computed, model_state, batch, key)
-
-        self._step = jax.jit(
-            flat_step,
-            in_shardings=(rest, batch_spec.sharding),
-            out_shardings=(rest, replicated, replicated),
-            donate_argnums=0,
-            compiler_options=compiler_options(layout.settings),
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "An Engine can't be pickled or copied: it holds arrays on devices and "
+            "compiled programs. Write its state by engine.save(folder), and restore it "
+            "into an engine made there by jaxpar.initialize."
         )
-        self._evaluate = jax.jit(evaluate, out_shardings=replicated)
 
     @property
     def state(self) -> TrainState:
         """The sharded state, leaf by leaf.
 
         A view, whose arrays the next step donates; a fused optimizer's is a copy.
+        Setting a leaf of it changes nothing, and the next call raises: new parameters
+        are for `load_params`.
         """
-        return self.layout.logical(self._kept)
+        if self._view is None:
+            self._view = make_view(self.layout.logical(self._kept))
+        return self._view.state
 
     @property
     def steps(self) -> int:
@@ -110,6 +104,8 @@ class Engine:
     def step(self, batch: Batch) -> Metrics:
         """Take one training step; returns when it is dispatched.
 
+        Waits for the step before the last, so that two are under way at most.
+
         Args:
           batch: this process's rows of a global batch, or global `jax.Array`s.
 
@@ -119,17 +115,25 @@ class Engine:
           and the user's metrics.
 
         Raises:
-          ValueError: if the batch differs from the sample batch.
+          ValueError: if the batch differs from the sample batch, or a leaf of `state`
+            was set.
           FloatingPointError: if a recent step overflowed at the least loss scale.
+          RuntimeError: if another thread is in a method of this engine.
+
+        Warns:
+          SkippedStepWarning: at the first step skipped, the second, the fourth and so
+            on, unless the loss is scaled, whose overflows are usual.
         """
-        placed = self._put(batch)
-        self._leaves, metrics, exhausted = self._step(self._leaves, placed)
-        self._exhausted.extend(exhausted)
-        self._check_loss_scale(lag=_LAG)
-        return metrics
+        with self._alone("step"):
+            placed = self._put(batch)
+            self._leaves, metrics, exhausted = self._program.step(self._leaves, placed)
+            self._view, self._number = None, self._number + 1
+            watched = (metrics["loss"], metrics["skipped"], *exhausted)
+            self._ahead.add(Dispatched(f"step {self._number}", *watched))
+            return metrics
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """The compiled pure step; donates `state`.
+        """The compiled pure step; donates `state`, or a copy where it is the engine's.
 
         With a fused optimizer the state is copied into its buckets, and out of them.
 
@@ -140,45 +144,79 @@ class Engine:
         Returns:
           The new state and the metrics.
         """
-        leaves = jax.tree.leaves(self.layout.keep(state))
-        new, metrics, _ = self._step(leaves, self._put(batch))
-        return self.layout.logical(jax.tree.unflatten(self._structure, new)), metrics
+        with self._alone("train_step"):
+            placed = self._put(batch)
+            own = set(map(id, self._leaves))
+            leaves = [
+                jnp.copy(leaf) if id(leaf) in own else leaf
+                for leaf in jax.tree.leaves(self.layout.keep(state))
+            ]
+            new, metrics, _ = self._program.step(leaves, placed)
+            self._ahead.add(Dispatched("a train_step", metrics["loss"]))
+            kept = jax.tree.unflatten(self._structure, new)
+            return self.layout.logical(kept), metrics
 
-    def evaluate(self, batch: Batch) -> Metrics:
+    def evaluate(self, batch: Batch, *, params: Params | None = None) -> Metrics:
         """Evaluate on a batch of any size that the data axis divides.
 
         Args:
           batch: as for `step`, with any number of rows.
+          params: other parameters, such as an average of them, as `load_params` takes
+            them; None for the engine's.
 
         Returns:
           loss, weight (what the loss's total was divided by) and the user's metrics,
           by eval_fn with the model in evaluation mode.
         """
-        placed = self._put(batch, any_size=True)
-        kept = self._kept
-        return self._evaluate(kept.params, kept.model_state, placed, kept.key)
+        with self._alone("evaluate"):
+            placed = self._put(batch, any_size=True)
+            kept = self._kept
+            other = kept.params if params is None else self._placed(params)
+            metrics = self._program.evaluate(
+                other, kept.model_state, placed, kept.key, params is None
+            )
+            self._ahead.add(Dispatched("an evaluation", metrics["loss"]))
+            return metrics
 
-    def model(self) -> Any:
+    def model(self, *, params: Params | None = None) -> Any:
         """The trained model itself, in evaluation mode: to sample from, to export.
+
+        Args:
+          params: other parameters, as for `evaluate`; None for the engine's.
 
         Returns:
           The nnx.Module (or a `jaxpar.module.LinenModel`) around the fp32 masters,
-          sharded as they rest: views that the next step donates, as `state`.
+          sharded as they are stored: views that the next step donates, as `state`.
         """
         self.layout.require_devices("model")
         kept = self._kept
-        params, _ = self.layout.update.logical(kept.params, ())
-        given = (params, kept.model_state), kept.key, None
+        if params is None:
+            used, _ = self.layout.update.logical(kept.params, ())
+        else:
+            used = self._placed(params)
+        given = (used, kept.model_state), kept.key, None
         return self._network.run(lambda model, _: model, *given, training=False)[0]
 
-    def lower(self) -> jax.stages.Lowered:
-        """Lower the step for the mesh's devices, which need not be here.
+    def load_params(self, params: Params) -> None:
+        """Take other parameters; the optimizer's state and the step stay.
 
-        Returns:
-          What ``.compile()`` makes `step`'s program from. Its arguments are named
-          ``state[0]``, ``state[1]`` and so on, and ``batch...``.
+        Args:
+          params: arrays by the names of ``engine.state.params``, of the same shapes, in
+            any floating dtype, sharded or not (whole on every process).
+
+        Raises:
+          ValueError: if leaves are missing, unknown or of another shape.
         """
-        return lower_for(self._traced(), self.mesh)
+        self.layout.require_devices("load_params")
+        with self._thread.calling("load_params"):
+            state = self.layout.logical(self._kept)
+            # A copy: what is stored here is donated, and must not be the user's.
+            new = jax.tree.map(jnp.copy, self._placed(params))
+            self._take(dataclasses.replace(state, params=new))
+
+    def lower(self) -> jax.stages.Lowered:
+        """Lower the step for the mesh's devices (`CompiledStep.lower`)."""
+        return self._compiled.lower()
 
     def explain(self) -> Explanation:
         """Compile the step, and say what every leaf, axis and the memory cost.
@@ -186,7 +224,7 @@ class Engine:
         Returns:
           Text when printed, also in a notebook; `as_json` for programs.
         """
-        return self.layout.explain(self.lower().compile())
+        return self._compiled.explain()
 
     def budget(self) -> Budget:
         """Compile the step, and record what it holds and moves now.
@@ -194,33 +232,11 @@ class Engine:
         Returns:
           A budget to keep in a file (`Budget.as_json`) and to `verify` against.
         """
-        return self.layout.measure(self.lower()).budget()
+        return self._compiled.budget()
 
     def verify(self, budget: Budget | None = None) -> Budget:
-        """Compile the step, and hold it to a budget.
-
-        State bytes, bytes that cross each axis by kind of collective, and the peak. A
-        loop whose trip count the program does not tell is counted once.
-
-        Args:
-          budget: what the step may hold and move, such as `budget` recorded; None for
-            what its ZeRO stage, precision and micro-batches mean by design. That
-            bounds the state and what crosses data, not tensor and pipe, and not what
-            an optimizer moves for itself (Muon).
-
-        Returns:
-          What the step holds and moves now, as `budget` does.
-
-        Raises:
-          BudgetExceeded: if it is more; the message names the leaves, or the
-            operations by their lines in the source.
-        """
-        measured = self.layout.measure(self.lower())
-        allowed = budget or self.layout.budget()
-        violations = check(allowed, measured)
-        if violations:
-            raise BudgetExceeded(violations)
-        return measured.budget()
+        """Compile the step, and hold it to a budget (`CompiledStep.verify`)."""
+        return self._compiled.verify(budget)
 
     def plan(
         self,
@@ -229,33 +245,13 @@ class Engine:
         mesh: MeshShape | None = None,
         tokens_per_step: int | None = None,
     ) -> Plan:
-        """Compile the step for hardware that need not be here, and say what it costs.
+        """Compile the step for hardware like "h200:8x8" (`CompiledStep.plan`)."""
+        return self._compiled.plan(target, mesh, tokens_per_step)
 
-        Compiles in a process of its own, which is sent what `jaxpar.initialize` was
-        given, the batch as shapes; nothing is allocated.
-
-        Args:
-          target: the devices, such as "h200:8x8", "v5p:4x4x4" or "cpu:8".
-          mesh: how they are laid out; None for this mesh, its data axis taking the
-            devices left over.
-          tokens_per_step: what a step trains on, to tell tokens per second.
-
-        Returns:
-          The plan.
-
-        Raises:
-          ValueError: if there is no such target, or the mesh or the batch does not fit
-            it.
-          ApartError: if the compiler fails, crashes, or takes more memory than there
-            is.
-        """
-        found = parse_target(target)
-        if not self.layout.can_run and mesh is None:
-            return self.layout.plan(self._traced(), found, tokens_per_step)
-        sizes = self.mesh.shape
-        shape = mesh or MeshShape(pipe=sizes[PIPE], tensor=sizes[TENSOR])
-        args = (self._given, target, shape, tokens_per_step)
-        return call("jaxpar.planner:plan_call", *args, what=f"plan on {target}")
+    @property
+    def _compiled(self) -> CompiledStep:
+        traced = self._program.step.trace(self._leaves, self.batch_spec.structs())
+        return CompiledStep(self.layout, traced, self._given)
 
     def save(
         self,
@@ -287,8 +283,9 @@ class Engine:
             before are whole.
         """
         self.layout.require_devices("save")
-        self._check_loss_scale(lag=0)
-        require_sound(state := self.state)
+        with self._alone("save"):
+            self._ahead.finish()
+        require_sound(state := self.layout.logical(self._kept))
         checkpoints = self._opened(folder)
         checkpoints.set_keep(keep)
         checkpoints.save(
@@ -342,13 +339,13 @@ class Engine:
             self.layout.structs(), step=step, only=only, reset=reset, rename=rename
         )
         if data is not None:
-            data.set_state(_position_of(restored, folder))
+            data.set_state(restored.position(folder))
         state = restored.tree
         if only is not None or reset:
             state = filled_in(state, self.state)
-        self._leaves = []  # Else three states are there, where one is kept in buckets.
-        self._leaves = jax.tree.leaves(self.layout.keep(state))
-        self._exhausted.clear()
+        self._take(state)
+        self._ahead = RunAhead(skipped=int(state.loss_scale.skipped))
+        self._number = restored.step
         return restored.step
 
     def probe(self) -> None:
@@ -366,13 +363,10 @@ class Engine:
 
     def wait(self) -> None:
         """Return when every step is done and every save is on disk."""
+        self._ahead.finish()
         jax.block_until_ready(self._leaves)
-        self._check_loss_scale(lag=0)
         for checkpoints in self._checkpoints.values():
             checkpoints.wait()
-
-    def _traced(self) -> jax.stages.Traced:
-        return self._step.trace(self._leaves, self.batch_spec.structs())
 
     def _put(self, batch: Batch, *, any_size: bool = False) -> Batch:
         self.layout.require_devices("batch")
@@ -384,16 +378,19 @@ class Engine:
             self._checkpoints[path] = Checkpoints(path)
         return self._checkpoints[path]
 
-    def _check_loss_scale(self, lag: int) -> None:
-        """Raise for a step that overflowed at the least scale, `lag` steps ago."""
-        while len(self._exhausted) > lag:
-            require_scale(self._exhausted.pop(0))
+    def _placed(self, params: Params) -> Params:
+        return placed_params(params, self.layout.structs().params)
 
+    def _take(self, state: TrainState) -> None:
+        """Go on from another logical state."""
+        # Else three states are there, where one is kept in buckets.
+        self._leaves, self._view = [], None
+        self._leaves = jax.tree.leaves(self.layout.keep(state))
 
-def _position_of(restored: Restored, folder: str | os.PathLike[str]) -> Any:
-    if restored.data_state is None:
-        raise ValueError(
-            f"data: step {restored.step} of {os.fspath(folder)!r} holds no position in "
-            "the data, for it was saved without data=. Leave data out to start it anew."
-        )
-    return restored.data_state
+    @contextlib.contextmanager
+    def _alone(self, method: str) -> Iterator[None]:
+        """Keep other threads out, and notice what was set in the state."""
+        with self._thread.calling(method):
+            if self._view is not None:
+                self._view.require_unchanged()
+            yield

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpar import tree
-from jaxpar.batches import make_batch_spec
+from jaxpar.batches import BatchSpec, make_batch_spec
 from jaxpar.checks import check_arguments, check_trainable, trace_loss
 from jaxpar.engine import Engine
 from jaxpar.gradients import Partition
@@ -23,6 +23,7 @@ from jaxpar.optim.making import make_update
 from jaxpar.pipeline.execution import make_execution
 from jaxpar.pipeline.schedule import Schedule
 from jaxpar.precision import Precision, make_precision
+from jaxpar.program import Program, make_program
 from jaxpar.sharding.rules import Rules, Spec, compute_specs
 from jaxpar.sharding.zero import zero_stage
 from jaxpar.state import TrainState, make_init, state_shardings
@@ -122,10 +123,6 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     automatic, owned = coupled or mesh.shape[DATA] == 1, tuple(plans.values())
     partition = Partition(network, owned, stage, precision, mesh, automatic)
     update = make_update(optimizer, owned, mesh, like, precision.compute_dtype)
-    gradients = execution.make_gradients(partition, loss_fn, like, accumulate)
-    scales = precision.scales_loss
-    step = make_train_step(gradients, update, clip_norm=clip_norm, scales_loss=scales)
-    evaluation = execution.make_evaluation(partition, eval_fn or loss_fn, like)
     layout = Layout(
         mesh,
         abstract,
@@ -140,8 +137,28 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
         traced.flops * accumulate * mesh.shape[DATA],
         update,
     )
-    bound = (network, layout, batch_spec, step, evaluation)
-    return Engine(*bound, layout.initial_state(init, seed), given)
+    losses = loss_fn, eval_fn or loss_fn
+    program = _program(layout, batch_spec, partition, losses, clip_norm)
+    state = layout.initial_state(init, seed)
+    return Engine(network, layout, batch_spec, program, state, given)
+
+
+def _program(
+    layout: Layout,
+    batch_spec: BatchSpec,
+    partition: Partition,
+    losses: tuple[LossFn, LossFn],
+    clip_norm: float | None,
+) -> Program:
+    """What is compiled; `losses` are of training and of evaluation."""
+    execution, like = layout.execution, layout.abstract.params
+    gradients = execution.make_gradients(partition, losses[0], like, layout.accumulate)
+    scales = layout.precision.scales_loss
+    step = make_train_step(
+        gradients, layout.update, clip_norm=clip_norm, scales_loss=scales
+    )
+    evaluation = execution.make_evaluation(partition, losses[1], like)
+    return make_program(layout, batch_spec, step, evaluation)
 
 
 def _abstract(

@@ -82,6 +82,16 @@ class Layout:
         """Whether the mesh's devices are here, and not only to compile for."""
         return are_present(self.mesh)
 
+    @property
+    def summary(self) -> str:
+        """Parameters, ZeRO stage, mesh and dtype in a line."""
+        sizes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items())
+        return (
+            f"{tree.num_elements(self.abstract.params):,} parameters, "
+            f"ZeRO {self.stage.number}, {sizes}, {self.precision.compute_dtype}, "
+            f"accumulate {self.accumulate}"
+        )
+
     def structs(self) -> TrainState:
         """The logical state's shapes, dtypes and shardings."""
         return jax.tree.map(

@@ -8,6 +8,7 @@ to ``events.jsonl`` in the run's folder.
 import collections
 import dataclasses
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from jaxpar.metrics import MetricsLogger
 from jaxpar.pace import Pace, describe
 from jaxpar.replicas import CorruptionError
 from jaxpar.run import Run, digest
+from jaxpar.run_ahead import SkippedStepWarning
 from jaxpar.stopping import RunStopped, StopSignals
 from jaxpar.types import Batch, Metrics
 from jaxpar.watch import Recovery, Watch
@@ -94,7 +96,8 @@ def train(
         "console": loop.console,
         "append": True,
     }
-    with StopSignals() as signals:
+    with StopSignals() as signals, warnings.catch_warnings():
+        warnings.simplefilter("ignore", SkippedStepWarning)  # The loop reports them.
         start: int | None = loop.begin()
         while start is not None:
             with MetricsLogger(run.folder, resume_at=start, **logging) as logger:

@@ -20,6 +20,7 @@ import jaxpar
 from jaxpar.data import Loader, Tokens
 from jaxpar.metrics import read_metrics
 from jaxpar.run import Run, open_run
+from jaxpar.run_ahead import RunAhead
 from jaxpar.training import train
 from jaxpar.tree import named_leaves
 from jaxpar.watch import Recovery
@@ -111,7 +112,7 @@ def fresh(precision: str = "fp32") -> jaxpar.Engine:
     engine, state = shared(precision)
     engine._leaves = jax.tree.leaves(jax.tree.map(jnp.copy, state))
     engine._checkpoints.clear()
-    engine._exhausted.clear()
+    engine._ahead = RunAhead()
     return engine
 
 

@@ -3,6 +3,9 @@
 Whatever is refused leaves the state as it was.
 """
 
+import copy
+import pickle
+import threading
 from typing import Any
 
 import jax
@@ -117,3 +120,83 @@ def test_overflow_at_the_least_loss_scale_stops_the_run(monkeypatch):
         engine.step(batch)
     after = jax.device_get(engine.state.params)
     assert jax.tree.all(jax.tree.map(np.array_equal, before, after))
+
+
+def test_engine_prints_what_it_is(engine):
+    assert repr(engine) == (
+        "<jaxpar.Engine: 30 parameters, ZeRO 1, data 4 x pipe 1 x tensor 2, float32, "
+        "accumulate 1, 16 rows a step>"
+    )
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy])
+def test_engine_is_not_pickled_or_copied(engine, copied):
+    with pytest.raises(TypeError, match=r"Write its state by engine\.save\(folder\)"):
+        copied(engine)
+
+
+def test_second_thread_is_refused(engine):
+    """One thread stands in the middle of a step when the other begins."""
+    entered, done, caught = threading.Event(), threading.Event(), []
+
+    class Slow(dict):
+        """A batch whose flattening waits."""
+
+    def flatten(slow):
+        entered.set()
+        assert done.wait(30)
+        return tuple(slow.values()), tuple(slow)
+
+    jax.tree_util.register_pytree_node(Slow, flatten, lambda k, v: dict(zip(k, v)))  # noqa: B905
+
+    def first():
+        with pytest.raises(ValueError, match="batch: its structure"):
+            engine.step(Slow(sample()))
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert entered.wait(30)
+    with pytest.raises(RuntimeError, match=r"engine\.step: another thread is in a"):
+        engine.step(sample())
+    done.set()
+    thread.join()
+    assert not caught
+    engine.step(sample())
+
+
+def test_train_step_leaves_the_engine_whole():
+    engine, other = make_engine(), make_engine()
+    state, found = engine.train_step(engine.state, sample())
+    _, second = engine.train_step(state, sample())
+    assert [engine.step(sample())["loss"] for _ in range(2)] == [
+        found["loss"],
+        second["loss"],
+    ]
+    assert other.step(sample())["loss"] == found["loss"]
+
+
+def test_setting_a_leaf_of_the_state_is_noticed():
+    engine = make_engine()
+    before = jax.device_get(engine.state.params)
+    engine.state.params["kernel"] = jnp.zeros((4, 6))
+    with pytest.raises(ValueError, match=r"params/kernel was set.*load_params\(params"):
+        engine.step(sample())
+    with pytest.raises(ValueError, match=r"params/kernel was set"):
+        engine.evaluate(sample())
+    engine.load_params(before)
+    engine.step(sample())
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"kernel": np.ones((4, 6))}, r"params: missing \['bias'\] and unknown \[\]"),
+        ({"kernel": np.ones((4, 6)), "bias": np.ones(7)}, r"bias is float.*\[7\], but"),
+        ({"kernel": np.ones((4, 6)), "bias": np.ones(6, np.int32)}, "bias is int32"),
+    ],
+)
+def test_params_that_do_not_fit_are_refused(engine, params, message):
+    with pytest.raises(ValueError, match=message):
+        engine.load_params(params)
+    with pytest.raises(ValueError, match=message):
+        engine.evaluate(sample(), params=params)

@@ -230,6 +230,7 @@ def test_corrupt_replica_stops_the_run_at_the_next_probe(tmp_path: Path) -> None
     assert stopped.value.code == CORRUPT
 
 
+@pytest.mark.filterwarnings("ignore::jaxpar.run_ahead.SkippedStepWarning")
 def test_state_that_is_not_finite_is_never_saved(tmp_path: Path) -> None:
     engine = fresh()
     engine.save(tmp_path)

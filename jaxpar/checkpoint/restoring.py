@@ -1,6 +1,7 @@
 """What does a verified step give back: which leaves, and where they lie now?"""
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,20 @@ class Restored:
             f"Restore with {saved} processes, or leave the data state out and start "
             "the data anew"
         )
+
+    def position(self, folder: str | os.PathLike[str]) -> Any:
+        """The position in the data that was saved with the state.
+
+        Raises:
+          ValueError: if none was, or as `data_state` does.
+        """
+        if self.data_state is None:
+            raise ValueError(
+                f"data: step {self.step} of {os.fspath(folder)!r} holds no position in "
+                "the data, for it was saved without data=. Leave data out to start it "
+                "anew."
+            )
+        return self.data_state
 
 
 def require_same(

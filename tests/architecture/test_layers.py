@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # A file imports from lower layers or from its own folder. An entry is a file or a
 # folder of jaxpar/; a layer is as low as what its entries are built on allows.
 LAYERS = (
-    ("types", "compat", "jaxprs", "residuals", "exit_codes", "plotting"),
+    ("types", "compat", "jaxprs", "one_thread", "residuals", "exit_codes", "plotting"),
     ("tree", "dependence"),
     ("mesh", "replicas", "stopping", "watch"),
     ("sharding", "metrics", "launch", "xla_settings"),
@@ -35,7 +35,8 @@ LAYERS = (
     ("step", "checkpoint", "checks"),
     ("pipeline", "profile", "compress", "infer"),
     ("plan",),
-    ("config", "layout"),
+    ("config", "layout", "run_ahead", "state_view"),
+    ("compiled_step", "program"),
     ("engine",),
     ("initialization",),
     ("run", "planner", "environment", "testing"),

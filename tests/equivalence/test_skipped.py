@@ -19,6 +19,8 @@ from flax import nnx
 import jaxpar
 from jaxpar.checkpoint import Checkpoints
 
+pytestmark = pytest.mark.filterwarnings("ignore::jaxpar.run_ahead.SkippedStepWarning")
+
 ROWS, WIDTH = 16, 24
 # Finite values whose gradients are not: in fp32, and in fp16 with the loss scaled.
 PLANTED = {"fp32": 1e30, "fp16": 6e4}

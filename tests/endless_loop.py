@@ -1,0 +1,48 @@
+"""The README's loop on a model whose step takes longer than its dispatch.
+
+Run as `python tests/endless_loop.py ZERO DEVICES`: no number is ever read.
+"""
+
+import sys
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import jaxpar
+
+ZERO, DEVICES = int(sys.argv[1]), int(sys.argv[2])
+ROUNDS = 400
+
+
+class Classifier(nnx.Module):
+    def __init__(self, rngs):
+        self.hidden = nnx.Linear(32, 2048, rngs=rngs)
+        self.out = nnx.Linear(2048, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(nnx.relu(self.hidden(x)))
+
+
+def loss_fn(model, batch):
+    logits = model(batch["x"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", DEVICES)
+x = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
+batch = {"x": x, "y": np.argmax(x[:, :4], axis=1).astype(np.int32)}
+engine = jaxpar.initialize(
+    model=lambda rngs: Classifier(rngs),
+    loss_fn=loss_fn,
+    optimizer=optax.adamw(3e-3),
+    sample_batch=batch,
+    zero=ZERO,
+)
+for _ in range(ROUNDS):
+    engine.step(batch)
+for _ in range(ROUNDS):
+    metrics = engine.evaluate(batch)
+print(f"{engine.steps} steps, loss {metrics['loss']:.3f}")
