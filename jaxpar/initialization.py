@@ -16,7 +16,7 @@ from jaxpar.checks import check_arguments, check_trainable, trace_loss
 from jaxpar.engine import Engine
 from jaxpar.gradients import Partition
 from jaxpar.layout import Layout
-from jaxpar.mesh import DATA, MeshShape, make_mesh
+from jaxpar.mesh import DATA, MeshShape, as_mesh
 from jaxpar.module import Network, make_network
 from jaxpar.optim.fused import FusedOptimizer
 from jaxpar.optim.making import make_update
@@ -39,6 +39,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     optimizer: optax.GradientTransformation | FusedOptimizer,
     sample_batch: Batch,
     mesh: MeshShape | Mesh | None = None,
+    devices: Sequence[Any] | None = None,
     zero: int = 1,
     precision: str | Precision = "fp32",
     accumulate: int = 1,
@@ -61,7 +62,9 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
       optimizer: any optax transformation, or one of `jaxpar.optim`.
       sample_batch: arrays or `jax.ShapeDtypeStruct`s of a global batch, rows first.
       mesh: devices by axis (all of them on data by default), or a mesh made by
-        `jaxpar.make_mesh` of some devices.
+        `jaxpar.make_mesh`.
+      devices: the devices that a shape is made of, such as ``jax.devices()[:4]``; None
+        for the first ones that the shape takes, the same number of each process.
       zero: ZeRO stage: 0 replicates, 1 shards the state, 2 gradients too, 3 gathers
         parameters at use.
       precision: "fp32", "bf16" or "fp16" compute, or a `jaxpar.Precision`. Masters are
@@ -103,8 +106,8 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
       >>> bool(engine.step({"x": jnp.ones((8, 4))})["loss"] < first["loss"])
       True
     """
-    given = {**locals(), "mesh": None}
-    mesh = mesh if isinstance(mesh, Mesh) else make_mesh(mesh or MeshShape())
+    given = {**locals(), "mesh": None, "devices": None}
+    mesh = as_mesh(mesh, devices)
     check_arguments(mesh, optimizer, clip_norm, seed)
     stage, precision = zero_stage(zero), make_precision(precision)
     batch_spec = make_batch_spec(sample_batch, mesh, accumulate)

@@ -8,6 +8,8 @@ for its collectives are the most frequent: neighbours in it are neighbours in a 
 import contextlib
 import contextvars
 import dataclasses
+import functools
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -87,12 +89,46 @@ class MeshShape:
             )
         return self
 
+    @property
+    def num_devices(self) -> int | None:
+        """The devices that the shape takes; None where an axis is -1."""
+        sizes = dataclasses.astuple(self)
+        return None if -1 in sizes else math.prod(sizes)
+
+
+def as_mesh(
+    mesh: MeshShape | Mesh | None, devices: Sequence[Any] | None = None
+) -> Mesh:
+    """Take a mesh as it is, or make one of a shape.
+
+    Args:
+      mesh: a mesh, a shape, or None for all devices on data.
+      devices: the devices to use; None for a mesh's own, or for all.
+
+    Returns:
+      The mesh.
+
+    Raises:
+      ValueError: if devices are given beside a mesh; otherwise as `make_mesh`.
+      TypeError: as `make_mesh`.
+    """
+    if not isinstance(mesh, Mesh):
+        return make_mesh(MeshShape() if mesh is None else mesh, devices)
+    if devices is not None:
+        raise ValueError(
+            f"devices: mesh= is already a mesh of {mesh.size} devices. Pass a "
+            "jaxpar.MeshShape with devices=, or the mesh alone."
+        )
+    return mesh
+
 
 def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
     """Lay devices out on the axes (data, pipe, tensor).
 
     Devices of one slice are ordered by `mesh_utils` for locality; several slices
-    are split along the data axis, whose traffic is the least frequent.
+    are split along the data axis, whose traffic is the least frequent. A shape of fewer
+    devices than there are takes the first ones, the same number of each process, and a
+    warning of the logger "jaxpar" says so.
 
     Args:
       shape: devices by axis; one may be -1.
@@ -102,15 +138,17 @@ def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
       A mesh whose three axes are automatic (the compiler places what is not manual).
 
     Raises:
-      ValueError: if the shape does not match the devices.
-      TypeError: if `shape` is not a MeshShape.
+      ValueError: if the shape needs more devices, a device is named twice, or the
+        processes would not own the same number of devices.
+      TypeError: if `shape` is not a MeshShape, or `devices` are not devices.
     """
-    devices = list(jax.devices() if devices is None else devices)
+    devices = _listed(jax.devices() if devices is None else devices)
     if not isinstance(shape, MeshShape):
         raise TypeError(
             f"mesh={shape!r} must be a jaxpar.MeshShape, such as "
             "MeshShape(data=4, tensor=2)."
         )
+    devices = _taken(shape, devices)
     shape = shape.resolve(len(devices))
     sizes = (shape.data, shape.pipe, shape.tensor)
     num_slices = len({getattr(device, "slice_index", 0) for device in devices})
@@ -125,6 +163,53 @@ def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
     else:
         grid = np.array(devices).reshape(sizes)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _listed(devices: Any) -> list[Any]:
+    """Check what is given as devices."""
+    listed = list(devices) if isinstance(devices, Sequence) else []
+    if not isinstance(devices, Sequence) or not all(
+        hasattr(device, "platform") for device in listed
+    ):
+        raise TypeError(
+            f"devices={devices!r} must be a sequence of JAX devices, such as "
+            "jax.devices()[:4]."
+        )
+    if len(set(listed)) < len(listed):
+        raise ValueError(f"devices={devices!r} must name each device once.")
+    return listed
+
+
+def _taken(shape: MeshShape, devices: list[Any]) -> list[Any]:
+    """The first devices that a shape takes, the same number of each process."""
+    wanted = min(shape.num_devices or len(devices), len(devices))
+    owned: dict[int, list[Any]] = {own: [] for own in range(jax.process_count())}
+    for device in devices:
+        # In a run of one process, others' devices are there only to compile for.
+        owner = device.process_index if len(owned) > 1 else 0
+        owned.setdefault(owner, []).append(device)
+    each = wanted // len(owned)
+    taken = {device for own in owned.values() for device in own[:each]}
+    if len(taken) < wanted:
+        counts = {owner: len(own) for owner, own in owned.items()}
+        raise ValueError(
+            f"mesh: {shape} takes {wanted} of {len(devices)} devices, but the "
+            f"processes can't own {wanted} in equal shares: devices by process are "
+            f"{counts}. Every process passes the same share of a batch. Change the "
+            f"shape, or pass devices= with the same number of each process's devices "
+            "(device.process_index)."
+        )
+    if wanted < len(devices) and jax.process_index() == 0:
+        _warn_once(
+            f"mesh: {shape} uses {wanted} of {len(devices)} devices; an axis of -1 "
+            "takes the devices left over, and devices= chooses which to use."
+        )
+    return [device for device in devices if device in taken]
+
+
+@functools.cache
+def _warn_once(line: str) -> None:
+    logging.getLogger("jaxpar").warning(line)
 
 
 @contextlib.contextmanager

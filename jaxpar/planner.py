@@ -8,12 +8,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from jax.sharding import Mesh
+
 from jaxpar.config import parse
 from jaxpar.initialization import initialize
 from jaxpar.mesh import MeshShape, make_mesh, only_planned
 from jaxpar.plan.apart import Stopped, call
 from jaxpar.plan.plan import Plan
-from jaxpar.plan.target import parse_target
+from jaxpar.plan.target import Target, parse_target
 
 
 def load_recipe(path: Path) -> ModuleType:
@@ -98,7 +100,7 @@ def plan_recipe(path: Path, target: str, args: Sequence[str] = ()) -> Plan:
     found = parse_target(target)
     recipe = load_recipe(path)
     config = parse(recipe.Config, recipe.__doc__, list(args), prog=str(path))
-    mesh = make_mesh(mesh_of(config), found.devices())
+    mesh = mesh_on(found, mesh_of(config))
     with only_planned():
         engine = recipe.build(config, mesh)
     tokens = getattr(recipe, "tokens_per_step", None)
@@ -119,10 +121,27 @@ def plan_call(
     Returns:
       The plan.
     """
-    mesh = make_mesh(shape, parse_target(target).devices())
+    mesh = mesh_on(parse_target(target), shape)
     with only_planned():
         engine = initialize(**{**given, "mesh": mesh})
     return engine.plan(target, tokens_per_step=tokens)
+
+
+def mesh_on(target: Target, shape: MeshShape) -> Mesh:
+    """Lay out all of a target's devices: a plan is of what is paid for.
+
+    Args:
+      target: the devices.
+      shape: devices by axis.
+
+    Returns:
+      A mesh of all of them.
+
+    Raises:
+      ValueError: if the shape is not one of so many.
+    """
+    devices = target.devices()
+    return make_mesh(shape.resolve(len(devices)), devices)
 
 
 def mesh_of(config: Any) -> MeshShape:

@@ -103,9 +103,9 @@ ARGUMENTS = {
         r"mesh: MeshShape\(data=16, pipe=1, tensor=1\) needs 16 devices, but there are "
         r"8\. Change the shape",
     ),
-    "fewer devices than there are": (
-        {"mesh": jaxpar.MeshShape(data=2, tensor=2)},
-        r"needs 4 devices, but there are 8\. .* pass devices=jax\.devices\(\)\[:n\]",
+    "fewer devices than the shape needs": (
+        {"devices": jax.devices()[:4]},
+        r"mesh: MeshShape\(data=4, pipe=1, tensor=2\) needs 8 devices, but there are 4",
     ),
     "open axis that does not divide": (
         {"mesh": jaxpar.MeshShape(data=-1, tensor=3)},
@@ -320,6 +320,17 @@ def test_mesh_not_made_for_the_engine_is_said(names, kinds, compiled):
     )
     with pytest.raises(ValueError, match=message):
         make_engine(**{"mesh": mesh})
+    assert compiled == []
+
+
+def test_devices_beside_a_mesh_are_refused(compiled):
+    mesh = jaxpar.make_mesh(RIGHT["mesh"])
+    message = (
+        r"devices: mesh= is already a mesh of 8 devices\. Pass a jaxpar\.MeshShape "
+        r"with devices=, or the mesh alone"
+    )
+    with pytest.raises(ValueError, match=message):
+        make_engine(**{"mesh": mesh, "devices": jax.devices()})
     assert compiled == []
 
 

@@ -1,18 +1,33 @@
 """Does a mesh shape become the mesh it says, or an error that says why not?"""
 
+import dataclasses
 import itertools
 import math
-import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType
 
+import jaxpar
+from jaxpar import mesh as mesh_module
 from jaxpar.mesh import AXES, MeshShape, make_mesh
 
 SIZES = (-1, 1, 2, 3, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What a mesh looks at of a device that is not here."""
+
+    id: int
+    process_index: int = 0
+    slice_index: int = 0
+    platform: str = "tpu"
 
 
 @pytest.mark.parametrize("num_devices", [1, 6, 8])
@@ -96,10 +111,7 @@ def test_several_slices_are_split_along_data(monkeypatch):
         return np.array(jax.devices()).reshape(4, 1, 2)
 
     monkeypatch.setattr(mesh_utils, "create_hybrid_device_mesh", hybrid)
-    devices = [
-        types.SimpleNamespace(slice_index=number // 4, platform="tpu")
-        for number in range(8)
-    ]
+    devices = [Device(number, slice_index=number // 4) for number in range(8)]
     make_mesh(MeshShape(data=4, tensor=2), devices)
     assert seen == {"within": (2, 1, 2), "across": (2, 1, 1)}
 
@@ -107,6 +119,111 @@ def test_several_slices_are_split_along_data(monkeypatch):
 def test_tpu_devices_are_laid_out_for_locality(monkeypatch):
     grid = np.array(jax.devices())[::-1].reshape(4, 1, 2)
     monkeypatch.setattr(mesh_utils, "create_device_mesh", lambda *_: grid)
-    devices = [types.SimpleNamespace(platform="tpu") for _ in range(8)]
-    mesh = make_mesh(MeshShape(data=4, tensor=2), devices)
+    mesh = make_mesh(MeshShape(data=4, tensor=2), [Device(n) for n in range(8)])
     assert np.array_equal(mesh.devices, grid)
+
+
+def test_smaller_shape_takes_the_first_devices_and_says_so_once(caplog):
+    mesh_module._warn_once.cache_clear()
+    for _ in range(2):
+        mesh = make_mesh(MeshShape(data=3))
+        assert [device.id for device in mesh.devices.flat] == [0, 1, 2]
+    (line,) = caplog.messages
+    assert line == (
+        "mesh: MeshShape(data=3, pipe=1, tensor=1) uses 3 of 8 devices; an axis of -1 "
+        "takes the devices left over, and devices= chooses which to use."
+    )
+    assert caplog.records[0].name == "jaxpar"
+    assert caplog.records[0].levelname == "WARNING"
+
+
+def test_shape_of_all_devices_says_nothing(caplog):
+    mesh_module._warn_once.cache_clear()
+    make_mesh(MeshShape())
+    make_mesh(MeshShape(data=2), jax.devices()[2:4])
+    assert caplog.messages == []
+
+
+def laid_out(monkeypatch, shape, owners):
+    """Which of the devices, given their processes, a shape takes."""
+    monkeypatch.setattr(jax, "process_count", lambda: max(owners) + 1)
+    seen = []
+
+    def lay_out(sizes, devices):
+        seen.extend(device.id for device in devices)
+        return np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes)
+
+    monkeypatch.setattr(mesh_utils, "create_device_mesh", lay_out)
+    make_mesh(shape, [Device(n, owner) for n, owner in enumerate(owners)])
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("shape", "owners", "taken"),
+    [
+        (MeshShape(data=4), (0, 0, 0, 0, 1, 1, 1, 1), [0, 1, 4, 5]),
+        (MeshShape(data=2, tensor=2), (0, 1, 0, 1, 0, 1), [0, 1, 2, 3]),
+        (MeshShape(data=4), (0, 0, 0, 0, 1, 1), [0, 1, 4, 5]),
+        (MeshShape(), (1, 0, 0, 1), [0, 1, 2, 3]),
+        (MeshShape(tensor=3), (0, 1, 2), [0, 1, 2]),
+    ],
+)
+def test_processes_own_equal_shares_of_a_mesh(monkeypatch, shape, owners, taken):
+    assert laid_out(monkeypatch, shape, owners) == taken
+
+
+@pytest.mark.parametrize(
+    ("shape", "owners", "message"),
+    [
+        (MeshShape(), (0, 0, 0, 1, 1), r"takes 5 of 5 .* are \{0: 3, 1: 2\}\."),
+        (MeshShape(data=3), (0, 0, 1, 1), r"takes 3 of 4 .* are \{0: 2, 1: 2\}\."),
+        (MeshShape(data=4), (0, 0, 0, 0, 1), r"takes 4 of 5 .* are \{0: 4, 1: 1\}\."),
+        (MeshShape(data=1), (0, 1), r"takes 1 of 2 devices, but the processes can't"),
+        (MeshShape(data=2), (1, 1), r"are \{0: 0, 1: 2\}\. .* Change the shape, or "
+         r"pass devices= with the same number of each process's devices"),
+    ],
+)  # fmt: skip
+def test_processes_that_would_own_unequal_shares_raise(
+    monkeypatch, shape, owners, message
+):
+    with pytest.raises(ValueError, match=message):
+        laid_out(monkeypatch, shape, owners)
+
+
+@pytest.mark.parametrize("devices", [4, [0, 1], {0: jax.Device}])
+def test_devices_that_are_none_raise(devices, unchecked_types):
+    with pytest.raises(TypeError, match=r"devices=.* must be a sequence of JAX dev"):
+        make_mesh(MeshShape(), devices)
+
+
+def test_device_named_twice_raises():
+    first = jax.devices()[0]
+    with pytest.raises(ValueError, match=r"devices=.* must name each device once"):
+        make_mesh(MeshShape(), [first, first])
+
+
+def make_engine(**change):
+    given = {
+        "model": lambda rngs: nnx.Linear(4, 2, rngs=rngs),
+        "loss_fn": lambda model, batch: jnp.mean(model(batch["x"]) ** 2),
+        "optimizer": optax.sgd(0.1),
+        "sample_batch": {"x": np.ones((8, 4), np.float32)},
+    }
+    return jaxpar.initialize(**(given | change))
+
+
+def test_engine_takes_the_devices_that_it_is_given():
+    chosen = jax.devices()[6:]
+    engine = make_engine(devices=chosen, mesh=MeshShape())
+    params = jax.tree.map(np.array, engine.state.params)
+    x = np.linspace(0, 1, 32, dtype=np.float32).reshape(8, 4)
+    loss = float(engine.step({"x": x})["loss"])
+    plain = np.mean((x @ params["kernel"] + params["bias"]) ** 2)
+    assert loss == pytest.approx(plain, rel=1e-6)
+    for leaf in jax.tree.leaves(engine.state.params):
+        assert leaf.sharding.device_set == set(chosen)
+
+
+def test_engine_of_one_device_is_made_where_there_are_eight():
+    engine = make_engine(mesh=MeshShape(data=1))
+    assert list(engine.mesh.devices.flat) == jax.devices()[:1]

@@ -10,7 +10,9 @@ import pytest
 
 from jaxpar.cli import main
 from jaxpar.environment import describe
-from jaxpar.planner import load_recipe
+from jaxpar.mesh import MeshShape
+from jaxpar.plan.target import parse_target
+from jaxpar.planner import load_recipe, mesh_on
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -87,6 +89,14 @@ def test_mesh_that_does_not_fit_the_target_is_refused():
     assert done.returncode == 2
     assert "needs a multiple of 3 devices, but there are 8" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_mesh_of_some_of_the_target_is_refused():
+    """A plan is of all that is paid for; a run may leave devices idle."""
+    target = parse_target("cpu:8")
+    assert mesh_on(target, MeshShape(tensor=2)).size == 8
+    with pytest.raises(ValueError, match="needs 2 devices, but there are 8"):
+        mesh_on(target, MeshShape(data=2))
 
 
 def test_flags_behind_dashes_are_for_plan_alone():

@@ -38,11 +38,8 @@ def choose_mesh(shape: MeshShape, *, on_cpu: MeshShape) -> Mesh:
     _make_cpu_devices(_each_worker(num_devices, worker))
     devices = jax.devices()
     if devices[0].platform != "cpu":
-        _require_devices(shape, len(devices))
-        return make_mesh(shape, devices)
-    if -1 not in sizes:
-        _require_devices(wanted, len(devices))
-        devices = devices[:num_devices]
+        wanted = shape
+    _require_devices(wanted, len(devices))
     return make_mesh(wanted, devices)
 
 

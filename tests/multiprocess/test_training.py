@@ -180,6 +180,15 @@ def test_rows_of_all_processes_are_refused_on_each(two: Both) -> None:
         assert "8 of 16 rows on each of 2 processes" in seen["refusal"]
 
 
+@pytest.mark.slow
+def test_smaller_mesh_takes_as_many_devices_of_each_process(tmp_path: Path) -> None:
+    case = Case(data=2, tensor=1, zero=1, steps=2)
+    right = run(case, jax.devices()[:2])
+    for (seen,) in launch([case], tmp_path):
+        assert seen["losses"] == pytest.approx(right["losses"], rel=1e-6)
+        assert set(seen["own_shards"]) == {1}
+
+
 def test_failure_of_a_process_is_shown(tmp_path: Path) -> None:
     missing = Case(data=4, tensor=1, zero=0, restore=str(tmp_path / "missing"))
     with pytest.raises(AssertionError, match="has no complete checkpoint"):
