@@ -1,10 +1,11 @@
 """How does a batch reach the devices: checked against the sample, rows over data.
 
 Each process passes its own rows (global / number of processes, in process order); a
-`jax.Array` is taken as global.
+`jax.Array` is taken as global, another framework's tensor as NumPy's.
 """
 
 import dataclasses
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import tree
 from jaxpar.mesh import AXES, DATA
+from jaxpar.tensors import as_array, is_tensor
 from jaxpar.types import Batch
 
 
@@ -60,7 +62,8 @@ class BatchSpec:
         """Check a batch and make it a global array on the mesh.
 
         Args:
-          batch: this process's rows, or global `jax.Array`s.
+          batch: this process's rows (NumPy arrays, or tensors that DLPack takes), or
+            global `jax.Array`s.
           any_size: accept another number of rows that data divides.
 
         Returns:
@@ -72,10 +75,15 @@ class BatchSpec:
         """
         leaves, structure = jax.tree.flatten(batch)
         if structure != self.structure:
+            _refuse_lists("batch", batch)
             raise ValueError(
                 f"batch: its structure {structure} differs from the sample batch's "
                 f"{self.structure}. Pass the same leaves as in sample_batch."
             )
+        leaves = [
+            _numeric("batch", name, leaf, self.mesh)
+            for name, leaf in zip(self.leaves, leaves, strict=True)
+        ]
         num_rows = self._num_rows(leaves) if any_size else self.num_rows
         placed = [
             self._put_leaf(name, struct, np.shape(leaf), leaf, num_rows)
@@ -104,8 +112,9 @@ class BatchSpec:
     ) -> jax.Array:
         is_global = isinstance(leaf, jax.Array)
         own_rows = num_rows if is_global else num_rows // jax.process_count()
-        dtype = _dtype("batch", name, leaf)
-        if shape != (own_rows, *struct.shape[1:]) or dtype != struct.dtype:
+        is_dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) == struct.dtype
+        if shape != (own_rows, *struct.shape[1:]) or not is_dtype:
+            dtype = struct.dtype if is_dtype else leaf.dtype
             raise ValueError(
                 f"batch: leaf {name or 'batch'} is {dtype}{list(shape)}, but must be "
                 f"{struct.dtype}{[own_rows, *struct.shape[1:]]}, as in sample_batch "
@@ -159,9 +168,14 @@ def make_batch_spec(sample_batch: Batch, mesh: Mesh, accumulate: int) -> BatchSp
         raise ValueError(
             f"accumulate={accumulate!r} must be a positive number of micro-batches."
         )
-    leaves = {
-        name: jax.ShapeDtypeStruct(np.shape(leaf), _dtype("sample_batch", name, leaf))
+    _refuse_lists("sample_batch", sample_batch)
+    arrays = {
+        name: _numeric("sample_batch", name, leaf, mesh)
         for name, leaf in tree.named_leaves(sample_batch).items()
+    }
+    leaves = {
+        name: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+        for name, x in arrays.items()
     }
     rows = {
         name: leaf.shape[0] if leaf.shape else None for name, leaf in leaves.items()
@@ -182,8 +196,27 @@ def make_batch_spec(sample_batch: Batch, mesh: Mesh, accumulate: int) -> BatchSp
     return BatchSpec(leaves, jax.tree.structure(sample_batch), num_rows, mesh)
 
 
-def _dtype(argument: str, name: str, leaf: Any) -> np.dtype:
-    """The dtype that a leaf has on the devices."""
+def _refuse_lists(argument: str, batch: Batch) -> None:
+    """Refuse a list or tuple of numbers, whose every number would be a leaf."""
+    for name, leaf in tree.named_leaves(batch, is_leaf=_is_list_of_numbers).items():
+        if _is_list_of_numbers(leaf):
+            raise ValueError(
+                f"{argument}: leaf {name or 'batch'} is a {type(leaf).__name__} of "
+                "numbers, not an array; pass np.asarray of it."
+            )
+
+
+def _is_list_of_numbers(node: Any) -> bool:
+    if not isinstance(node, list | tuple) or not node:
+        return False
+    return all(isinstance(x, numbers.Number) or _is_list_of_numbers(x) for x in node)
+
+
+def _numeric(argument: str, name: str, leaf: Any, mesh: Mesh) -> Any:
+    """An array of numbers, taken from another framework where it is its tensor."""
+    if is_tensor(leaf):
+        platform = mesh.devices.flat[0].platform
+        leaf = as_array(leaf, f"{argument}: leaf {name or 'batch'}", platform)
     dtype, kinds = getattr(leaf, "dtype", None), (np.number, np.bool_)
     if dtype is None or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
         found = dtype or type(leaf).__name__
@@ -191,4 +224,4 @@ def _dtype(argument: str, name: str, leaf: Any) -> np.dtype:
             f"{argument}: leaf {name or 'batch'} is {found}, not an array of numbers; "
             "make it one by np.asarray, or leave it out."
         )
-    return jax.dtypes.canonicalize_dtype(dtype)
+    return leaf

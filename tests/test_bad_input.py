@@ -237,7 +237,7 @@ ARGUMENTS = {
     ),
     "sample batch of lists": (
         {"sample_batch": {"x": sample()["x"].tolist()}},
-        r"sample_batch: leaf x/0/0 is float, not an array of numbers; make it one by",
+        r"sample_batch: leaf x is a list of numbers, not an array; pass np\.asarray",
     ),
     "integer parameter": (
         {"model": Counted},

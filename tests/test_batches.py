@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.batches import make_batch_spec
 from jaxpar.mesh import MeshShape, make_mesh
+from jaxpar.tensors import as_array
 
 ROWS = 16
 
@@ -114,13 +115,18 @@ def test_scalar_has_no_rows(spec):
         (lambda b: {"tokens": b["tokens"]}, "batch: its structure .* differs from"),
         (lambda b: b | {"extra": b["tokens"]}, "batch: its structure .* differs from"),
         (lambda b: b | {"mask": list(b["mask"])}, "batch: its structure .* differs"),
-        (lambda b: b | {"tokens": b["tokens"].tolist()}, "batch: its structure .*"),
+        (lambda b: b | {"tokens": b["tokens"].tolist()}, r"batch: leaf tokens is a "
+         r"list of numbers, not an array; pass np\.asarray of it"),
+        (lambda b: b | {"mask": (b["mask"][0], tuple(b["mask"][1]))}, "batch: leaf "
+         r"mask/1 is a tuple of numbers, not an array"),
         (lambda b: make_batch(8), r"batch: leaf mask/0 is bool\[8\], but must be "
          r"bool\[16\], as in sample_batch \(16 of 16 rows on each of 1 processes\)"),
         (lambda b: b | {"tokens": b["tokens"][:, :2]}, r"batch: leaf tokens is "
          r"int32\[16, 2\], but must be int32\[16, 3\], as in sample_batch"),
         (lambda b: b | {"tokens": b["tokens"] * 1.0}, r"batch: leaf tokens is "
-         r"float32\[16, 3\], but must be int32\[16, 3\]"),
+         r"float64\[16, 3\], but must be int32\[16, 3\]"),
+        (lambda b: b | {"tokens": b["tokens"].astype(np.int64)[:8]}, r"batch: leaf "
+         r"tokens is int32\[8, 3\], but must be int32\[16, 3\]"),
         (lambda b: b | {"tokens": 3}, r"batch: leaf tokens is int, not an array of "
          r"numbers; make it one by np\.asarray, or leave it out"),
         (lambda b: b | {"tokens": np.array(["a"])}, r"batch: leaf tokens is <U1, not"),
@@ -185,7 +191,7 @@ def test_rows_that_do_not_divide_raise(mesh, rows, accumulate):
 @pytest.mark.parametrize(
     ("leaf", "found"),
     [
-        ([1.0] * 8, "x/0 is float"),
+        (3.0, "x is float"),
         (np.array(["a"] * 8), "x is <U1"),
         (object(), "x is"),
     ],
@@ -194,6 +200,105 @@ def test_leaf_that_is_no_array_of_numbers_raises(mesh, leaf, found):
     message = rf"sample_batch: leaf {found}.*, not an array of numbers; make it one by"
     with pytest.raises(ValueError, match=message):
         make_batch_spec({"x": leaf}, mesh, 1)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "found"),
+    [
+        ([1.0] * 8, "x is a list"),
+        (tuple(range(8)), "x is a tuple"),
+        ([[0, 1], [2, 3]], "x is a list"),
+        ([np.float32(1), np.float32(2)], "x is a list"),
+        ([{"y": [1, 2]}], "x/0/y is a list"),
+    ],
+)
+def test_list_of_numbers_raises(mesh, leaf, found):
+    message = rf"sample_batch: leaf {found} of numbers, not an array; pass np\.asarray"
+    with pytest.raises(ValueError, match=message):
+        make_batch_spec({"x": leaf}, mesh, 1)
+
+
+def test_list_of_arrays_is_leaves(mesh):
+    spec = make_batch_spec([np.ones(8), (np.ones((8, 2)),)], mesh, 1)
+    assert list(spec.leaves) == ["0", "1/0"]
+
+
+class Tensor:
+    """Another framework's: DLPack, of an array's memory, and nothing else."""
+
+    def __init__(self, array, kind=1):
+        self._array, self._kind = array, kind
+
+    def __dlpack__(self, **options):
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self._kind, 0
+
+
+class Watched(Tensor):
+    """A tensor of which a gradient is wanted, as PyTorch refuses it."""
+
+    dtype = "torch.float32"
+
+    def __dlpack__(self, **options):
+        raise BufferError("Can't export tensors that require gradient")
+
+
+def tensors(batch):
+    return jax.tree.map(Tensor, batch)
+
+
+def test_tensor_of_another_framework_is_taken_without_a_copy():
+    array = np.arange(6, dtype=np.int64)
+    taken = as_array(Tensor(array), "batch: leaf x", "cpu")
+    assert isinstance(taken, np.ndarray)
+    assert np.shares_memory(taken, array)
+
+
+def test_tensors_are_a_batch_and_its_sample(spec, mesh):
+    assert make_batch_spec(tensors(make_batch()), mesh, 2) == spec
+    placed = spec.put(tensors(make_batch()))
+    assert jax.tree.all(jax.tree.map(np.array_equal, placed, make_batch()))
+    some = spec.put(tensors(make_batch(4)), any_size=True)
+    assert jax.tree.all(jax.tree.map(np.array_equal, some, make_batch(4)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.float16])
+def test_tensor_of_a_dtype_that_numpy_lacks_is_taken(mesh, dtype):
+    array = jnp.arange(8).astype(dtype)
+    spec = make_batch_spec({"x": Tensor(array)}, mesh, 1)
+    placed = spec.put({"x": Tensor(array)})["x"]
+    assert placed.dtype == dtype
+    assert np.array_equal(placed, array)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        (Tensor(np.ones(8), kind=2), r"Tensor on a device of CUDA, but the mesh's "
+         r"devices are cpu; pass it in the host's memory \(tensor\.cpu\(\)\)"),
+        (Tensor(np.ones(8), kind=7), "Tensor on a device of DLPack's kind 7, but"),
+        (Watched(np.ones(8)), r"Watched of torch\.float32 that can't be taken by "
+         r"DLPack \(Can't export tensors that require gradient\)\. Pass one that is"),
+        (Tensor(np.ones(8, np.longdouble)), "Tensor of its dtype that can't be taken "
+         r"by DLPack \(.*\)\. Pass one .* of a dtype that JAX has, or a NumPy array"),
+    ],
+)  # fmt: skip
+def test_tensor_that_can_not_be_taken_is_named(mesh, leaf, message):
+    message = f"batch: leaf x is a {message}"
+    with pytest.raises(ValueError, match=f"^sample_{message}"):
+        make_batch_spec({"x": leaf}, mesh, 1)
+    spec = make_batch_spec({"x": np.ones(8)}, mesh, 1)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        spec.put({"x": leaf})
+
+
+def test_tensors_of_pytorch_are_a_batch(spec):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    batch = make_batch()
+    placed = spec.put(jax.tree.map(torch.from_numpy, batch))
+    assert jax.tree.all(jax.tree.map(np.array_equal, placed, batch))
 
 
 def test_keys_are_no_numbers(mesh):

@@ -11,7 +11,16 @@ ROOT = Path(__file__).resolve().parents[2]
 # A file imports from lower layers or from its own folder. An entry is a file or a
 # folder of jaxpar/; a layer is as low as what its entries are built on allows.
 LAYERS = (
-    ("types", "compat", "jaxprs", "one_thread", "residuals", "exit_codes", "plotting"),
+    (
+        "types",
+        "compat",
+        "jaxprs",
+        "one_thread",
+        "residuals",
+        "exit_codes",
+        "plotting",
+        "tensors",
+    ),
     ("tree", "dependence"),
     ("mesh", "replicas", "stopping", "watch"),
     ("sharding", "metrics", "launch", "xla_settings"),
