@@ -2,7 +2,8 @@
 
 Each time is a process of its own, from `jaxpar.initialize` to the end of the first
 step; imports are measured apart. Cold runs begin with an empty cache, which the warm
-runs behind them find filled.
+runs behind them find filled. The check of the loss function before the first step is
+in these times; a third process, cold, does without it.
 
     python benchmarks/compile_time.py
 """
@@ -31,6 +32,8 @@ class Config:
     """ZeRO stage."""
     rounds: int = 3
     """Pairs of a cold and a warm process; the median counts."""
+    check_loss: bool = True
+    """Whether the loss function is checked."""
     cache: str = ""
     """Internal: the cache of one process, which then measures itself."""
 
@@ -60,6 +63,7 @@ def measure_one(config: Config) -> None:
         optimizer=optax.adamw(1e-3),
         sample_batch=batch,
         zero=config.zero,
+        check_loss=config.check_loss,
     )
     loss = float(engine.step(batch)["loss"])
     first_step = time.perf_counter() - imported
@@ -71,6 +75,7 @@ def measured(config: Config, cache: str) -> list[float]:
     command = [sys.executable, __file__, "--cache", cache]
     for name in ("layers", "devices", "zero"):
         command += [f"--{name}", str(getattr(config, name))]
+    command.append("--check-loss" if config.check_loss else "--no-check-loss")
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -82,18 +87,25 @@ def main(config: Config) -> None:
         return
     from benchmarks.record import write_result  # noqa: PLC0415 - imports jax
 
-    cold, warm, imports = [], [], []
+    cold, warm, imports, unchecked = [], [], [], []
     for number in range(config.rounds):
         with tempfile.TemporaryDirectory() as cache:
             first, second = measured(config, cache), measured(config, cache)
+        with tempfile.TemporaryDirectory() as cache:
+            plain = dataclasses.replace(config, check_loss=False)
+            unchecked.append(measured(plain, cache)[1])
         assert first[2] == second[2], f"losses differ: {first[2]} and {second[2]}"
         cold.append(first[1])
         warm.append(second[1])
         imports += [first[0], second[0]]
-        print(f"pair {number}: cold {first[1]:.2f} s, warm {second[1]:.2f} s")
+        print(
+            f"round {number}: cold {first[1]:.2f} s, warm {second[1]:.2f} s, "
+            f"cold without the check {unchecked[-1]:.2f} s"
+        )
     medians = {
         "first_step_cold_seconds": statistics.median(cold),
         "first_step_warm_seconds": statistics.median(warm),
+        "first_step_cold_unchecked_seconds": statistics.median(unchecked),
         "imports_seconds": statistics.median(imports),
     }
     share = medians["first_step_warm_seconds"] / medians["first_step_cold_seconds"]

@@ -4,6 +4,7 @@ from . import data, optim
 from .checkpoint import DamagedError, Keep
 from .engine import Engine
 from .initialization import initialize
+from .inputs import Replicated
 from .mesh import MeshShape, make_mesh
 from .parts.model import PipelineModel
 from .pipeline.schedule import Schedule
@@ -14,7 +15,7 @@ from .remat_policy import remat
 from .replicas import CorruptionError
 from .sharding.constrain import constrain
 from .state import TrainState
-from .weighted import Weighted
+from .weighted import Max, Sum, Weighted
 
 __all__ = [
     "Budget",
@@ -24,10 +25,13 @@ __all__ = [
     "Engine",
     "Explanation",
     "Keep",
+    "Max",
     "MeshShape",
     "PipelineModel",
     "Precision",
+    "Replicated",
     "Schedule",
+    "Sum",
     "TrainState",
     "Weighted",
     "constrain",

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import tree
+from jaxpar.inputs import replicated_names
 from jaxpar.mesh import AXES, DATA
 from jaxpar.tensors import as_array, is_tensor
 from jaxpar.types import Batch
@@ -30,33 +31,49 @@ class BatchSpec:
       structure: the batch's tree structure.
       num_rows: examples in the global batch.
       mesh: the mesh whose data axis splits the rows.
+      replicated: names of leaves that are not rows (`jaxpar.Replicated`).
     """
 
     leaves: Mapping[str, jax.ShapeDtypeStruct]
     structure: Any
     num_rows: int
     mesh: Mesh
+    replicated: frozenset[str] = frozenset()
 
     @property
     def sharding(self) -> NamedSharding:
         """Rows over data, whole over the other axes."""
         return NamedSharding(self.mesh, P(DATA))
 
+    @property
+    def shardings(self) -> Batch:
+        """Where a global batch is: a tree of shardings."""
+        places = [self._place(name) for name in self.leaves]
+        return jax.tree.unflatten(self.structure, places)
+
     def rows(self, num_rows: int) -> Batch:
         """Shapes of a batch with another number of rows."""
         structs = [
-            jax.ShapeDtypeStruct((num_rows, *leaf.shape[1:]), leaf.dtype)
-            for leaf in self.leaves.values()
+            jax.ShapeDtypeStruct(self._shape(name, num_rows), leaf.dtype)
+            for name, leaf in self.leaves.items()
         ]
         return jax.tree.unflatten(self.structure, structs)
 
     def structs(self) -> Batch:
         """Shapes, dtypes and shardings of a global batch."""
         structs = [
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding)
-            for leaf in self.leaves.values()
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._place(name))
+            for name, leaf in self.leaves.items()
         ]
         return jax.tree.unflatten(self.structure, structs)
+
+    def _place(self, name: str) -> NamedSharding:
+        spec = P() if name in self.replicated else P(DATA)
+        return NamedSharding(self.mesh, spec)
+
+    def _shape(self, name: str, num_rows: int) -> tuple[int, ...]:
+        shape = self.leaves[name].shape
+        return shape if name in self.replicated else (num_rows, *shape[1:])
 
     def put(self, batch: Batch, *, any_size: bool = False) -> Batch:
         """Check a batch and make it a global array on the mesh.
@@ -86,13 +103,17 @@ class BatchSpec:
         ]
         num_rows = self._num_rows(leaves) if any_size else self.num_rows
         placed = [
-            self._put_leaf(name, struct, np.shape(leaf), leaf, num_rows)
-            for (name, struct), leaf in zip(self.leaves.items(), leaves, strict=True)
+            self._put_leaf(name, leaf, num_rows)
+            for name, leaf in zip(self.leaves, leaves, strict=True)
         ]
         return jax.tree.unflatten(structure, placed)
 
     def _num_rows(self, leaves: list) -> int:
-        first = leaves[0]
+        first = next(
+            leaf
+            for name, leaf in zip(self.leaves, leaves, strict=True)
+            if name not in self.replicated
+        )
         ways = 1 if isinstance(first, jax.Array) else jax.process_count()
         num_rows = (*np.shape(first), 0)[0] * ways
         if not num_rows or num_rows % self.mesh.shape[DATA]:
@@ -102,27 +123,25 @@ class BatchSpec:
             )
         return num_rows
 
-    def _put_leaf(
-        self,
-        name: str,
-        struct: jax.ShapeDtypeStruct,
-        shape: tuple[int, ...],
-        leaf: Any,
-        num_rows: int,
-    ) -> jax.Array:
+    def _put_leaf(self, name: str, leaf: Any, num_rows: int) -> jax.Array:
+        struct, shape = self.leaves[name], np.shape(leaf)
         is_global = isinstance(leaf, jax.Array)
         own_rows = num_rows if is_global else num_rows // jax.process_count()
+        needed = self._shape(name, own_rows)
         is_dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) == struct.dtype
-        if shape != (own_rows, *struct.shape[1:]) or not is_dtype:
+        if shape != needed or not is_dtype:
             dtype = struct.dtype if is_dtype else leaf.dtype
             raise ValueError(
                 f"batch: leaf {name or 'batch'} is {dtype}{list(shape)}, but must be "
-                f"{struct.dtype}{[own_rows, *struct.shape[1:]]}, as in sample_batch "
+                f"{struct.dtype}{list(needed)}, as in sample_batch "
                 f"({own_rows} of {num_rows} rows on each of "
                 f"{1 if is_global else jax.process_count()} processes)."
             )
+        place = self._place(name)
         if is_global or jax.process_count() == 1:
-            return jax.device_put(leaf, self.sharding)
+            return jax.device_put(leaf, place)
+        if name in self.replicated:
+            return jax.make_array_from_process_local_data(place, leaf, shape)
         return self._from_processes(np.asarray(leaf), (num_rows, *shape[1:]))
 
     def _from_processes(self, rows: np.ndarray, shape: tuple[int, ...]) -> jax.Array:
@@ -177,13 +196,17 @@ def make_batch_spec(sample_batch: Batch, mesh: Mesh, accumulate: int) -> BatchSp
         name: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
         for name, x in arrays.items()
     }
+    wholes = replicated_names(sample_batch)
     rows = {
-        name: leaf.shape[0] if leaf.shape else None for name, leaf in leaves.items()
+        name: leaf.shape[0] if leaf.shape else None
+        for name, leaf in leaves.items()
+        if name not in wholes
     }
-    if not leaves or None in rows.values() or len(set(rows.values())) > 1:
+    if not rows or None in rows.values() or len(set(rows.values())) > 1:
         raise ValueError(
             f"sample_batch: rows by leaf are {rows}; every leaf must have the same "
-            "number of rows as its leading dim (at least one leaf)."
+            "number of rows as its leading dim (at least one leaf). Wrap what is not "
+            "rows: jaxpar.Replicated(x)."
         )
     (num_rows,) = set(rows.values())
     data = mesh.shape[DATA]
@@ -193,7 +216,8 @@ def make_batch_spec(sample_batch: Batch, mesh: Mesh, accumulate: int) -> BatchSp
             f"{data} x {accumulate} = {data * accumulate}. Change the batch, the mesh "
             "or accumulate."
         )
-    return BatchSpec(leaves, jax.tree.structure(sample_batch), num_rows, mesh)
+    structure = jax.tree.structure(sample_batch)
+    return BatchSpec(leaves, structure, num_rows, mesh, wholes)
 
 
 def _refuse_lists(argument: str, batch: Batch) -> None:

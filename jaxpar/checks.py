@@ -14,11 +14,26 @@ from jax.sharding import AxisType, Mesh
 
 from jaxpar import tree
 from jaxpar.dependence import tainted_outputs
-from jaxpar.gradients import make_loss
-from jaxpar.jaxprs import flops
+from jaxpar.draws import Draw, find_draws
+from jaxpar.inputs import Inputs, num_rows, twice_the_rows
+from jaxpar.jaxprs import flops, has_dtype
+from jaxpar.loss import Loss, make_loss
+from jaxpar.loss_check import HALF_TOLERANCE, TOLERANCE
 from jaxpar.mesh import AXES
 from jaxpar.module import Network
-from jaxpar.types import Batch, LossFn, Params, PyTree
+from jaxpar.precision import Precision
+from jaxpar.row_draws import (
+    AsTraced,
+    Rows,
+    ShardKey,
+    random_notes,
+    row_dims,
+    traced,
+)
+from jaxpar.state import TrainState
+from jaxpar.types import Params, PyTree
+
+_HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 def check_arguments(
@@ -88,23 +103,33 @@ class LossTrace:
     Attributes:
       changes_state: whether the model changes its mutable state (keys do not count).
       flops: operations of the matrix products of one forward pass.
+      draws: where it draws random numbers.
+      random_notes: which of them depend on the mesh.
+      tolerance: of the loss in fp32, split over rows; relative.
     """
 
     changes_state: bool
     flops: int
+    draws: tuple[Draw, ...]
+    random_notes: tuple[str, ...]
+    tolerance: float
 
 
 def trace_loss(
-    network: Network, loss_fn: LossFn, params: Params, model_state: PyTree, batch: Batch
+    network: Network,
+    loss: Loss,
+    abstract: TrainState,
+    precision: Precision,
+    rows: Inputs,
 ) -> LossTrace:
     """Trace a loss function on shapes and check what it returns.
 
     Args:
       network: the model.
-      loss_fn: the loss function.
-      params: shapes of the parameters, in the compute dtype.
-      model_state: shapes of the mutable state.
-      batch: shapes of one shard of a micro-batch.
+      loss: the loss function.
+      abstract: the train state's shapes.
+      precision: the dtypes.
+      rows: shapes of one shard of a micro-batch.
 
     Returns:
       What the trace shows.
@@ -113,15 +138,18 @@ def trace_loss(
       ValueError: if the loss or a metric is not a scalar, metrics are not a dict of
         free names, or a weight depends on the parameters.
     """
-    leaves, structure = jax.tree.flatten(params)
-    loss = make_loss(network, loss_fn, structure, training=True)
+    cast = tree.with_dtype(abstract.params, precision.compute_dtype)
+    leaves, structure = jax.tree.flatten(cast)
+    loss_of = make_loss(network, loss, structure, AsTraced(), training=True)
+
+    def keyed(key: Any, leaves: list, model_state: PyTree, rows: Inputs) -> tuple:
+        return loss_of(leaves, model_state, ShardKey(key, jnp.int32(0)), rows)
+
     key = jax.eval_shape(lambda: jax.random.key(0))
-    closed, (sums, _) = jax.make_jaxpr(loss, return_shape=True)(
-        leaves, model_state, key, batch
-    )
+    closed, (sums, _) = traced(keyed, key, (leaves, abstract.model_state, rows))
     jaxpr = closed.jaxpr
-    others = len(jaxpr.invars) - len(leaves)
-    outs = tainted_outputs(jaxpr, [True] * len(leaves) + [False] * others)
+    others = len(jaxpr.invars) - len(leaves) - 1
+    outs = tainted_outputs(jaxpr, [False, *[True] * len(leaves), *[False] * others])
     names = list(tree.named_leaves(sums))
     for name, tainted in zip(names, outs[: len(names)], strict=True):
         if name.endswith("weight") and tainted:
@@ -131,9 +159,26 @@ def trace_loss(
                 "jaxpar.Weighted(total, weight) needs a weight made of the batch "
                 "alone (a count or a mask's sum). Divide inside total instead."
             )
-    state_in = jaxpr.invars[len(leaves) : len(leaves) + len(jaxpr.outvars) - len(names)]
+    first = 1 + len(leaves)
+    state_in = jaxpr.invars[first : first + len(jaxpr.outvars) - len(names)]
     changed = any(
         out is not inp
         for out, inp in zip(jaxpr.outvars[len(names) :], state_in, strict=True)
     )
-    return LossTrace(changed, flops(jaxpr.eqns))
+    draws = tuple(find_draws(jaxpr))
+
+    def twice() -> tuple:
+        return leaves, abstract.model_state, twice_the_rows(rows)
+
+    dims = row_dims(draws, keyed, key, Rows(num_rows(rows), twice))
+    fp32 = jaxpr
+    if precision.compute_dtype != jnp.float32:
+        masters = jax.tree.leaves(abstract.params)
+        fp32 = traced(keyed, key, (masters, abstract.model_state, rows))[0].jaxpr
+    return LossTrace(
+        changed,
+        flops(jaxpr.eqns),
+        draws,
+        random_notes(draws, dims),
+        HALF_TOLERANCE if has_dtype(fp32, _HALF) else TOLERANCE,
+    )

@@ -115,8 +115,8 @@ class Engine:
           and the user's metrics.
 
         Raises:
-          ValueError: if the batch differs from the sample batch, or a leaf of `state`
-            was set.
+          ValueError: if the batch differs from the sample batch, a leaf of `state` was
+            set, or the loss is not a mean over rows (see `jaxpar.loss_check`).
           FloatingPointError: if a recent step overflowed at the least loss scale.
           RuntimeError: if another thread is in a method of this engine.
 
@@ -126,6 +126,8 @@ class Engine:
         """
         with self._alone("step"):
             placed = self._put(batch)
+            if self._program.loss_check is not None:
+                self._program.loss_check.before_step(lambda: self._kept, placed)
             self._leaves, metrics, exhausted = self._program.step(self._leaves, placed)
             self._view, self._number = None, self._number + 1
             watched = (metrics["loss"], metrics["skipped"], *exhausted)
@@ -172,9 +174,9 @@ class Engine:
             placed = self._put(batch, any_size=True)
             kept = self._kept
             other = kept.params if params is None else self._placed(params)
-            metrics = self._program.evaluate(
-                other, kept.model_state, placed, kept.key, params is None
-            )
+            given = (other, kept.model_state, placed, kept.step, kept.key)
+            sums = self._program.evaluate(*given, params is None)
+            metrics = self._program.results(sums)
             self._ahead.add(Dispatched("an evaluation", metrics["loss"]))
             return metrics
 

@@ -8,7 +8,7 @@ the data axis before that.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,9 +17,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.deferred import Deferred, call_deferred
+from jaxpar.inputs import Inputs, map_rows, specs_of
+from jaxpar.loss import Loss, Sums, make_loss
 from jaxpar.mesh import DATA
 from jaxpar.module import Network
 from jaxpar.precision import Precision
+from jaxpar.row_draws import Draws, ShardKey
 from jaxpar.sharding.constrain import constrain
 from jaxpar.sharding.exchange import (
     AutomaticExchange,
@@ -30,33 +33,8 @@ from jaxpar.sharding.exchange import (
     to_view,
 )
 from jaxpar.sharding.zero import LeafPlan, ZeroStage
-from jaxpar.types import Batch, LossFn, Metrics, Params, PyTree
-from jaxpar.weighted import Weighted, as_weighted, mean
-
-OWN_METRICS = frozenset(
-    {"loss", "weight", "grad_norm", "skipped", "loss_scale", "learning_rate"}
-)
-"""Names that a loss function's own metrics must leave free."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Sums:
-    """What one step adds up besides gradients.
-
-    Attributes:
-      loss: the loss's total and weight.
-      metrics: the user's metrics, likewise.
-    """
-
-    loss: PyTree
-    metrics: dict[str, PyTree]
-
-    def means(self) -> Metrics:
-        """Divide each by its weight."""
-        return {"loss": mean(self.loss)} | {
-            name: mean(value) for name, value in self.metrics.items()
-        }
+from jaxpar.types import Params, PyTree
+from jaxpar.weighted import merged, of_no_examples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +48,7 @@ class Partition:
       precision: the dtypes.
       mesh: the mesh.
       automatic: whether data stays automatic and every micro-batch is seen whole.
+      draws: what the loss function's random numbers are.
     """
 
     network: Network
@@ -78,6 +57,7 @@ class Partition:
     precision: Precision
     mesh: Mesh
     automatic: bool
+    draws: Draws
 
     @property
     def exchange(self) -> Exchange:
@@ -90,6 +70,10 @@ class Partition:
     def platform(self) -> str:
         """The mesh's."""
         return self.mesh.devices.flat[0].platform
+
+    def shard_key(self, key: jax.Array) -> ShardKey:
+        """A key of all shards, as this one uses it."""
+        return ShardKey(key, self.exchange.shard_number())
 
     def views(self, params: Params) -> list[jax.Array]:
         """The parameters at rest as their plans' views."""
@@ -144,32 +128,32 @@ class Partition:
         ]
 
     def mapped(self, body: Callable, out_specs: Any) -> Callable:
-        """Run ``body(shards, batch, *replicated)`` on views, each on its shard."""
+        """Run ``body(shards, inputs, *replicated)`` on views, each on its shard."""
         if self.automatic:
             return body
         specs = [manual_spec(plan) for plan in self.plans]
 
-        def run(shards: list, batch: Batch, *replicated: Any) -> Any:
+        def run(shards: list, inputs: Inputs, *replicated: Any) -> Any:
             return jax.shard_map(
                 body,
                 mesh=self.mesh,
-                in_specs=(specs, P(DATA), *(P() for _ in replicated)),
+                in_specs=(specs, specs_of(inputs), *(P() for _ in replicated)),
                 out_specs=out_specs,
                 axis_names={DATA},
                 check_vma=False,
-            )(shards, batch, *replicated)
+            )(shards, inputs, *replicated)
 
         return run
 
 
 def make_gradients(
-    partition: Partition, loss_fn: LossFn, params_like: Params, accumulate: int
+    partition: Partition, loss: Loss, params_like: Params, accumulate: int
 ) -> Callable[..., tuple[Params, Sums, PyTree]]:
-    """Make ``(params, model_state, batch, key, scale) -> (grads, sums, model_state)``.
+    """Make ``(params, model_state, inputs, key, scale) -> (grads, sums, model_state)``.
 
     Args:
       partition: how the loss function is run from shards.
-      loss_fn: ``(model, batch) -> loss`` or ``(loss, metrics)``.
+      loss: the loss function.
       params_like: a tree of the parameters' structure.
       accumulate: micro-batches a step.
 
@@ -178,12 +162,14 @@ def make_gradients(
       dtype that they crossed data in, of scale * sum(total) / sum(weight).
     """
     structure = jax.tree.structure(params_like)
-    loss_of = make_loss(partition.network, loss_fn, structure, training=True)
+    loss_of = make_loss(
+        partition.network, loss, structure, partition.draws, training=True
+    )
 
-    def microbatch(shards, prepared, model_state, key, scale, batch):
+    def microbatch(shards, prepared, model_state, key, scale, inputs):
         def total(leaves: list) -> tuple[jax.Array, tuple]:
             sums, state = partition.call(
-                loss_of, leaves, prepared, model_state, key, batch
+                loss_of, leaves, prepared, model_state, key, inputs
             )
             return sums.loss.total, (sums, state)
 
@@ -194,16 +180,16 @@ def make_gradients(
         grads = [grad.astype(jnp.float32) * weight for grad in grads]
         return grads, sums, state
 
-    def body(shards, batch, model_state, key, scale):
+    def body(shards, inputs, model_state, key, scale):
         prepared = partition.prepare(shards)
-        key = partition.exchange.fold_shard(key)
+        key = partition.shard_key(key)
 
         def one(model_state, index, rows):
-            own = jax.random.fold_in(key, index)
+            own = key.fold_in(index)
             return microbatch(shards, prepared, model_state, own, scale, rows)
 
-        grads, sums, state = _accumulated(one, model_state, batch, accumulate)
-        sums = jax.tree.map(partition.exchange.total, sums)
+        grads, sums, state = _accumulated(one, model_state, inputs, accumulate)
+        sums = sums.over_data(partition.exchange)
         weight = sums.loss.weight
         inverse = jnp.where(weight > 0, 1.0 / weight, 0.0)
         grads = partition.reduced([grad * inverse for grad in grads])
@@ -215,7 +201,7 @@ def make_gradients(
 def gradients_on_shards(
     partition: Partition, structure: Any, body: Callable[..., tuple]
 ) -> Callable[..., tuple[Params, Sums, PyTree]]:
-    """Run ``body(shards, batch, model_state, key, scale)`` on every data shard's views.
+    """Run ``body(shards, inputs, model_state, key, scale)`` on every shard's views.
 
     Args:
       partition: the leaves' layouts.
@@ -228,105 +214,72 @@ def gradients_on_shards(
     views = [manual_spec(plan) for plan in partition.plans]
     run = partition.mapped(body, out_specs=(views, P(), P()))
 
-    def gradients(params, model_state, batch, key, scale):
+    def gradients(params, model_state, inputs, key, scale):
         shards = partition.views(params)
-        grads, sums, state = run(shards, batch, model_state, key, scale)
+        grads, sums, state = run(shards, inputs, model_state, key, scale)
         grads = [from_view(*x) for x in zip(partition.plans, grads, strict=True)]
         return jax.tree.unflatten(structure, grads), sums, state
 
     return gradients
 
 
-def make_loss(
-    network: Network, fn: LossFn, structure: Any, *, training: bool
-) -> Callable[..., tuple[Sums, PyTree]]:
-    """Make ``(leaves, model_state, key, batch) -> (Sums, model_state)``."""
+def make_forward(
+    partition: Partition, loss: Loss, params_like: Params, *, training: bool
+) -> Callable[..., Sums]:
+    """Make ``(shards, inputs, model_state, key, parts) -> Sums``, without gradients.
 
-    def loss(leaves, model_state, key, batch):
-        variables = (jax.tree.unflatten(structure, leaves), model_state)
-        out, after = network.run(fn, variables, key, batch, training=training)
-        sums = loss_sums(out, batch)
-        kept = jax.tree.map(lambda new, old: new.astype(old.dtype), after, model_state)
-        return sums, kept
-
-    return loss
-
-
-def loss_sums(out: Any, batch: Batch) -> Sums:
-    """See what a loss function returned for a batch as sums and their weights.
-
-    Raises:
-      ValueError: if it is not a floating loss, or (loss, metrics), of scalars.
+    Of one data shard's rows, in so many micro-batches.
     """
-    value, metrics = _loss_and_metrics(out)
-    num_rows = jax.tree.leaves(batch)[0].shape[0]
-    sums = Sums(
-        as_weighted(value, "loss", num_rows),
-        {name: as_weighted(x, name, num_rows) for name, x in metrics.items()},
+    structure = jax.tree.structure(params_like)
+    loss_of = make_loss(
+        partition.network, loss, structure, partition.draws, training=training
     )
-    _check_floating(value)
-    return sums
 
+    def forward(shards, inputs, model_state, key, parts):
+        prepared = partition.prepare(shards)
+        leaves = partition.differentiated(shards, prepared)
 
-def _check_floating(loss: Any) -> None:
-    """Refuse a loss whose gradient would silently be zero."""
-    dtype = jnp.result_type(loss.total if isinstance(loss, Weighted) else loss)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(
-            f"loss_fn: the loss is {dtype}, which has no gradient; it must be "
-            "floating. Return a mean of differentiable terms."
-        )
+        def one(rows: Inputs) -> Sums:
+            given = (model_state, partition.shard_key(key), rows)
+            return partition.call(loss_of, leaves, prepared, *given)[0]
 
+        def add(sums: Sums, index: jax.Array) -> tuple[Sums, None]:
+            return merged(sums, one(microbatch_rows(inputs, index, parts))), None
 
-def _loss_and_metrics(out: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Tell ``loss`` and ``(loss, metrics)`` apart."""
-    if not isinstance(out, tuple):
-        return out, {}
-    if len(out) != 2 or not isinstance(out[1], Mapping):
-        kinds = ", ".join(type(part).__name__ for part in out)
-        raise ValueError(
-            f"loss_fn: it returned a tuple of ({kinds}), but must return a loss, or "
-            "(loss, metrics) with metrics a dict of scalars by name."
-        )
-    taken = sorted(OWN_METRICS & out[1].keys())
-    if taken:
-        raise ValueError(
-            f"loss_fn: metrics {taken} are names of the engine's own metrics "
-            f"({', '.join(sorted(OWN_METRICS))}); rename yours."
-        )
-    return out
+        if parts == 1:
+            return one(inputs)
+        like = jax.eval_shape(lambda: one(microbatch_rows(inputs, 0, parts)))
+        return jax.lax.scan(add, of_no_examples(like), jnp.arange(parts))[0]
+
+    return forward
 
 
 def make_evaluation(
-    partition: Partition, eval_fn: LossFn, params_like: Params
-) -> Callable[..., Metrics]:
-    """Make ``(params, model_state, batch, key) -> metrics``, without gradients."""
-    structure = jax.tree.structure(params_like)
-    loss_of = make_loss(partition.network, eval_fn, structure, training=False)
+    partition: Partition, loss: Loss, params_like: Params
+) -> Callable[..., Sums]:
+    """Make ``(params, model_state, inputs, key) -> Sums``, in evaluation mode."""
+    forward = make_forward(partition, loss, params_like, training=False)
 
-    def body(shards, batch, model_state, key):
-        prepared = partition.prepare(shards)
-        leaves = partition.differentiated(shards, prepared)
-        sums, _ = partition.call(loss_of, leaves, prepared, model_state, key, batch)
-        return jax.tree.map(partition.exchange.total, sums)
+    def body(shards, inputs, model_state, key):
+        sums = forward(shards, inputs, model_state, key, 1)
+        return sums.over_data(partition.exchange)
 
     return evaluation_on_shards(partition, body)
 
 
 def evaluation_on_shards(
     partition: Partition, body: Callable[..., Sums]
-) -> Callable[..., Metrics]:
-    """Run ``body(shards, batch, model_state, key) -> Sums`` on every data shard."""
+) -> Callable[..., Sums]:
+    """Run ``body(shards, inputs, model_state, key) -> Sums`` on every data shard."""
     run = partition.mapped(body, out_specs=P())
 
-    def evaluation(params, model_state, batch, key):
-        sums = run(partition.views(params), batch, model_state, key)
-        return sums.means() | {"weight": sums.loss.weight}
+    def evaluation(params, model_state, inputs, key):
+        return run(partition.views(params), inputs, model_state, key)
 
     return evaluation
 
 
-def microbatch_rows(batch: Batch, index: jax.Array | int, accumulate: int) -> Batch:
+def microbatch_rows(inputs: Inputs, index: jax.Array | int, accumulate: int) -> Inputs:
     """Pick micro-batch m: rows m, m + accumulate and so on.
 
     Of every data shard's rows these are the same as of the global batch.
@@ -336,25 +289,26 @@ def microbatch_rows(batch: Batch, index: jax.Array | int, accumulate: int) -> Ba
         split = x.reshape(x.shape[0] // accumulate, accumulate, *x.shape[1:])
         return constrain(jax.lax.dynamic_index_in_dim(split, index, 1, False), DATA)
 
-    return jax.tree.map(pick, batch)
+    return map_rows(pick, inputs)
 
 
 def _accumulated(
-    one: Callable[..., tuple], model_state: PyTree, batch: Batch, accumulate: int
+    one: Callable[..., tuple], model_state: PyTree, inputs: Inputs, accumulate: int
 ) -> tuple[list[jax.Array], Sums, PyTree]:
     """Add up ``one(model_state, index, rows)`` over the micro-batches."""
     if accumulate == 1:
-        return one(model_state, 0, batch)
+        return one(model_state, 0, inputs)
 
     def add(carry: tuple, index: jax.Array) -> tuple[tuple, None]:
         grads, sums, state = carry
-        rows = microbatch_rows(batch, index, accumulate)
+        rows = microbatch_rows(inputs, index, accumulate)
         new_grads, new_sums, state = one(state, index, rows)
-        added = jax.tree.map(jnp.add, (grads, sums), (new_grads, new_sums))
-        return (*added, state), None
+        grads = jax.tree.map(jnp.add, grads, new_grads)
+        return (grads, merged(sums, new_sums), state), None
 
-    first = microbatch_rows(batch, 0, accumulate)
-    shapes = jax.eval_shape(lambda: one(model_state, 0, first))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[:2])
-    carry, _ = jax.lax.scan(add, (*zeros, model_state), jnp.arange(accumulate))
+    first = microbatch_rows(inputs, 0, accumulate)
+    grads, sums, _ = jax.eval_shape(lambda: one(model_state, 0, first))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), grads)
+    start = (zeros, of_no_examples(sums), model_state)
+    carry, _ = jax.lax.scan(add, start, jnp.arange(accumulate))
     return carry

@@ -12,10 +12,13 @@ from jax.sharding import Mesh
 
 from jaxpar import tree
 from jaxpar.batches import BatchSpec, make_batch_spec
-from jaxpar.checks import check_arguments, check_trainable, trace_loss
+from jaxpar.checks import LossTrace, check_arguments, check_trainable, trace_loss
 from jaxpar.engine import Engine
 from jaxpar.gradients import Partition
+from jaxpar.inputs import abstract_inputs
 from jaxpar.layout import Layout
+from jaxpar.loss import Loss, as_losses
+from jaxpar.loss_check import why_not
 from jaxpar.mesh import DATA, MeshShape, as_mesh
 from jaxpar.module import Network, make_network
 from jaxpar.optim.fused import FusedOptimizer
@@ -23,9 +26,10 @@ from jaxpar.optim.making import make_update
 from jaxpar.pipeline.execution import make_execution
 from jaxpar.pipeline.schedule import Schedule
 from jaxpar.precision import Precision, make_precision
-from jaxpar.program import Program, make_program
+from jaxpar.program import Program, make_loss_check, make_program
+from jaxpar.row_draws import AsTraced, OwnRows
 from jaxpar.sharding.rules import Rules, Spec, compute_specs
-from jaxpar.sharding.zero import zero_stage
+from jaxpar.sharding.zero import LeafPlan, ZeroStage, zero_stage
 from jaxpar.state import TrainState, make_init, state_shardings
 from jaxpar.step import make_train_step
 from jaxpar.types import Batch, LossFn
@@ -49,6 +53,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     rules: Rules | None = None,
     eval_fn: LossFn | None = None,
     coupled_batch: bool = False,
+    check_loss: bool = True,
     allow_whole: Sequence[str] = (),
     xla_options: Mapping[str, Value | None] | None = None,
 ) -> Engine:
@@ -58,9 +63,12 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
       model: an NNX factory ``lambda rngs: MyModel(rngs=rngs)``, a Linen module, or a
         `jaxpar.PipelineModel`.
       loss_fn: ``(model, batch) -> loss`` or ``(loss, metrics)``: a mean over the
-        examples it is given, or a `jaxpar.Weighted`.
+        examples it is given, or a `jaxpar.Weighted`. It may also take by name: key (a
+        PRNG key of the micro-batch), step (an int32 scalar), training (a bool).
+        Metrics are means too, or `jaxpar.Weighted`, `jaxpar.Sum`, `jaxpar.Max`.
       optimizer: any optax transformation, or one of `jaxpar.optim`.
-      sample_batch: arrays or `jax.ShapeDtypeStruct`s of a global batch, rows first.
+      sample_batch: arrays or `jax.ShapeDtypeStruct`s of a global batch, rows first,
+        but for what is wrapped in `jaxpar.Replicated`.
       mesh: devices by axis (all of them on data by default), or a mesh made by
         `jaxpar.make_mesh`.
       devices: the devices that a shape is made of, such as ``jax.devices()[:4]``; None
@@ -79,6 +87,8 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
       eval_fn: like loss_fn, for `Engine.evaluate`; None for loss_fn.
       coupled_batch: the loss couples examples (in-batch negatives): it is given whole
         micro-batches. Implied by a model that changes its state (batch statistics).
+      check_loss: whether to compare, before steps 1, 2, 4, 8 and so on, the loss of
+        some rows with that of their halves (`jaxpar.loss_check`).
       allow_whole: path patterns of large parameters that may stay whole over data.
       xla_options: XLA's option -> value, over those of `jaxpar.xla_settings`; None for
         XLA's default. `Engine.explain` prints what is set.
@@ -110,22 +120,25 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     mesh = as_mesh(mesh, devices)
     check_arguments(mesh, optimizer, clip_norm, seed)
     stage, precision = zero_stage(zero), make_precision(precision)
+    losses = loss, _ = as_losses(loss_fn, eval_fn)
     batch_spec = make_batch_spec(sample_batch, mesh, accumulate)
     given["sample_batch"] = batch_spec.rows(batch_spec.num_rows)  # Shapes, no arrays.
-    rows = batch_spec.rows(batch_spec.num_rows // (accumulate * mesh.shape[DATA]))
-    network = make_network(model, loss_fn, rows)
-    execution = make_execution(network, mesh, schedule, accumulate, loss_fn, rows)
+    num_rows = batch_spec.num_rows // (accumulate * mesh.shape[DATA])
+    rows = abstract_inputs(batch_spec.rows(num_rows))
+    network = make_network(model, loss.on_sample, rows)
+    execution = make_execution(network, mesh, schedule, accumulate, loss, rows)
     init, abstract = _abstract(network, optimizer, seed)
     leaves = tree.named_leaves(abstract.params)
     compute = _split(leaves, network, rules, mesh)
     plans = execution.plan_leaves(leaves, compute, stage, mesh.shape, allow_whole)
     cast = tree.with_dtype(abstract.params, precision.compute_dtype)
-    traced = trace_loss(network, loss_fn, cast, abstract.model_state, rows)
-    coupled, like = coupled_batch or traced.changes_state, abstract.params
-    # XLA rejects reductions over a manual axis of one device (jax 0.11.2).
-    automatic, owned = coupled or mesh.shape[DATA] == 1, tuple(plans.values())
-    partition = Partition(network, owned, stage, precision, mesh, automatic)
-    update = make_update(optimizer, owned, mesh, like, precision.compute_dtype)
+    traced = trace_loss(network, loss, abstract, precision, rows)
+    coupled = coupled_batch or traced.changes_state
+    partition = _partition(network, plans, stage, precision, mesh, coupled)
+    like, dtype = abstract.params, precision.compute_dtype
+    update = make_update(optimizer, partition.plans, mesh, like, dtype)
+    splits = mesh.shape[DATA] * accumulate
+    unchecked = why_not(traced.draws, coupled=coupled, splits=splits, asked=check_loss)
     layout = Layout(
         mesh,
         abstract,
@@ -139,19 +152,52 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
         accumulate,
         traced.flops * accumulate * mesh.shape[DATA],
         update,
+        _remarks(partition, coupled, traced, unchecked),
     )
-    losses = loss_fn, eval_fn or loss_fn
-    program = _program(layout, batch_spec, partition, losses, clip_norm)
+    tolerance = None if unchecked else traced.tolerance
+    program = _program(layout, batch_spec, partition, losses, clip_norm, tolerance)
     state = layout.initial_state(init, seed)
     return Engine(network, layout, batch_spec, program, state, given)
+
+
+def _partition(
+    network: Network,
+    plans: Mapping[str, LeafPlan],
+    stage: ZeroStage,
+    precision: Precision,
+    mesh: Mesh,
+    coupled: bool,
+) -> Partition:
+    """How the loss function is run from shards."""
+    # XLA rejects reductions over a manual axis of one device (jax 0.11.2).
+    automatic = coupled or mesh.shape[DATA] == 1
+    draws = AsTraced() if automatic else OwnRows(mesh.shape[DATA])
+    owned = tuple(plans.values())
+    return Partition(network, owned, stage, precision, mesh, automatic, draws)
+
+
+def _remarks(
+    partition: Partition, coupled: bool, traced: LossTrace, unchecked: str | None
+) -> tuple[str, ...]:
+    """What an explanation says of the loss, a line each."""
+    lines = ["loss: it is checked to be a mean over rows, at steps 1, 2, 4, 8, ..."]
+    if unchecked:
+        lines = [f"loss: it is not checked, for {unchecked}."]
+    if coupled:
+        lines.append(
+            "loss: it couples examples, so that accumulate changes it: every "
+            "micro-batch is coupled by itself."
+        )
+    return (*lines, *(() if partition.automatic else traced.random_notes))
 
 
 def _program(
     layout: Layout,
     batch_spec: BatchSpec,
     partition: Partition,
-    losses: tuple[LossFn, LossFn],
+    losses: tuple[Loss, Loss],
     clip_norm: float | None,
+    tolerance: float | None,
 ) -> Program:
     """What is compiled; `losses` are of training and of evaluation."""
     execution, like = layout.execution, layout.abstract.params
@@ -161,7 +207,10 @@ def _program(
         gradients, layout.update, clip_norm=clip_norm, scales_loss=scales
     )
     evaluation = execution.make_evaluation(partition, losses[1], like)
-    return make_program(layout, batch_spec, step, evaluation)
+    check = None
+    if tolerance is not None and layout.can_run:
+        check = make_loss_check(layout, partition, losses[0], tolerance)
+    return make_program(layout, batch_spec, step, evaluation, check)
 
 
 def _abstract(

@@ -118,7 +118,7 @@ def _flops_of(eqn: core.JaxprEqn) -> int:
     told = operations_of(params["name"]) if name in ("jit", "pjit") else None
     if told is not None:
         return told
-    inner = [flops(jaxpr.eqns) for jaxpr in _jaxprs_of(params)]
+    inner = [flops(closed.jaxpr.eqns) for closed in inner_jaxprs(eqn).values()]
     if name == "cond":
         return max(inner)
     if name == "shard_map":
@@ -133,13 +133,23 @@ def _size(var: Any) -> int:
     return math.prod(shape_of(var).shape)
 
 
-def _jaxprs_of(params: Mapping[str, Any]) -> list[core.Jaxpr]:
-    """The jaxprs that an equation calls."""
-    found = []
-    for value in params.values():
-        for part in value if isinstance(value, tuple | list) else (value,):
+def has_dtype(jaxpr: core.Jaxpr, dtypes: Sequence[Any]) -> bool:
+    """Whether an equation, also in what it calls, makes an array of one of them."""
+    return any(
+        any(getattr(var.aval, "dtype", None) in dtypes for var in eqn.outvars)
+        or any(has_dtype(inner.jaxpr, dtypes) for inner in inner_jaxprs(eqn).values())
+        for eqn in jaxpr.eqns
+    )
+
+
+def inner_jaxprs(eqn: core.JaxprEqn) -> dict[str, core.ClosedJaxpr]:
+    """The jaxprs that an equation calls, closed, by the parameter that has them."""
+    found = {}
+    for name, value in eqn.params.items():
+        is_many = isinstance(value, tuple | list)
+        for number, part in enumerate(value if is_many else (value,)):
+            if isinstance(part, core.Jaxpr):
+                part = core.ClosedJaxpr(part, ())
             if isinstance(part, core.ClosedJaxpr):
-                found.append(part.jaxpr)
-            elif isinstance(part, core.Jaxpr):
-                found.append(part)
+                found[f"{name}[{number}]" if is_many else name] = part
     return found

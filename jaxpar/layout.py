@@ -62,6 +62,7 @@ class Layout:
       accumulate: micro-batches a step.
       forward_flops: operations of a step's forward passes, of all devices.
       update: the optimizer, and how it keeps the state.
+      remarks: what an explanation says of the loss.
     """
 
     mesh: Mesh
@@ -76,6 +77,7 @@ class Layout:
     accumulate: int
     forward_flops: int
     update: Update
+    remarks: tuple[str, ...]
 
     @functools.cached_property
     def can_run(self) -> bool:
@@ -156,7 +158,7 @@ class Layout:
             program=read_program(compiled, self.mesh, module),
             settings=self.settings,
             notes=self.execution.notes(self.stage, self.plans),
-            remarks=self.update.notes(),
+            remarks=(*self.update.notes(), *self.remarks),
         )
 
     def measure(self, lowered: jax.stages.Lowered) -> Measured:

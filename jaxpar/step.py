@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpar.gradients import Sums
+from jaxpar.inputs import make_inputs
+from jaxpar.loss import Sums
 from jaxpar.loss_scale import update_loss_scale
 from jaxpar.optim.update import Update
 from jaxpar.state import TrainState
@@ -47,20 +48,20 @@ def make_train_step(
         scale = state.loss_scale.scale if scales_loss else jnp.float32(1.0)
         params = update.computed(state.params)
         grads, sums, model_state = gradients(
-            params, state.model_state, batch, key, scale
+            params, state.model_state, make_inputs(batch, state.step), key, scale
         )
         grads = update.packed(grads)
         norm = _global_norm(grads) / scale
         finite = jnp.isfinite(norm)
         applied = finite & (sums.loss.weight > 0)
-        means = sums.means()
+        results = sums.results()
         params, opt_state, told = update.apply(
             grads,
             state.params,
             state.opt_state,
             factor=_clip_factor(norm, clip_norm) / scale,
             applied=applied,
-            loss=means["loss"],
+            loss=results["loss"],
         )
         loss_scale = update_loss_scale(
             state.loss_scale, finite=finite, applied=applied, scales_loss=scales_loss
@@ -78,7 +79,7 @@ def make_train_step(
             "skipped": loss_scale.skipped,
             "loss_scale": scale,
         }
-        return new, means | counters | told
+        return new, results | counters | told
 
     return step
 

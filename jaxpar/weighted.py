@@ -1,8 +1,8 @@
-"""What is a loss over unequal weights: a total and a weight, divided at the very end.
+"""How does a number of some examples become the number of the global batch?
 
 The mean over a shard of a masked batch is not the mean over the batch. A loss given
 as `Weighted` is summed and divided over the global batch, so it is exact under every
-mesh, ZeRO stage and accumulation.
+mesh, ZeRO stage and accumulation. A metric may also be a `Sum` or a `Max`.
 """
 
 import dataclasses
@@ -38,6 +38,34 @@ class Weighted:
     weight: Any
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """A metric that is added up over the global batch, such as a count.
+
+    Attributes:
+      value: of the examples given; a scalar.
+    """
+
+    value: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Max:
+    """A metric that is the largest over the global batch.
+
+    Attributes:
+      value: of the examples given; a scalar.
+    """
+
+    value: Any
+
+
+Reduced = Weighted | Sum | Max
+"""A number of some examples that is combined with that of others."""
+
+
 def as_weighted(value: Any, name: str, num_rows: int) -> Weighted:
     """See a mean over examples as their sum, with their number as the weight; fp32.
 
@@ -52,19 +80,56 @@ def as_weighted(value: Any, name: str, num_rows: int) -> Weighted:
     Raises:
       ValueError: if `value` is not made of scalars.
     """
-    is_weighted = isinstance(value, Weighted)
-    for part in (value.total, value.weight) if is_weighted else (value,):
-        is_array = isinstance(part, _ARRAYS)
-        if not is_array or jnp.shape(part) != ():
-            found = f"has shape {jnp.shape(part)}" if is_array else f"is {part!r}"
-            raise ValueError(
-                f"loss_fn: {name} {found}, but must be a scalar. "
-                "Return a mean over the examples (.mean()), or jaxpar.Weighted(total, "
-                "weight) of two sums."
-            )
-    if not is_weighted:
+    if not isinstance(value, Weighted):
+        _require_scalars(name, value)
         value = Weighted(value * num_rows, num_rows)
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), value)
+    return _as_fp32(name, value)
+
+
+def as_reduced(value: Any, name: str, num_rows: int) -> Reduced:
+    """As `as_weighted`, but leave a `Sum` or a `Max` what it is."""
+    if isinstance(value, Sum | Max):
+        return _as_fp32(name, value)
+    return as_weighted(value, name, num_rows)
+
+
+def merged(numbers: Any, others: Any) -> Any:
+    """Combine the numbers of some examples with those of others.
+
+    Args:
+      numbers: a pytree of `Weighted`, `Sum` and `Max`.
+      others: the same of other examples.
+    """
+
+    def merge(one: Reduced, other: Reduced) -> Reduced:
+        combine = jnp.maximum if isinstance(one, Max) else jnp.add
+        return jax.tree.map(combine, one, other)
+
+    return jax.tree.map(merge, numbers, others, is_leaf=is_reduced)
+
+
+def of_no_examples(shapes: Any) -> Any:
+    """What changes nothing when it is merged.
+
+    Args:
+      shapes: a pytree of `Weighted`, `Sum` and `Max` of shapes or arrays.
+    """
+
+    def empty(one: Reduced) -> Reduced:
+        value = -jnp.inf if isinstance(one, Max) else 0.0
+        return jax.tree.map(lambda x: jnp.full(x.shape, value, x.dtype), one)
+
+    return jax.tree.map(empty, shapes, is_leaf=is_reduced)
+
+
+def is_reduced(value: Any) -> bool:
+    """Whether a value says how it is combined."""
+    return isinstance(value, Weighted | Sum | Max)
+
+
+def result(value: Reduced) -> jax.Array:
+    """The number itself, when all examples are in."""
+    return mean(value) if isinstance(value, Weighted) else value.value
 
 
 def mean(value: Weighted) -> jax.Array:
@@ -73,3 +138,20 @@ def mean(value: Weighted) -> jax.Array:
     return jnp.where(
         positive, value.total / jnp.where(positive, value.weight, 1.0), 0.0
     )
+
+
+def _as_fp32(name: str, value: Reduced) -> Any:
+    _require_scalars(name, *(getattr(value, f.name) for f in dataclasses.fields(value)))
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), value)
+
+
+def _require_scalars(name: str, *parts: Any) -> None:
+    for part in parts:
+        is_array = isinstance(part, _ARRAYS)
+        if not is_array or jnp.shape(part) != ():
+            found = f"has shape {jnp.shape(part)}" if is_array else f"is {part!r}"
+            raise ValueError(
+                f"loss_fn: {name} {found}, but must be a scalar. "
+                "Return a mean over the examples (.mean()), or jaxpar.Weighted(total, "
+                "weight) of two sums."
+            )

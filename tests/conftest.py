@@ -1,5 +1,6 @@
 """What do all tests run on? Eight CPU devices, or the GPU where --gpu is given."""
 
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
 CACHE_BYTES = 4 * 1024**3
+# By name, for jaxpar is imported after the plugin that checks its annotations.
+WHY_NOT = "jaxpar.initialization.why_not"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -69,6 +72,20 @@ def pytest_collection_modifyitems(
     for item in items:
         if on_gpu != (item.get_closest_marker("gpu") is not None):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unchecked_losses() -> Iterator[None]:
+    """Check no loss function: that compiles another program for every engine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WHY_NOT, lambda *_, **__: "this test is of something else")
+        yield
+
+
+@pytest.fixture
+def checked_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check loss functions as users' are."""
+    monkeypatch.setattr(WHY_NOT, importlib.import_module("jaxpar.loss_check").why_not)
 
 
 @pytest.fixture

@@ -204,6 +204,11 @@ ARGUMENTS = {
         r"loss_fn: it returned a tuple of \(.*, list\), but must return a loss, or "
         r"\(loss, metrics\) with metrics a dict of scalars by name",
     ),
+    "logits beside the loss": (
+        {"loss_fn": lambda model, batch: (loss(model, batch), model(batch["x"]))},
+        r"loss_fn: it returned a tuple of \(float32\[\], float32\[4, 6\]\), but must .*"
+        r"Logits and other arrays are not returned; make scalars of them in loss_fn",
+    ),
     "three results": (
         {"loss_fn": lambda model, batch: (loss(model, batch), {}, {})},
         r"loss_fn: it returned a tuple of \(.*, dict, dict\), but must return a",
@@ -251,6 +256,11 @@ ARGUMENTS = {
 }  # fmt: skip
 
 MODELS = {
+    "loss of other arguments": (
+        {"loss_fn": lambda model, batch, rng: loss(model, batch)},
+        r"loss_fn: it takes rng besides \(model, batch\); it may take key, step and "
+        r"training by these names\. Put other values in the batch",
+    ),
     "model already made": (
         {"model": nnx.Linear(4, 6, rngs=nnx.Rngs(0))},
         r"model=Linear\(\.\.\.\) is already made, whole on one device; pass a factory",

@@ -7,13 +7,16 @@ for weights to its second.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from jaxpar.inputs import Inputs
 from jaxpar.pipeline.backward import Pullback, run_and_keep, trace_pullback
 from jaxpar.pipeline.trunk import Trunk
-from jaxpar.types import Batch, Params, PyTree
+from jaxpar.row_draws import ShardKey
+from jaxpar.types import Params, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,15 +25,15 @@ class Work:
 
     Attributes:
       virtual: the virtual stage.
-      batch: this data shard's rows.
+      inputs: this data shard's rows.
       index: the micro-batch.
-      key: this data shard's, for this step.
+      key: for this step.
     """
 
     virtual: jax.Array
-    batch: Batch
+    inputs: Inputs
     index: jax.Array
-    key: jax.Array
+    key: ShardKey
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +58,11 @@ class Chunks:
         if self.keeps and self.trunk.training:
             return self._run_and_keep(blocks, hidden, work)
         own, shared = self._arguments(work)
+        block = self._block(work)
 
         def step(hidden: PyTree, layer: tuple) -> tuple[PyTree, None]:
             params, *place = layer
-            return self.trunk.block(params, hidden, *place, *shared), None
+            return block(params, hidden, *place, *shared), None
 
         out, _ = jax.lax.scan(step, hidden, (blocks, *own))
         return out, []
@@ -118,17 +122,22 @@ class Chunks:
         self, blocks: Params, hidden: PyTree, work: Work
     ) -> tuple[PyTree, PyTree]:
         own, shared = self._arguments(work)
+        block = self._block(work)
 
         def step(hidden: PyTree, layer: tuple) -> tuple[PyTree, list[jax.Array]]:
             params, *place = layer
-            return run_and_keep(self.trunk.block, params, hidden, *place, *shared)
+            return run_and_keep(block, params, hidden, *place, *shared)
 
         return jax.lax.scan(step, hidden, (blocks, *own))
 
     def _arguments(self, work: Work) -> tuple[tuple, tuple]:
-        return self.trunk.places(work.virtual, work.batch, work.index, work.key)
+        return self.trunk.places(work.virtual, work.inputs, work.index, work.key)
 
     def _pullback(self, blocks: Params, hidden: PyTree, work: Work) -> Pullback:
         own, shared = self._arguments(work)
         first = jax.tree.map(lambda x: x[0], (blocks, own))
-        return trace_pullback(self.trunk.block, first[0], hidden, *first[1], *shared)
+        block = self._block(work)
+        return trace_pullback(block, first[0], hidden, *first[1], *shared)
+
+    def _block(self, work: Work) -> Callable[..., PyTree]:
+        return self.trunk.block_on(self.trunk.rows(work.inputs, work.index))

@@ -15,12 +15,14 @@ from jax.sharding import Mesh
 
 from jaxpar.gradients import (
     Partition,
-    Sums,
     evaluation_on_shards,
     gradients_on_shards,
     make_evaluation,
+    make_forward,
     make_gradients,
 )
+from jaxpar.inputs import Inputs, num_rows
+from jaxpar.loss import Loss, Sums
 from jaxpar.mesh import DATA, PIPE
 from jaxpar.module import Network
 from jaxpar.parts.network import PipelineNetwork
@@ -41,7 +43,7 @@ from jaxpar.pipeline.work import (
 )
 from jaxpar.sharding.rules import Spec, axes_of
 from jaxpar.sharding.zero import LeafPlan, ZeroStage, plan_leaves
-from jaxpar.types import Batch, LossFn, Metrics, Params, PyTree
+from jaxpar.types import Params, PyTree
 
 
 @runtime_checkable
@@ -62,7 +64,7 @@ class Execution(Protocol):
     def make_gradients(
         self,
         partition: Partition,
-        loss_fn: LossFn,
+        loss: Loss,
         params_like: Params,
         accumulate: int,
     ) -> Callable[..., tuple[Params, Sums, PyTree]]:
@@ -70,9 +72,15 @@ class Execution(Protocol):
         ...
 
     def make_evaluation(
-        self, partition: Partition, eval_fn: LossFn, params_like: Params
-    ) -> Callable[..., Metrics]:
+        self, partition: Partition, loss: Loss, params_like: Params
+    ) -> Callable[..., Sums]:
         """As `jaxpar.gradients.make_evaluation`."""
+        ...
+
+    def make_forward(
+        self, partition: Partition, loss: Loss, params_like: Params, *, training: bool
+    ) -> Callable[..., Sums]:
+        """As `jaxpar.gradients.make_forward`."""
         ...
 
     def crossing(self, plans: Sequence[LeafPlan]) -> list[LeafPlan]:
@@ -119,8 +127,8 @@ def make_execution(
     mesh: Mesh,
     schedule: str | Schedule,
     accumulate: int,
-    loss_fn: LossFn,
-    rows: Batch,
+    loss: Loss,
+    rows: Inputs,
 ) -> Execution:
     """Choose how a model runs on a mesh.
 
@@ -129,7 +137,7 @@ def make_execution(
       mesh: the mesh.
       schedule: a name of `jaxpar.pipeline.catalog`, or a table.
       accumulate: micro-batches.
-      loss_fn: the user's.
+      loss: the loss function.
       rows: shapes of one micro-batch on one data shard.
 
     Returns:
@@ -158,7 +166,7 @@ def make_execution(
             f"pieces, but the model has num_blocks={network.num_blocks}; use at most "
             f"pipe={network.num_blocks // made.num_chunks or 1}."
         )
-    block = trace_microbatch(network, loss_fn, rows)
+    block = trace_microbatch(network, loss, rows)
     if made.splits_backward and isinstance(schedule, str):
         check_split(made, block.deferred)
     return Pipeline(network, made, stages, block)
@@ -174,6 +182,7 @@ class OneStage:
     plan_leaves = staticmethod(plan_leaves)
     make_gradients = staticmethod(make_gradients)
     make_evaluation = staticmethod(make_evaluation)
+    make_forward = staticmethod(make_forward)
 
     def crossing(self, plans: Sequence[LeafPlan]) -> list[LeafPlan]:
         """They cross as they are."""
@@ -224,7 +233,7 @@ class Pipeline:
     def make_gradients(
         self,
         partition: Partition,
-        loss_fn: LossFn,
+        loss: Loss,
         params_like: Params,
         accumulate: int,
     ) -> Callable[..., tuple[Params, Sums, PyTree]]:
@@ -233,15 +242,15 @@ class Pipeline:
         At every ZeRO stage parameters are gathered, and gradients reduced, once a step.
         """
         structure = jax.tree.structure(params_like)
-        chunks = self._chunks(partition, loss_fn, accumulate, training=True)
+        chunks = self._chunks(partition, loss, accumulate, training=True)
         plan = make_plan(self.schedule, training=True, keeps=chunks.keeps)
         plans = self.crossing(partition.plans)
 
-        def body(shards, batch, model_state, key, scale):
-            key = partition.exchange.fold_shard(key)
+        def body(shards, inputs, model_state, key, scale):
+            key = partition.shard_key(key)
             params = jax.tree.unflatten(structure, self._whole(partition, shards))
-            grads, sums = run_schedule(chunks, plan, params, batch, key, scale)
-            sums = jax.tree.map(partition.exchange.total, sums)
+            grads, sums = run_schedule(chunks, plan, params, inputs, key, scale)
+            sums = sums.over_data(partition.exchange)
             weight = sums.loss.weight
             inverse = jax.numpy.where(weight > 0, 1.0 / weight, 0.0)
             reduced = [
@@ -256,26 +265,40 @@ class Pipeline:
 
         return gradients_on_shards(partition, structure, body)
 
-    def make_evaluation(
-        self, partition: Partition, eval_fn: LossFn, params_like: Params
-    ) -> Callable[..., Metrics]:
-        """The schedule's forwards alone, over as many micro-batches as fit the rows."""
+    def make_forward(
+        self, partition: Partition, loss: Loss, params_like: Params, *, training: bool
+    ) -> Callable[..., Sums]:
+        """The schedule's forwards alone."""
         structure = jax.tree.structure(params_like)
 
-        def body(shards, batch, model_state, key):
+        def forward(shards, inputs, model_state, key, parts):
             del model_state
-            rows = jax.tree.leaves(batch)[0].shape[0]
-            if partition.automatic:
-                rows //= partition.mesh.shape[DATA]
-            accumulate = math.gcd(rows, self.schedule.num_microbatches)
+            stages = self.stages
             schedule = make_in_groups(
-                "forwards", self.stages.num_stages, accumulate, self.stages.num_chunks
+                "forwards", stages.num_stages, parts, stages.num_chunks
             )
-            chunks = self._chunks(partition, eval_fn, accumulate, training=False)
+            chunks = self._chunks(partition, loss, parts, training=training)
+            chunks = dataclasses.replace(chunks, keeps=False)
             params = jax.tree.unflatten(structure, self._whole(partition, shards))
             plan = make_plan(schedule, training=False)
-            sums = run_forwards(chunks, plan, params, batch, key)
-            return jax.tree.map(partition.exchange.total, sums)
+            key = partition.shard_key(key)
+            return run_forwards(chunks, plan, params, inputs, key)
+
+        return forward
+
+    def make_evaluation(
+        self, partition: Partition, loss: Loss, params_like: Params
+    ) -> Callable[..., Sums]:
+        """The schedule's forwards alone, over as many micro-batches as fit the rows."""
+        forward = self.make_forward(partition, loss, params_like, training=False)
+
+        def body(shards, inputs, model_state, key):
+            rows = num_rows(inputs)
+            if partition.automatic:
+                rows //= partition.mesh.shape[DATA]
+            parts = math.gcd(rows, self.schedule.num_microbatches)
+            sums = forward(shards, inputs, model_state, key, parts)
+            return sums.over_data(partition.exchange)
 
         return evaluation_on_shards(partition, body)
 
@@ -349,15 +372,16 @@ class Pipeline:
         return model + times * self.block.flops
 
     def _chunks(
-        self, partition: Partition, fn: LossFn, accumulate: int, *, training: bool
+        self, partition: Partition, loss: Loss, accumulate: int, *, training: bool
     ) -> Chunks:
         trunk = Trunk(
             self.network,
-            fn,
+            loss,
             self.stages,
             accumulate,
             training=training,
             platform=partition.platform,
+            draws=partition.draws,
         )
         keeps = self.network.remat == "none"
         return Chunks(trunk, keeps=keeps, splits=self.schedule.splits_backward)

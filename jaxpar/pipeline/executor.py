@@ -15,22 +15,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.gradients import Sums
+from jaxpar.inputs import Inputs
+from jaxpar.loss import Sums
 from jaxpar.pipeline.chunks import Chunks
 from jaxpar.pipeline.rings import from_stage, unused_like
 from jaxpar.pipeline.rows import Plan, Rows
 from jaxpar.pipeline.schedule import IDLE
 from jaxpar.pipeline.slots import Rings, Slots
 from jaxpar.pipeline.trunk import Trunk
-from jaxpar.types import Batch, Params, PyTree
+from jaxpar.row_draws import ShardKey
+from jaxpar.types import Params, PyTree
+from jaxpar.weighted import merged, of_no_examples
 
 
 def run_schedule(
     chunks: Chunks,
     plan: Plan,
     params: Params,
-    batch: Batch,
-    key: jax.Array,
+    inputs: Inputs,
+    key: ShardKey,
     scale: jax.Array,
 ) -> tuple[Params, Sums]:
     """Run a schedule with backwards.
@@ -39,15 +42,15 @@ def run_schedule(
       chunks: the model's work.
       plan: the schedule.
       params: whole over data, in the compute dtype; blocks in the stages' order.
-      batch: this data shard's rows.
-      key: this data shard's, for this step.
+      inputs: this data shard's rows.
+      key: for this step.
       scale: of the loss.
 
     Returns:
       The sums over micro-batches of scale times the gradients of the losses' totals,
       fp32, in the structure of `params`; and the losses' and metrics' sums.
     """
-    executor = _Executor(chunks, params, batch, key, scale)
+    executor = _Executor(chunks, params, inputs, key, scale)
     carry = executor.initial(plan)
     carry, _ = jax.lax.scan(executor.tick, carry, _as_arrays(plan.rows))
     grads = {"embed": carry.embed, "blocks": carry.blocks, "head": carry.head}
@@ -55,10 +58,10 @@ def run_schedule(
 
 
 def run_forwards(
-    chunks: Chunks, plan: Plan, params: Params, batch: Batch, key: jax.Array
+    chunks: Chunks, plan: Plan, params: Params, inputs: Inputs, key: ShardKey
 ) -> Sums:
     """Run a schedule's forwards; the losses' and metrics' sums over micro-batches."""
-    executor = _Executor(chunks, params, batch, key, jnp.float32(1))
+    executor = _Executor(chunks, params, inputs, key, jnp.float32(1))
     carry = executor.initial(plan, training=False)
     carry, _ = jax.lax.scan(executor.forward_tick, carry, _as_arrays(plan.rows))
     return carry.sums
@@ -92,8 +95,8 @@ class _Executor:
 
     chunks: Chunks
     params: Params
-    batch: Batch
-    key: jax.Array
+    inputs: Inputs
+    key: ShardKey
     scale: jax.Array
 
     @property
@@ -104,7 +107,7 @@ class _Executor:
     @property
     def slots(self) -> Slots:
         """What stages do."""
-        return Slots(self.chunks, self.params["blocks"], self.batch, self.key)
+        return Slots(self.chunks, self.params["blocks"], self.inputs, self.key)
 
     @property
     def head_params(self) -> tuple[Params, dict[str, jax.Array]]:
@@ -115,10 +118,10 @@ class _Executor:
         """Empty rings and zero sums."""
         first = jnp.int32(0)
         hidden = jax.eval_shape(
-            self.trunk.embed, self.params["embed"], self.batch, first, self.key
+            self.trunk.embed, self.params["embed"], self.inputs, first, self.key
         )
         sums = jax.eval_shape(
-            self.trunk.head, self.head_params, hidden, self.batch, first, self.key
+            self.trunk.head, self.head_params, hidden, self.inputs, first, self.key
         )
         zeros = {name: None for name in self.params}
         if training:
@@ -126,7 +129,7 @@ class _Executor:
         return _Carry(
             rings=self.slots.empty_rings(plan, hidden, training=training),
             weights=jnp.zeros(self.trunk.accumulate, jnp.float32),
-            sums=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums),
+            sums=of_no_examples(sums),
             **zeros,
         )
 
@@ -148,11 +151,11 @@ class _Executor:
         def loss() -> Sums:
             hidden = self._last(out)
             head = self.trunk.head
-            return head(self.head_params, hidden, self.batch, row.head, self.key)
+            return head(self.head_params, hidden, self.inputs, row.head, self.key)
 
-        zeros = jax.tree.map(jnp.zeros_like, carry.sums)
-        sums = jax.lax.cond(row.head != IDLE, loss, lambda: zeros)
-        sums = jax.tree.map(jnp.add, carry.sums, sums)
+        nothing = of_no_examples(carry.sums)
+        sums = jax.lax.cond(row.head != IDLE, loss, lambda: nothing)
+        sums = merged(carry.sums, sums)
 
         rings = self.slots.send(rings, out, None, row)
         return dataclasses.replace(carry, rings=rings, sums=sums), None
@@ -162,7 +165,7 @@ class _Executor:
 
         def embed() -> PyTree:
             params = self.params["embed"]
-            hidden = self.trunk.embed(params, self.batch, row.embed, self.key)
+            hidden = self.trunk.embed(params, self.inputs, row.embed, self.key)
             # A branch that ends in a sharding constraint, as that of sequence
             # parallelism does, aborts XLA 0.11.2 ("inconsistent conditional sharding").
             return jax.lax.optimization_barrier(hidden)
@@ -179,7 +182,7 @@ class _Executor:
             hidden = self._last(out)
 
             def total(params: Any, hidden: PyTree) -> tuple[jax.Array, Sums]:
-                sums = self.trunk.head(params, hidden, self.batch, row.head, self.key)
+                sums = self.trunk.head(params, hidden, self.inputs, row.head, self.key)
                 return sums.loss.total, sums
 
             _, pull, sums = jax.vjp(total, params, hidden, has_aux=True)
@@ -190,8 +193,8 @@ class _Executor:
 
         def nothing() -> tuple:
             sums, grads, cotangent = jax.eval_shape(loss)
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sums, grads))
-            return *zeros, unused_like(cotangent)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), grads)
+            return of_no_examples(sums), zeros, unused_like(cotangent)
 
         sums, (own, tied), cotangent = jax.lax.cond(row.head != IDLE, loss, nothing)
         embed = carry.embed
@@ -201,7 +204,7 @@ class _Executor:
         index = jnp.where(row.head == IDLE, self.trunk.accumulate, row.head)
         after = dataclasses.replace(
             carry,
-            sums=jax.tree.map(jnp.add, carry.sums, sums),
+            sums=merged(carry.sums, sums),
             weights=carry.weights.at[index].set(sums.loss.weight, mode="drop"),
             embed=embed,
             head=jax.tree.map(jnp.add, carry.head, own),
@@ -216,7 +219,7 @@ class _Executor:
 
             def embed(params: Params) -> PyTree:
                 return self.trunk.embed(
-                    params, self.batch, row.embed_backward, self.key
+                    params, self.inputs, row.embed_backward, self.key
                 )
 
             _, pull = jax.vjp(embed, self.params["embed"])

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpar.inputs import Inputs
 from jaxpar.pipeline.chunks import Chunks, Work
 from jaxpar.pipeline.rings import (
     arrived,
@@ -25,7 +26,8 @@ from jaxpar.pipeline.rings import (
 from jaxpar.pipeline.rows import Plan, Rows
 from jaxpar.pipeline.schedule import IDLE
 from jaxpar.pipeline.stages import Stages
-from jaxpar.types import Batch, Params, PyTree
+from jaxpar.row_draws import ShardKey
+from jaxpar.types import Params, PyTree
 
 
 @jax.tree_util.register_dataclass
@@ -53,14 +55,14 @@ class Slots:
     Attributes:
       chunks: the work.
       blocks: all blocks' parameters, [P v n, ...].
-      batch: this data shard's rows.
-      key: this data shard's, for this step.
+      inputs: this data shard's rows.
+      key: for this step.
     """
 
     chunks: Chunks
     blocks: Params
-    batch: Batch
-    key: jax.Array
+    inputs: Inputs
+    key: ShardKey
 
     def empty_rings(self, plan: Plan, hidden: PyTree, *, training: bool) -> Rings:
         """Make rings for a schedule.
@@ -82,12 +84,12 @@ class Slots:
             )
             return jax.tree.map(over_pipe, unused_like(wide))
 
-        inputs = ring(plan.num_inputs, hidden)
+        waiting = ring(plan.num_inputs, hidden)
         if not training:
-            return Rings(inputs, [], [], [])
+            return Rings(waiting, [], [], [])
         kept, products = self._shapes_between(hidden)
         return Rings(
-            inputs=inputs,
+            inputs=waiting,
             kept=ring(plan.num_kept, kept),
             cotangents=ring(plan.num_cotangents, hidden),
             products=ring(plan.num_products, products),
@@ -109,13 +111,13 @@ class Slots:
 
         def forward(own: tuple, blocks: Params, shared: tuple) -> tuple:
             stage, rings, row = own
-            entered, batch, key = shared
+            entered, inputs, key = shared
             index, chunk, place = row.forward, row.forward_chunk, row.forward_place
             enters = (stage == 0) & (chunk == 0) & (index != IDLE)
             (there,), entered = take_before(rings.inputs, [place], entered)
             hidden = optax.tree.where(enters, entered, there)
-            inputs = put(rings.inputs, entered, jnp.where(enters, place, IDLE))
-            work = self._work(stage, chunk, batch, index, key)
+            put_in = put(rings.inputs, entered, jnp.where(enters, place, IDLE))
+            work = self._work(stage, chunk, inputs, index, key)
 
             def run() -> tuple[PyTree, PyTree]:
                 blocks_of_chunk = self._stages.chunk_of(blocks, chunk)
@@ -123,11 +125,11 @@ class Slots:
 
             out, kept = _if_busy(index, run)
             rings = dataclasses.replace(
-                rings, inputs=inputs, kept=put(rings.kept, kept, row.forward_kept)
+                rings, inputs=put_in, kept=put(rings.kept, kept, row.forward_kept)
             )
             return (out, rings), None
 
-        shared = (entered, self.batch, self.key)
+        shared = (entered, self.inputs, self.key)
         own = (self._numbers, rings, _of_stages(row))
         return on_stages(forward)(own, self.blocks, shared)[0]
 
@@ -155,12 +157,12 @@ class Slots:
         def backward(own: tuple, stacks: tuple, shared: tuple) -> tuple:
             stage, rings, row = own
             blocks, grads = stacks
-            cotangent, head_place, weights, batch, key = shared
+            cotangent, head_place, weights, inputs, key = shared
             leaves = jnp.where(stage == self._stages.num_stages - 1, head_place, IDLE)
             cotangents = put(rings.cotangents, cotangent, leaves)
             index, chunk = row.backward, row.backward_chunk
             blocks = self._stages.chunk_of(blocks, chunk)
-            work = self._work(stage, chunk, batch, index, key)
+            work = self._work(stage, chunk, inputs, index, key)
 
             # Read here: a ring that a branch reads and the tick then writes is copied.
             given = (
@@ -187,7 +189,7 @@ class Slots:
             return (rings, sent_back), grads
 
         own = (self._numbers, rings, _of_stages(row))
-        shared = (cotangent, row.head_place, weights, self.batch, self.key)
+        shared = (cotangent, row.head_place, weights, self.inputs, self.key)
         stacks = (self.blocks, grads)
         (rings, sent_back), grads = on_stages(backward)(own, stacks, shared)
         return rings, grads, sent_back
@@ -241,12 +243,12 @@ class Slots:
         self,
         stage: jax.Array,
         chunk: jax.Array,
-        batch: Batch,
+        inputs: Inputs,
         index: jax.Array,
-        key: jax.Array,
+        key: ShardKey,
     ) -> Work:
         virtual = jnp.maximum(chunk, 0) * self._stages.num_stages + stage
-        return Work(virtual, batch, index, key)
+        return Work(virtual, inputs, index, key)
 
     def _late(
         self,
@@ -265,15 +267,15 @@ class Slots:
         """Shapes of what a forward keeps, and of what gradients of weights need."""
 
         def run(stage: jax.Array, blocks: Params, shared: tuple) -> tuple:
-            hidden, batch, key = shared
+            hidden, inputs, key = shared
             first = jnp.int32(0)
-            work = self._work(stage, first, batch, first, key)
+            work = self._work(stage, first, inputs, first, key)
             blocks = self._stages.chunk_of(blocks, first)
             out, kept = self.chunks.forward(blocks, hidden, work)
             _, _, products = self.chunks.backward(blocks, hidden, kept, out, work)
             return (kept, products), None
 
-        shared = (hidden, self.batch, self.key)
+        shared = (hidden, self.inputs, self.key)
         own, _ = jax.eval_shape(on_stages(run), self._numbers, self.blocks, shared)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), own)
 

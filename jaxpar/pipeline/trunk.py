@@ -4,17 +4,22 @@ Pure functions of a micro-batch's number; whoever calls them decides where they 
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpar.gradients import Sums, loss_sums, microbatch_rows
+from jaxpar.gradients import microbatch_rows
+from jaxpar.inputs import Inputs, num_rows, twice_the_rows
+from jaxpar.loss import Loss, Sums, loss_sums
 from jaxpar.parts.calls import Call, ModelProxy, inputs_of
 from jaxpar.parts.network import PipelineNetwork
 from jaxpar.pipeline.stages import Stages
-from jaxpar.types import Batch, LossFn, Params, PyTree
+from jaxpar.row_draws import Draws, Rows, ShardKey
+from jaxpar.types import Params, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,19 +28,21 @@ class Trunk:
 
     Attributes:
       network: the model's parts.
-      loss_fn: the user's.
+      loss: the loss function.
       stages: which blocks are where.
       accumulate: micro-batches.
       training: or evaluating.
       platform: the mesh's.
+      draws: what random numbers are.
     """
 
     network: PipelineNetwork
-    loss_fn: LossFn
+    loss: Loss
     stages: Stages
     accumulate: int
     training: bool
     platform: str
+    draws: Draws
 
     @property
     def _policy(self) -> str:
@@ -44,54 +51,81 @@ class Trunk:
         policy = self.network.remat
         return "none" if policy == "full" else policy
 
-    def rows(self, batch: Batch, index: jax.Array) -> Batch:
+    def rows(self, inputs: Inputs, index: jax.Array) -> Inputs:
         """A micro-batch."""
-        return microbatch_rows(batch, index, self.accumulate)
-
-    def call(self, batch: Batch, index: jax.Array) -> Call:
-        """What loss_fn calls the model with for a micro-batch."""
-        rows = self.rows(batch, index)
-        return inputs_of(self.loss_fn, rows, training=self.training)
+        return microbatch_rows(inputs, index, self.accumulate)
 
     def embed(
-        self, params: Params, batch: Batch, index: jax.Array, key: jax.Array
+        self, params: Params, inputs: Inputs, index: jax.Array, key: ShardKey
     ) -> PyTree:
         """Embed a micro-batch."""
-        key = jax.random.fold_in(key, index)
-        call = self.call(batch, index)
-        return self.network.run_embed(params, call, key, training=self.training)
+        rows = self.rows(inputs, index)
+
+        def twice() -> tuple:
+            return params, twice_the_rows(rows)
+
+        own = Rows(num_rows(rows), twice)
+        return self.draws.call(self._embed, key.fold_in(index), (params, rows), own)
 
     def head(
         self,
         params: tuple[Params, dict[str, jax.Array]],
         hidden: PyTree,
-        batch: Batch,
+        inputs: Inputs,
         index: jax.Array,
-        key: jax.Array,
+        key: ShardKey,
     ) -> Sums:
         """The loss of a micro-batch, from what the last block returned."""
-        key = jax.random.fold_in(key, index)
-        rows = self.rows(batch, index)
+        rows = self.rows(inputs, index)
 
-        def answer(call: Call) -> Any:
-            return self.network.run_head(
-                *params, hidden, call, key, training=self.training
-            )
+        def twice() -> tuple:
+            wide = twice_the_rows(rows)
+            return params, self._hidden_of(wide), wide
 
-        out = self.loss_fn(ModelProxy(answer, training=self.training), rows)
-        return loss_sums(out, rows)
+        args, own = (params, hidden, rows), Rows(num_rows(rows), twice)
+        return self.draws.call(self._head, key.fold_in(index), args, own)
 
-    def block(
+    def block_on(self, rows: Inputs) -> Callable[..., PyTree]:
+        """Make ``(params, hidden, number, is_run, call, key) -> hidden``: one block.
+
+        In an idle place it passes `hidden` on.
+
+        Args:
+          rows: a micro-batch; its shapes count.
+        """
+
+        def block(params, hidden, number, is_run, call, key):
+            def twice() -> tuple:
+                wide = twice_the_rows(rows)
+                call_of = jax.eval_shape(self._call, key.key, wide)
+                return params, self._hidden_of(wide), number, call_of
+
+            args, own = (params, hidden, number, call), Rows(num_rows(rows), twice)
+            out = self.draws.call(self._block, key, args, own)
+            if self.stages.idle_places:
+                return optax.tree.where(is_run, out, hidden)
+            return out
+
+        return block
+
+    def _call(self, key: jax.Array, rows: Inputs) -> Call:
+        """What the loss function calls the model with."""
+        loss = functools.partial(self.loss, key=key, training=self.training)
+        return inputs_of(loss, rows, training=self.training)
+
+    def _embed(self, key: jax.Array, params: Params, rows: Inputs) -> PyTree:
+        call = self._call(key, rows)
+        return self.network.run_embed(params, call, key, training=self.training)
+
+    def _block(
         self,
+        key: jax.Array,
         params: Params,
         hidden: PyTree,
         number: jax.Array,
-        is_run: jax.Array,
         call: Call,
-        key: jax.Array,
     ) -> PyTree:
-        """Run one block; in an idle place, pass `hidden` on."""
-        out = self.network.run_block(
+        return self.network.run_block(
             params,
             hidden,
             number,
@@ -100,11 +134,29 @@ class Trunk:
             training=self.training,
             policy=self._policy,
         )
-        return optax.tree.where(is_run, out, hidden) if self.stages.idle_places else out
+
+    def _head(
+        self, key: jax.Array, params: tuple[Params, Any], hidden: PyTree, rows: Inputs
+    ) -> Sums:
+        def answer(call: Call) -> Any:
+            own, tied = params
+            return self.network.run_head(
+                own, tied, hidden, call, key, training=self.training
+            )
+
+        model = ModelProxy(answer, training=self.training)
+        out = self.loss(model, rows, key=key, training=self.training)
+        return loss_sums(out, rows)
+
+    def _hidden_of(self, rows: Inputs) -> PyTree:
+        """The shapes of what passes from block to block."""
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        params, _ = jax.eval_shape(self.network.init, key)
+        return jax.eval_shape(self._embed, key, params["embed"], rows)
 
     def places(
-        self, virtual: jax.Array, batch: Batch, index: jax.Array, key: jax.Array
-    ) -> tuple[tuple[jax.Array, jax.Array], tuple[Call, jax.Array]]:
+        self, virtual: jax.Array, inputs: Inputs, index: jax.Array, key: ShardKey
+    ) -> tuple[tuple[jax.Array, jax.Array], tuple[Call, ShardKey]]:
         """What a virtual stage's blocks are given besides their input.
 
         Returns:
@@ -114,5 +166,7 @@ class Trunk:
         places = jnp.arange(self.stages.places)
         numbers = jnp.asarray(self.stages.firsts)[virtual] + places
         is_run = places < jnp.asarray(self.stages.counts)[virtual]
-        shared = (self.call(batch, index), jax.random.fold_in(key, index))
-        return (numbers, is_run), shared
+        rows, key = self.rows(inputs, index), key.fold_in(index)
+        own = Rows(num_rows(rows), lambda: (twice_the_rows(rows),))
+        call = self.draws.call(self._call, key, (rows,), own)
+        return (numbers, is_run), (call, key)

@@ -4,14 +4,16 @@ import dataclasses
 
 import jax
 
+from jaxpar.inputs import Inputs
 from jaxpar.jaxprs import flops
+from jaxpar.loss import Loss
 from jaxpar.parts.network import PipelineNetwork
 from jaxpar.pipeline.backward import trace_pullback
 from jaxpar.pipeline.catalog import make_schedule
 from jaxpar.pipeline.schedule import Cost, Schedule, cost
 from jaxpar.pipeline.stages import Stages
 from jaxpar.pipeline.trunk import Trunk
-from jaxpar.types import Batch, LossFn
+from jaxpar.row_draws import AsTraced, ShardKey
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,14 +29,12 @@ class BlockWork:
     deferred: float
 
 
-def trace_microbatch(
-    network: PipelineNetwork, loss_fn: LossFn, rows: Batch
-) -> BlockWork:
+def trace_microbatch(network: PipelineNetwork, loss: Loss, rows: Inputs) -> BlockWork:
     """Trace the parts, and refuse what a pipeline can't run.
 
     Args:
       network: the model.
-      loss_fn: the user's.
+      loss: the loss function.
       rows: shapes of one micro-batch on one data shard.
 
     Returns:
@@ -45,25 +45,28 @@ def trace_microbatch(
     """
     trunk = Trunk(
         network,
-        loss_fn,
+        loss,
         Stages(network.num_blocks, 1, 1),
         1,
         training=True,
         platform="",
+        draws=AsTraced(),
     )
     found: list[BlockWork] = []
 
-    def run(key: jax.Array, rows: Batch) -> None:
+    def run(key: jax.Array, rows: Inputs) -> None:
         params, _ = network.init(key)
+        shard_key = ShardKey(key, jax.numpy.int32(0))
         first = jax.numpy.int32(0)
-        hidden = trunk.embed(params["embed"], rows, first, key)
+        hidden = trunk.embed(params["embed"], rows, first, shard_key)
         shared = (params["head"], network.tied(params["embed"]))
-        trunk.head(shared, hidden, rows, first, key)
-        own, others = trunk.places(first, rows, first, key)
+        trunk.head(shared, hidden, rows, first, shard_key)
+        own, others = trunk.places(first, rows, first, shard_key)
         block, own = jax.tree.map(lambda x: x[0], (params["blocks"], own))
         arguments = (block, hidden, *own, *others)
-        forward = jax.make_jaxpr(trunk.block)(*arguments)
-        deferred = trace_pullback(trunk.block, *arguments).deferred
+        block_of = trunk.block_on(rows)
+        forward = jax.make_jaxpr(block_of)(*arguments)
+        deferred = trace_pullback(block_of, *arguments).deferred
         found.append(BlockWork(flops(forward.eqns), deferred))
 
     jax.eval_shape(run, jax.random.key(0), rows)

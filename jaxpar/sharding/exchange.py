@@ -46,8 +46,12 @@ class Exchange(Protocol):
         """Sum a scalar over data."""
         ...
 
-    def fold_shard(self, key: jax.Array) -> jax.Array:
-        """Derive this data shard's own key."""
+    def largest(self, value: jax.Array) -> jax.Array:
+        """The largest of a scalar over data."""
+        ...
+
+    def shard_number(self) -> jax.Array:
+        """This data shard's number, from 0."""
         ...
 
 
@@ -105,9 +109,13 @@ class ManualExchange:
         """All-reduce."""
         return jax.lax.psum(value, DATA)
 
-    def fold_shard(self, key: jax.Array) -> jax.Array:
-        """Fold the shard's number in."""
-        return jax.random.fold_in(key, jax.lax.axis_index(DATA))
+    def largest(self, value: jax.Array) -> jax.Array:
+        """All-reduce."""
+        return jax.lax.pmax(value, DATA)
+
+    def shard_number(self) -> jax.Array:
+        """Its place on the axis."""
+        return jax.lax.axis_index(DATA)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,9 +138,13 @@ class AutomaticExchange:
         """Nothing to add: the value is global."""
         return value
 
-    def fold_shard(self, key: jax.Array) -> jax.Array:
-        """Nothing to fold: masks are drawn for the whole micro-batch."""
-        return key
+    def largest(self, value: jax.Array) -> jax.Array:
+        """Nothing to compare: the value is global."""
+        return value
+
+    def shard_number(self) -> jax.Array:
+        """There is one, of all rows."""
+        return jnp.int32(0)
 
 
 def wire_dtype(dtype: jnp.dtype, platform: str) -> jnp.dtype:

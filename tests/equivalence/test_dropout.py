@@ -1,4 +1,4 @@
-"""Is every dropout mask drawn once: for its example, shard, micro-batch and step?
+"""Is every dropout mask drawn once, and the same on every mesh?
 
 The models drop ones, so what is left is the mask. Each row's two masks of twelve units
 come out as the bits of one number, a metric, exact in fp32.
@@ -59,6 +59,12 @@ CASES = {
     "manual_0": {"model": lambda rngs: NnxNet(rngs), "zero": 0, "tensor": 2},
     "coupled": {"model": NnxNet, "zero": 2, "tensor": 2, "coupled_batch": True},
     "linen": {"model": LinenNet(), "zero": 1, "tensor": 1},
+    "one_device": {
+        "model": NnxNet,
+        "tensor": 1,
+        "mesh": jaxpar.MeshShape(data=1),
+    },
+    "data_8": {"model": NnxNet, "zero": 2, "tensor": 1},
     "other_seed": {"model": NnxNet, "zero": 3, "tensor": 2, "seed": 1},
 }
 
@@ -70,9 +76,8 @@ def make_engine(name: str) -> jaxpar.Engine:
         loss_fn=loss_fn,
         optimizer=optax.sgd(1e-3),
         sample_batch=BATCH,
-        mesh=jaxpar.MeshShape(data=-1, tensor=case.pop("tensor")),
         accumulate=2,
-        **case,
+        **{"mesh": jaxpar.MeshShape(data=-1, tensor=case.pop("tensor"))} | case,
     )
 
 
@@ -98,8 +103,9 @@ def test_masks_differ_across_rows_shards_microbatches_and_steps(name: str) -> No
     assert kept == pytest.approx(0.5, abs=0.05)
 
 
-def test_masks_are_the_same_for_a_seed_and_a_mesh_at_every_stage() -> None:
-    np.testing.assert_array_equal(first_masks("manual"), first_masks("manual_0"))
+@pytest.mark.parametrize("name", ["manual", "manual_0", "coupled", "data_8"])
+def test_masks_are_those_of_one_device_on_every_mesh_and_stage(name: str) -> None:
+    np.testing.assert_array_equal(first_masks(name), first_masks("one_device"))
 
 
 def test_masks_differ_for_another_seed() -> None:

@@ -259,9 +259,9 @@ def plain_oracle(
 
 
 @functools.cache
-def drawing_oracle(case: tuple, data: int, steps: int) -> problems.Oracle:
-    """One stage that draws the masks of the same micro-batches and data shards."""
-    engine = make_engine(case, (data, 1, 1), "1f1b")
+def drawing_oracle(case: tuple, steps: int) -> problems.Oracle:
+    """One device that draws the masks of the same micro-batches."""
+    engine = make_engine(case, (1, 1, 1), "1f1b")
     return followed(engine, case, steps)
 
 
@@ -276,11 +276,10 @@ def followed(engine: jaxpar.Engine, case: tuple, steps: int) -> problems.Oracle:
 
 
 def right_for(case: tuple, steps: int) -> problems.Oracle:
-    _, pipe, count, (data, _), _, tied, loss, dropout, blocks, _ = case
+    _, pipe, count, _, _, tied, loss, dropout, blocks, _ = case
     if dropout:
         own = (tied, loss, dropout, blocks, "full")
-        like = ("1f1b", pipe, count, (data, 1), 0, *own)
-        return drawing_oracle(like, data, steps)
+        return drawing_oracle(("1f1b", pipe, count, (1, 1), 0, *own), steps)
     return plain_oracle(pipe, tied, loss, blocks, steps)
 
 

@@ -90,7 +90,7 @@ def crossed(mesh, placed):
     Shard d's gradient is (d + 1) times the leaf, so the sum is 10 times the leaf.
     """
 
-    def body(views, key):
+    def body(views):
         index = jax.lax.axis_index("data")
         manual = {d: ManualExchange(jnp.dtype(d), "cpu") for d in DTYPES}
         gathered = {
@@ -107,27 +107,26 @@ def crossed(mesh, placed):
             for (name, x) in ((jnp.dtype(d).name, x) for d, x in manual.items())
         }  # fmt: skip
         one = manual[jnp.float32]
-        keys = jax.random.key_data(one.fold_shard(key))[None]
-        return gathered, reduced, one.total(index), keys
+        return gathered, reduced, one.total(index), one.shard_number()[None]
 
     specs = over_plans(manual_spec)
     names = [jnp.dtype(d).name for d in DTYPES]
 
     @jax.jit
-    def run(leaves, key):
+    def run(leaves):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             views = over_plans(to_view, leaves)
             out = jax.shard_map(
                 body,
                 mesh=mesh,
-                in_specs=(specs, P()),
+                in_specs=(specs,),
                 out_specs=(P(), dict.fromkeys(names, specs), P(), P("data")),
                 axis_names={"data"},
                 check_vma=False,
-            )(views, key)
+            )(views)
             return views, over_plans(from_view, views), *out
 
-    return run(placed, jax.random.key(0))
+    return run(placed)
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -169,8 +168,8 @@ def test_total_sums_over_data(crossed):
     assert int(crossed[4]) == 0 + 1 + 2 + 3
 
 
-def test_every_data_shard_has_its_own_key(crossed):
-    assert len({tuple(key) for key in np.asarray(crossed[5]).tolist()}) == DATA
+def test_every_data_shard_knows_its_number(crossed):
+    assert np.asarray(crossed[5]).tolist() == list(range(DATA))
 
 
 def collectives(reduce_dtype, platform, mesh) -> list[tuple[str, str]]:
@@ -236,10 +235,10 @@ def test_automatic_exchange_keeps_values_and_states_layouts(mesh, placed):
         assert reduced[name].sharding.is_equivalent_to(rests, len(plan.view_shape))
 
 
-def test_automatic_scalars_and_keys_are_global_already():
-    automatic, value, key = AutomaticExchange(), jnp.float32(3.0), jax.random.key(1)
+def test_automatic_scalars_are_global_already():
+    automatic, value = AutomaticExchange(), jnp.float32(3.0)
     assert automatic.total(value) is value
-    assert automatic.fold_shard(key) is key
+    assert automatic.shard_number() == 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,354 @@
+"""How do random numbers not depend on the mesh? A shard draws its rows of all rows'.
+
+Partitionable threefry hashes a key and an element's position. A data shard that draws
+for its own rows can so make the very numbers that one device would make for them: the
+same key, and positions in the array of all rows. Which dim counts rows is found by
+tracing at two batch sizes. What has no such dim is drawn as it is, the same on all
+shards; where the dim can't be proved, the shard's number is folded into the key.
+
+Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.extend.random import threefry2x32_p
+
+from jaxpar.draws import Draw, Path, find_draws, redrawn
+from jaxpar.jaxprs import bind, shape_of
+from jaxpar.types import Leaf
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ShardKey:
+    """A key that all data shards share, and the shard's number.
+
+    Attributes:
+      key: of the step, or of a micro-batch of it.
+      shard: int32 scalar, from 0.
+    """
+
+    key: Leaf
+    shard: Leaf
+
+    def fold_in(self, number: jax.Array | int) -> "ShardKey":
+        """The key of a micro-batch."""
+        return dataclasses.replace(self, key=jax.random.fold_in(self.key, number))
+
+
+@runtime_checkable
+class Draws(Protocol):
+    """What a loss function's random numbers are."""
+
+    def call(
+        self, fn: Callable[..., Any], key: ShardKey, args: tuple, rows: "Rows"
+    ) -> Any:
+        """Call ``fn(key, *args)``, a pure function of arrays.
+
+        Args:
+          fn: takes a key, and `args`.
+          key: the micro-batch's.
+          args: pytrees of arrays.
+          rows: of `args`.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """How many rows arguments have, and the shapes that they have with twice as many.
+
+    Attributes:
+      count: rows of this shard's micro-batch.
+      twice: makes `args` as shapes of 2 x `count` rows.
+    """
+
+    count: int
+    twice: Callable[[], tuple]
+
+
+@dataclasses.dataclass(frozen=True)
+class AsTraced:
+    """Draw what the function draws: for all rows at once, or for nothing."""
+
+    def call(
+        self, fn: Callable[..., Any], key: ShardKey, args: tuple, rows: Rows
+    ) -> Any:
+        """See `Draws`."""
+        del rows
+        return fn(key.key, *args)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnRows:
+    """Draw for this shard's rows what one device would.
+
+    Attributes:
+      num_shards: data shards.
+    """
+
+    num_shards: int
+
+    def call(
+        self, fn: Callable[..., Any], key: ShardKey, args: tuple, rows: Rows
+    ) -> Any:
+        """See `Draws`."""
+        closed, shapes = traced(fn, key.key, args)
+        draws = find_draws(closed.jaxpr)
+        if not draws:
+            return fn(key.key, *args)
+        dims = row_dims(draws, fn, key.key, rows)
+        own = key.key if dims else jax.random.fold_in(key.key, key.shard)
+
+        def rule(draw: Draw, ins: Sequence[Any]) -> Sequence[Any] | None:
+            dim = dims[draw.path] if dims else None
+            if dim is None:
+                return None
+            if dim is UNPROVED:
+                return _apart(draw, ins, key.shard)
+            return [self._own(draw, ins[0], dim, key.shard)]
+
+        outs = redrawn(closed, jax.tree.leaves((own, args)), rule)
+        return jax.tree.unflatten(jax.tree.structure(shapes), outs)
+
+    def _own(self, draw: Draw, key: jax.Array, dim: int, shard: jax.Array) -> jax.Array:
+        """This shard's rows of a draw along `dim`."""
+        draw_one = functools.partial(
+            own_bits if draw.eqn.primitive.name == "random_bits" else own_keys,
+            shape=draw.shape,
+            dim=dim,
+            shard=shard,
+            num_shards=self.num_shards,
+        )
+        for _ in range(key.ndim):
+            draw_one = jax.vmap(draw_one)
+        out, dtype = draw_one(key), shape_of(draw.eqn.outvars[0]).dtype
+        return out.astype(dtype) if _has_bits(draw) else out
+
+
+UNPROVED = -1
+"""Stands for a draw's row dim where it can't be proved."""
+
+
+def traced(
+    fn: Callable[..., Any], key: Any, args: tuple
+) -> tuple[core.ClosedJaxpr, Any]:
+    """The jaxpr of ``fn(key, *args)``, and the shapes of its result."""
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), (key, *args)
+    )
+    return jax.make_jaxpr(fn, return_shape=True)(*shapes)
+
+
+def row_dims(
+    draws: Sequence[Draw], fn: Callable[..., Any], key: Any, rows: Rows
+) -> dict[Path, int | None]:
+    """Find the dim of each draw that counts rows.
+
+    Args:
+      draws: of `fn` on `rows`.
+      fn: as in `Draws.call`.
+      key: a key, or its shape.
+      rows: the rows.
+
+    Returns:
+      By path: the dim, None for a draw without one, or `UNPROVED`. Empty if no draw
+      can be proved: the function can't be traced at twice the rows, draws otherwise
+      then, or draws where nothing can be put in its place.
+    """
+    if not draws or any(draw.is_hidden for draw in draws):
+        return {}
+    try:
+        wide, _ = traced(fn, key, rows.twice())
+    except (TypeError, ValueError, AssertionError):  # Shapes written into the model.
+        return {}
+    others = find_draws(wide.jaxpr)
+    if [(d.path, d.eqn.primitive) for d in draws] != [
+        (d.path, d.eqn.primitive) for d in others
+    ]:
+        return {}
+    return {
+        one.path: _row_dim(one, other, rows.count)
+        for one, other in zip(draws, others, strict=True)
+    }
+
+
+def random_notes(
+    draws: Sequence[Draw], dims: dict[Path, int | None]
+) -> tuple[str, ...]:
+    """Say which draws depend on the mesh, a line each.
+
+    Args:
+      draws: of a function.
+      dims: by `row_dims`.
+    """
+    if not draws:
+        return ()
+    if not dims:
+        return (
+            "random: the rows of no draw can be proved, so that every number depends "
+            "on the data axis: the loss can't be traced at twice the rows, draws "
+            "otherwise there, or draws inside a custom derivative.",
+        )
+    unproved = [draw for draw in draws if dims[draw.path] is UNPROVED]
+    if not unproved:
+        return ("random: numbers are those of one device on every mesh.",)
+    return tuple(
+        f"random: {draw.eqn.primitive.name} of shape {draw.shape} at {draw.where} "
+        "depends on the data axis, for the dim of its rows can't be proved."
+        for draw in unproved
+    )
+
+
+def _row_dim(draw: Draw, wide: Draw, count: int) -> int | None:
+    """The dim of a draw that has `count` elements, and twice as many with more rows."""
+    if len(draw.shape) != len(wide.shape):
+        return UNPROVED
+    sizes = list(zip(draw.shape, wide.shape, strict=True))
+    grown = [dim for dim, (one, other) in enumerate(sizes) if one != other]
+    if not grown:
+        return None
+    can_draw = draw.is_threefry and jax.config.jax_threefry_partitionable
+    is_whole = draw.eqn.primitive.name in ("random_bits", "random_split")
+    if len(grown) == 1 and sizes[grown[0]] == (count, 2 * count):
+        wide_bits = _has_bits(draw) and draw.eqn.params["bit_width"] == 64
+        if can_draw and is_whole and not wide_bits:
+            return grown[0]
+    return UNPROVED
+
+
+def _has_bits(draw: Draw) -> bool:
+    return draw.eqn.primitive.name == "random_bits"
+
+
+def _apart(draw: Draw, ins: Sequence[Any], shard: jax.Array) -> Sequence[Any]:
+    """The draw with the shard's number in its key (or in those that it derives)."""
+
+    def fold(key: jax.Array) -> jax.Array:
+        folded = functools.partial(jax.random.fold_in, data=shard)
+        for _ in range(key.ndim):
+            folded = jax.vmap(folded)
+        return folded(key)
+
+    if draw.eqn.primitive.name == "random_fold_in":
+        return [fold(key) for key in bind(draw.eqn, ins)]
+    is_key = jnp.issubdtype(ins[0].dtype, jax.dtypes.prng_key)
+    return bind(draw.eqn, [fold(ins[0]), *ins[1:]] if is_key else list(ins))
+
+
+def own_bits(
+    key: jax.Array,
+    *,
+    shape: tuple[int, ...],
+    dim: int,
+    shard: jax.Array,
+    num_shards: int,
+) -> jax.Array:
+    """This shard's rows of ``jax.random.bits(key, all_rows)``.
+
+    Args:
+      key: a threefry key.
+      shape: of this shard's array.
+      dim: the dim that is split.
+      shard: this shard's number.
+      num_shards: shards along `dim`.
+
+    Returns:
+      uint32 of `shape`; of narrower bits the lower ones count.
+    """
+    one, other = _hashed(key, shape, dim, shard, num_shards)
+    return one ^ other
+
+
+def own_keys(key: jax.Array, **kwargs: Any) -> jax.Array:
+    """This shard's rows of ``jax.random.split(key, all_rows)``; as `own_bits`."""
+    data = jnp.stack(_hashed(key, **kwargs), axis=-1)
+    return jax.random.wrap_key_data(data, impl="threefry2x32")
+
+
+def _hashed(
+    key: jax.Array,
+    shape: tuple[int, ...],
+    dim: int,
+    shard: jax.Array,
+    num_shards: int,
+) -> list[jax.Array]:
+    data = jax.random.key_data(key)
+    high, low = _positions(shape, dim, shard, num_shards)
+    k1, k2 = (jnp.broadcast_to(part, shape) for part in data)
+    return threefry2x32_p.bind(k1, k2, high, low)
+
+
+def _positions(
+    shape: tuple[int, ...], dim: int, shard: jax.Array, num_shards: int
+) -> tuple[jax.Array, jax.Array]:
+    """Each element's number in the array of all shards, as two words of 32 bits."""
+    whole = [size * num_shards if i == dim else size for i, size in enumerate(shape)]
+    is_small = math.prod(whole) <= 2**32
+    high = low = jnp.zeros(shape, jnp.uint32)
+    for i, size in enumerate(shape):
+        stride = math.prod(whole[i + 1 :])
+        index = jnp.arange(size, dtype=jnp.uint32)
+        if i == dim:
+            index = index + shard.astype(jnp.uint32) * jnp.uint32(size)
+        index = jnp.expand_dims(index, [j for j in range(len(shape)) if j != i])
+        added = index * jnp.uint32(stride % 2**32)
+        low = low + added
+        if not is_small:
+            carried = (low < added).astype(jnp.uint32)
+            high = high + carried + _product_high(index, stride)
+    return high, low
+
+
+def _product_high(index: jax.Array, stride: int) -> jax.Array:
+    """The upper 32 bits of ``index * stride``, modulo 2^64."""
+    low, high = stride % 2**32, stride // 2**32
+    half = jnp.uint32(0xFFFF)
+    a_low, a_high = index & half, index >> 16
+    b_low, b_high = jnp.uint32(low & 0xFFFF), jnp.uint32(low >> 16)
+    middle = a_high * b_low + ((a_low * b_low) >> 16)
+    other = a_low * b_high + (middle & half)
+    upper = a_high * b_high + (middle >> 16) + (other >> 16)
+    return upper + index * jnp.uint32(high % 2**32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """Draw the same bits everywhere, so that only the rows tell examples apart.
+
+    A uniform number is 1/16: dropout keeps, a normal number is -1.5.
+    """
+
+    def call(
+        self, fn: Callable[..., Any], key: ShardKey, args: tuple, rows: Rows
+    ) -> Any:
+        """See `Draws`."""
+        del rows
+        closed, shapes = traced(fn, key.key, args)
+
+        def rule(draw: Draw, ins: Sequence[Any]) -> Sequence[Any] | None:
+            del ins
+            if not _has_bits(draw):
+                return None
+            out, width = shape_of(draw.eqn.outvars[0]), draw.eqn.params["bit_width"]
+            return [jnp.full(out.shape, 1 << (width - 4), out.dtype)]
+
+        outs = redrawn(closed, jax.tree.leaves((key.key, args)), rule)
+        return jax.tree.unflatten(jax.tree.structure(shapes), outs)
+
+
+def can_be_constant(draws: Sequence[Draw]) -> bool:
+    """Whether `Constant` reaches all draws, and no rejection waits for another."""
+    return not any(
+        draw.is_hidden
+        or draw.is_in_while
+        or draw.eqn.primitive.name in ("random_gamma", "rng_bit_generator")
+        for draw in draws
+    )

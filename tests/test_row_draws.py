@@ -1,0 +1,199 @@
+"""Does a shard draw the numbers that one device would draw for its rows?"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxpar
+from jaxpar.draws import find_draws
+from jaxpar.row_draws import (
+    UNPROVED,
+    OwnRows,
+    Rows,
+    ShardKey,
+    own_bits,
+    own_keys,
+    row_dims,
+    traced,
+)
+from jaxpar.row_draws import _positions as positions
+
+SHARDS, ROWS = 4, 3
+X = np.arange(SHARDS * ROWS * 2, dtype=np.float32).reshape(SHARDS * ROWS, 2)
+
+
+@pytest.mark.parametrize("width", [8, 16, 32])
+@pytest.mark.parametrize(("shape", "dim"), [((3, 5), 0), ((2, 3, 4), 1), ((6,), 0)])
+def test_own_bits_are_a_slice_of_all_bits(width: int, shape: tuple, dim: int) -> None:
+    key, dtype = jax.random.key(7), {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
+    whole = tuple(n * SHARDS if i == dim else n for i, n in enumerate(shape))
+    right = jnp.split(jax.random.bits(key, whole, dtype[width]), SHARDS, dim)
+    for shard in range(SHARDS):
+        found = own_bits(
+            key, shape=shape, dim=dim, shard=jnp.int32(shard), num_shards=SHARDS
+        )
+        np.testing.assert_array_equal(found.astype(dtype[width]), right[shard])
+
+
+def test_own_keys_are_a_slice_of_all_keys() -> None:
+    key = jax.random.key(3)
+    right = jax.random.key_data(jax.random.split(key, SHARDS * ROWS))
+    for shard in range(SHARDS):
+        found = own_keys(
+            key, shape=(ROWS,), dim=0, shard=jnp.int32(shard), num_shards=SHARDS
+        )
+        rows = slice(shard * ROWS, (shard + 1) * ROWS)
+        np.testing.assert_array_equal(jax.random.key_data(found), right[rows])
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "num_shards", "shard"),
+    [
+        ((3, 5), 0, 2**31, 2**30 + 12345),
+        ((3, 5, 7), 1, 2**29, 987654),
+        ((2, 3, 65537), 1, 70001, 70000),
+        ((3, 4), 0, 4, 3),
+    ],
+)
+def test_positions_count_beyond_32_bits(
+    shape: tuple, dim: int, num_shards: int, shard: int
+) -> None:
+    whole = [n * num_shards if i == dim else n for i, n in enumerate(shape)]
+    strides = [math.prod(whole[i + 1 :]) for i in range(len(shape))]
+    right = np.zeros(shape, np.uint64)
+    for i, index in enumerate(np.indices(shape).astype(np.uint64)):
+        start = shard * shape[i] if i == dim else 0
+        right += (index + np.uint64(start)) * np.uint64(strides[i])
+    high, low = jax.device_get(positions(shape, dim, jnp.int32(shard), num_shards))
+    np.testing.assert_array_equal(low, (right % 2**32).astype(np.uint32))
+    np.testing.assert_array_equal(high, (right // 2**32).astype(np.uint32))
+
+
+def dropout(key: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0.0)
+
+
+def in_a_scan(key: jax.Array, x: jax.Array) -> jax.Array:
+    def layer(x: jax.Array, key: jax.Array) -> tuple:
+        return dropout(key, x) + 1.0, None
+
+    return jax.lax.scan(jax.checkpoint(layer), x, jax.random.split(key, 3))[0]
+
+
+def in_a_branch(key: jax.Array, x: jax.Array) -> jax.Array:
+    once = jax.random.bernoulli(jax.random.fold_in(key, 1))
+    return jax.lax.cond(once, lambda: dropout(key, x), lambda: x + jnp.sum(key_of(key)))
+
+
+def key_of(key: jax.Array) -> jax.Array:
+    return jax.random.normal(key, (2,))
+
+
+def keys_by_row(key: jax.Array, x: jax.Array) -> jax.Array:
+    return jax.vmap(dropout)(jax.random.split(key, len(x)), x)
+
+
+def rows_second(key: jax.Array, x: jax.Array) -> jax.Array:
+    noise = jax.vmap(lambda key: jax.random.normal(key, (2, len(x))))
+    return x + noise(jax.random.split(key, 5)).sum(0).T
+
+
+def own_seed(key: jax.Array, x: jax.Array) -> jax.Array:
+    return x + jax.random.normal(jax.random.PRNGKey(4), x.shape)
+
+
+def rejected(key: jax.Array, x: jax.Array) -> jax.Array:
+    return x + jax.random.poisson(key, 3, (len(x),))[:, None]
+
+
+PROVED = [dropout, in_a_scan, in_a_branch, keys_by_row, rows_second, own_seed, rejected]
+
+
+def on_shards(fn: Callable, key: jax.Array) -> jax.Array:
+    mesh = jaxpar.make_mesh(jaxpar.MeshShape(data=SHARDS), jax.devices()[:SHARDS])
+
+    def body(key: jax.Array, x: jax.Array) -> jax.Array:
+        own = ShardKey(key, jax.lax.axis_index("data"))
+        twice = jax.ShapeDtypeStruct((2 * ROWS, 2), jnp.float32)
+        return OwnRows(SHARDS).call(fn, own, (x,), Rows(ROWS, lambda: (twice,)))
+
+    run = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(P(), P("data")),
+        out_specs=P("data"),
+        check_vma=False,
+    )
+    return jax.jit(run)(key, X)
+
+
+@pytest.mark.parametrize("fn", PROVED)
+def test_shards_together_draw_what_one_device_draws(fn: Callable) -> None:
+    key = jax.random.key(1)
+    np.testing.assert_allclose(on_shards(fn, key), jax.jit(fn)(key, X), rtol=1e-6)
+
+
+def flattened(key: jax.Array, x: jax.Array) -> jax.Array:
+    return dropout(key, x.reshape(-1)).reshape(x.shape)
+
+
+def square(key: jax.Array, x: jax.Array) -> jax.Array:
+    return x + jax.random.normal(key, (len(x), len(x))).sum(1, keepdims=True)
+
+
+def numbered(key: jax.Array, x: jax.Array) -> jax.Array:
+    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(len(x)))
+    return jax.vmap(dropout)(keys, x)
+
+
+def other_kind(key: jax.Array, x: jax.Array) -> jax.Array:
+    return dropout(jax.random.key(5, impl="rbg"), x)
+
+
+@jax.custom_vjp
+def hidden(key: jax.Array, x: jax.Array) -> jax.Array:
+    return dropout(key, x)
+
+
+hidden.defvjp(lambda key, x: (dropout(key, x), None), lambda _, ct: (None, ct))
+
+
+def opaque(key: jax.Array, x: jax.Array) -> jax.Array:
+    return x * jax.random.gamma(key, 2.0, (len(x),))[:, None]
+
+
+def of_three_rows(key: jax.Array, x: jax.Array) -> jax.Array:
+    return dropout(key, x.reshape(3, 2))
+
+
+@pytest.mark.parametrize(
+    "fn", [flattened, square, numbered, other_kind, hidden, opaque, of_three_rows]
+)
+def test_what_cannot_be_proved_differs_from_shard_to_shard(fn: Callable) -> None:
+    found = on_shards(lambda key, x: fn(key, jnp.ones_like(x)), jax.random.key(1))
+    shards = np.split(np.asarray(found), SHARDS)
+    assert len({shard.tobytes() for shard in shards}) > 1
+
+
+def dims_of(fn: Callable) -> Any:
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    one, wide = (
+        (jax.ShapeDtypeStruct((rows, 2), jnp.float32),) for rows in (ROWS, 2 * ROWS)
+    )
+    draws = find_draws(traced(fn, key, one)[0].jaxpr)
+    return list(row_dims(draws, fn, key, Rows(ROWS, lambda: wide)).values())
+
+
+def test_row_dims_are_found_and_what_is_shared_is_left() -> None:
+    assert dims_of(dropout) == [0]
+    assert dims_of(rows_second)[-1] == 1
+    assert dims_of(lambda key, x: x * jax.random.normal(key, (3, 2)).sum()) == [None]
+    assert dims_of(flattened) == dims_of(square) == [UNPROVED]
+    assert dims_of(of_three_rows) == dims_of(hidden) == []
