@@ -123,21 +123,18 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     losses = loss, _ = as_losses(loss_fn, eval_fn)
     batch_spec = make_batch_spec(sample_batch, mesh, accumulate)
     given["sample_batch"] = batch_spec.rows(batch_spec.num_rows)  # Shapes, no arrays.
-    num_rows = batch_spec.num_rows // (accumulate * mesh.shape[DATA])
-    rows = abstract_inputs(batch_spec.rows(num_rows))
+    splits = mesh.shape[DATA] * accumulate
+    rows = abstract_inputs(batch_spec.rows(batch_spec.num_rows // splits))
     network = make_network(model, loss.on_sample, rows)
     execution = make_execution(network, mesh, schedule, accumulate, loss, rows)
     init, abstract = _abstract(network, optimizer, seed)
-    leaves = tree.named_leaves(abstract.params)
-    compute = _split(leaves, network, rules, mesh)
+    leaves, compute = _split(abstract, network, rules, mesh)
     plans = execution.plan_leaves(leaves, compute, stage, mesh.shape, allow_whole)
-    cast = tree.with_dtype(abstract.params, precision.compute_dtype)
     traced = trace_loss(network, loss, abstract, precision, rows)
     coupled = coupled_batch or traced.changes_state
     partition = _partition(network, plans, stage, precision, mesh, coupled)
     like, dtype = abstract.params, precision.compute_dtype
     update = make_update(optimizer, partition.plans, mesh, like, dtype)
-    splits = mesh.shape[DATA] * accumulate
     unchecked = why_not(traced.draws, coupled=coupled, splits=splits, asked=check_loss)
     layout = Layout(
         mesh,
@@ -150,7 +147,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
         execution,
         precision,
         accumulate,
-        traced.flops * accumulate * mesh.shape[DATA],
+        traced.flops * splits,
         update,
         _remarks(partition, coupled, traced, unchecked),
     )
@@ -225,8 +222,10 @@ def _abstract(
 
 
 def _split(
-    leaves: Mapping[str, Any], network: Network, rules: Rules | None, mesh: Mesh
-) -> dict[str, Spec]:
-    """What the rules split of each leaf."""
+    abstract: TrainState, network: Network, rules: Rules | None, mesh: Mesh
+) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, Spec]]:
+    """The parameters by name, and what the rules split of each."""
+    leaves = tree.named_leaves(abstract.params)
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
-    return compute_specs(shapes, network.dim_names(), rules or {}, mesh.shape)
+    specs = compute_specs(shapes, network.dim_names(), rules or {}, mesh.shape)
+    return leaves, specs
