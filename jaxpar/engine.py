@@ -126,8 +126,7 @@ class Engine:
         """
         with self._alone("step"):
             placed = self._put(batch)
-            if self._program.loss_check is not None:
-                self._program.loss_check.before_step(lambda: self._kept, placed)
+            self._program.check_loss(lambda: self._kept, placed)
             self._leaves, metrics, exhausted = self._program.step(self._leaves, placed)
             self._view, self._number = None, self._number + 1
             watched = (metrics["loss"], metrics["skipped"], *exhausted)
@@ -153,6 +152,8 @@ class Engine:
                 jnp.copy(leaf) if id(leaf) in own else leaf
                 for leaf in jax.tree.leaves(self.layout.keep(state))
             ]
+            given = jax.tree.unflatten(self._structure, leaves)
+            self._program.check_loss(lambda: given, placed)
             new, metrics, _ = self._program.step(leaves, placed)
             self._ahead.add(Dispatched("a train_step", metrics["loss"]))
             kept = jax.tree.unflatten(self._structure, new)

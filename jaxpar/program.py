@@ -43,6 +43,16 @@ class Program:
     results: jax.stages.Wrapped
     loss_check: LossCheck | None
 
+    def check_loss(self, state: Callable[[], TrainState], batch: Batch) -> None:
+        """Refuse a loss that is not what the engine takes it for, where that is asked.
+
+        Args:
+          state: gives what is kept of the state.
+          batch: on the mesh.
+        """
+        if self.loss_check is not None:
+            self.loss_check.before_step(state, batch)
+
 
 def make_program(
     layout: Layout,

@@ -189,6 +189,22 @@ def test_padding_that_first_appears_later_is_found() -> None:
     assert engine.steps == 3
 
 
+def test_loss_that_fails_on_half_the_rows_says_so() -> None:
+    def of_two(model: Any, batch: dict) -> jax.Array:
+        return token_losses(model, batch).reshape(2, 6).mean()
+
+    engine = make_engine(of_two)
+    with pytest.raises(ValueError, match=r"on half of the rows, for it fails on them"):
+        engine.step(BATCH)
+    make_engine(of_two, check_loss=False).step(BATCH)
+
+
+def test_the_pure_step_is_checked_too() -> None:
+    engine = make_engine(total)
+    with pytest.raises(ValueError, match="It looks like a sum over the rows"):
+        engine.train_step(engine.state, BATCH)
+
+
 def with_metrics(model: Any, batch: dict) -> tuple[jax.Array, dict]:
     losses = token_losses(model, batch)
     return losses.mean(), {
