@@ -148,13 +148,20 @@ def _over_data(plans: Sequence[LeafPlan], meant: Meant) -> dict[str, int]:
     gathered = meant.gathers * meant.gather_bytes * sum(map(_piece, split))
     each = meant.reductions * meant.reduce_bytes
     if meant.coupled or meant.platform != "gpu":
-        again = max(map(_piece, plans)) if meant.coupled else 0
-        reduced = {REDUCTION: each * (sum(map(_piece, plans)) + again)}
+        # The compiler reduces over data where a gradient is made, at its compute spec.
+        made = _computed if meant.coupled else _piece
+        again = max(map(made, plans)) if meant.coupled else 0
+        reduced = {REDUCTION: each * (sum(map(made, plans)) + again)}
     else:
         scattered, summed = (each * sum(map(_piece, x)) for x in (split, kept))
         reduced = {"reduce-scatter": scattered, "all-reduce": summed}
     named = {"all-gather": gathered, **reduced}
     return {kind: number for kind, number in named.items() if number}
+
+
+def _computed(plan: LeafPlan) -> int:
+    """Elements of what one place on tensor computes of a leaf."""
+    return math.prod(plan.shape) // plan.ways_computed
 
 
 def _piece(plan: LeafPlan) -> int:

@@ -124,7 +124,10 @@ class AutomaticExchange:
 
     def gather(self, plan: LeafPlan, shard: jax.Array) -> jax.Array:
         """State the layout at rest, then the one computed on."""
-        return _as_computed(plan, constrain(shard, *plan.view_spec()))
+        at_rest = constrain(shard, *plan.view_spec())
+        # In two steps: over both axes at once, every tensor shard would cross data.
+        over_tensor = constrain(at_rest, *plan.view_spec(data=False))
+        return _as_computed(plan, over_tensor)
 
     def reduce(self, plan: LeafPlan, whole: jax.Array) -> jax.Array:
         """State the layout at rest; the sum is the compiler's."""

@@ -291,6 +291,11 @@ def test_tensor_is_not_bounded_by_design_but_is_as_recorded():
         engine.verify(less)
 
 
+def test_coupled_batch_keeps_to_its_stage_where_leaves_rest_over_tensor_too():
+    mesh = make_mesh(data=4, tensor=2)
+    make_engine(mesh=mesh, zero=1, coupled_batch=True).verify()
+
+
 def test_bytes_of_leaves_are_those_of_the_program():
     """Not those that were asked for."""
     engine = make_engine()
