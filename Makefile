@@ -12,6 +12,9 @@ ARGS :=
 PYTHON :=
 LANE :=
 
+# Checkouts of other repositories, as FOREIGN/owner/name.
+FOREIGN :=
+
 # Compilers for GPUs and TPUs that are not here, for tests/compiled; no: skip those.
 COMPILERS := yes
 
@@ -19,7 +22,7 @@ LAUNCH_TESTS := $(addprefix tests/multiprocess/test_,launch.py hosts.py schedule
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help train test test-slow test-launch lint format setup compilers clean
+.PHONY: help train test test-slow test-foreign test-launch lint format setup compilers clean
 
 help: ## Print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -33,6 +36,9 @@ test: compilers ## Run what needs no GPU and takes under 15 minutes on two cores
 test-slow: compilers ## Run the long versions as well
 	@$(PYTEST) --optimized --soak -o faulthandler_timeout=1800 $(ARGS)
 	@$(PYTEST) --optimized --devices 16 tests/equivalence/test_pipeline.py -m slow
+
+test-foreign: setup ## Train public models from checkouts in FOREIGN, as one device does
+	@$(BIN)/python -m pytest tests/foreign/real $(if $(FOREIGN),--foreign $(FOREIGN)) $(ARGS)
 
 test-launch: setup ## Start real runs: supervisors, Slurm, MPI, network namespaces
 	@$(BIN)/python -m pytest $(LAUNCH_TESTS) $(ARGS)

@@ -30,6 +30,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
     parser.addoption(
+        "--foreign",
+        metavar="FOLDER",
+        help="checkouts of other repositories, whose models are trained",
+    )
+    parser.addoption(
         "--soak", action="store_true", help="also run what takes half an hour"
     )
     parser.addoption(
