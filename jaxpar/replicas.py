@@ -105,6 +105,8 @@ def _plain(leaf: jax.Array) -> jax.Array:
 
 def _hash(piece: jax.Array) -> jax.Array:
     """Sum the bits of an array, as 32-bit words, by odd weights; uint32."""
+    if not piece.size:  # XLA:CPU crashes on a sum of nothing (jax 0.11.2).
+        return jnp.uint32(0)
     words = _words(piece).reshape(-1)
     odd = 2 * jax.lax.iota(jnp.uint32, words.size) + 1
     return jnp.sum(words * odd, dtype=jnp.uint32)

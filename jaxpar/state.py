@@ -8,6 +8,7 @@ may keep it in another form (`jaxpar.optim.update`).
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,12 +60,27 @@ def make_init(
             step=jnp.int32(0),
             params=params,
             model_state=model_state,
-            opt_state=jax.tree.map(jnp.asarray, optimizer.init(params)),
+            opt_state=jax.tree_util.tree_map_with_path(
+                _as_array, optimizer.init(params)
+            ),
             key=run_key,
             loss_scale=init_loss_scale(),
         )
 
     return init
+
+
+def _as_array(path: tuple, leaf: Any) -> jax.Array:
+    """A leaf of an optimizer's state; numbers become arrays of a strong type, for a
+    step that met another type than it was compiled for would compile again."""
+    try:
+        return jax.lax.convert_element_type(leaf, jnp.asarray(leaf).dtype)
+    except TypeError as error:
+        raise TypeError(
+            f"optimizer: leaf {tree.path_name(path)} of its state is "
+            f"{type(leaf).__name__}, but must be an array, a number or a PRNG key. "
+            "Keep it outside of the state that init returns."
+        ) from error
 
 
 def keep_state(update: Update, state: TrainState) -> TrainState:
@@ -112,7 +128,8 @@ def state_shardings(
 
     An optimizer leaf whose path ends with a parameter's and whose shape is the same
     mirrors that parameter and follows it (masked and nested transformations too); any
-    other (Adafactor's rows and columns, say) goes by the same shape rule.
+    other (Adafactor's rows and columns, say) goes by the same shape rule. Typed PRNG
+    keys are replicated.
 
     Args:
       abstract: the state's shapes.
@@ -125,6 +142,8 @@ def state_shardings(
     """
 
     def beside(name: str, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return NamedSharding(mesh, P())
         parts = name.split("/")
         ends = ("/".join(parts[i:]) for i in range(len(parts)))
         plan = next((plans[end] for end in ends if end in plans), None)

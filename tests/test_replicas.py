@@ -42,6 +42,14 @@ def test_arrays_of_every_dtype_are_compared(dtype: str) -> None:
         probe.check([leaf])
 
 
+def test_leaves_without_elements_are_taken() -> None:
+    """XLA:CPU crashed on them beside another leaf."""
+    mesh = jaxpar.make_mesh(jaxpar.MeshShape(data=8))
+    whole = NamedSharding(mesh, P())
+    leaves = [jax.device_put(np.ones(shape), whole) for shape in ((0, 3), (2,))]
+    make_probe(mesh, {"empty": whole, "other": whole}).check(leaves)
+
+
 def test_of_two_that_differ_both_are_named() -> None:
     mesh = jaxpar.make_mesh(jaxpar.MeshShape(data=4, tensor=2))
     sharding = NamedSharding(mesh, P("data"))

@@ -215,7 +215,7 @@ def state_bytes(state: PyTree) -> dict[str, int]:
 
 def _piece_bytes(leaf: jax.ShapeDtypeStruct) -> int:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return 8
+        return tree.num_bytes(jax.eval_shape(jax.random.key_data, leaf))
     assert leaf.sharding is not None, "of a state at rest"
     piece = leaf.sharding.shard_shape(leaf.shape)
     return tree.num_bytes(jax.ShapeDtypeStruct(piece, leaf.dtype))

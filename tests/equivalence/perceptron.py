@@ -1,0 +1,87 @@
+"""A small model whose every parameter has a true gradient, and its plain loop.
+
+For optimizers: one kernel is split over tensor by rule, one is not, biases stay whole.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jaxpar
+
+STEPS, ROWS = 6, 32
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        normal = nnx.initializers.normal(0.2)
+        split = nnx.with_partitioning(normal, (None, "mlp"))
+        self.up = nnx.Linear(16, 64, kernel_init=split, bias_init=normal, rngs=rngs)
+        self.out = nnx.Linear(64, 8, kernel_init=normal, bias_init=normal, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.out(jnp.tanh(self.up(x)))
+
+
+def loss_fn(model: Net, batch: dict) -> jax.Array:
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+@functools.cache
+def batches() -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+
+    def rows(width: int) -> np.ndarray:
+        return rng.normal(size=(ROWS, width)).astype(np.float32)
+
+    return [{"x": rows(16), "y": rows(8)} for _ in range(STEPS)]
+
+
+def make_engine(
+    optimizer: optax.GradientTransformation, data: int, tensor: int, zero: int
+) -> jaxpar.Engine:
+    shape = jaxpar.MeshShape(data=data, tensor=tensor)
+    return jaxpar.initialize(
+        model=lambda rngs: Net(rngs),
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        sample_batch=batches()[0],
+        mesh=jaxpar.make_mesh(shape, jax.devices()[: data * tensor]),
+        zero=zero,
+        rules={"mlp": "tensor"},
+    )
+
+
+@functools.cache
+def first_params() -> dict:
+    return jax.device_get(make_engine(optax.sgd(0.0), 1, 1, zero=0).state.params)
+
+
+def run_plainly(
+    optimizer: optax.GradientTransformation, *, takes_value: bool
+) -> tuple[list[float], dict]:
+    """Losses and parameters of a plain loop on one device."""
+
+    def loss_of(params: dict, batch: dict) -> jax.Array:
+        up, out = params["up"], params["out"]
+        hidden = jnp.tanh(batch["x"] @ up["kernel"] + up["bias"])
+        made = hidden @ out["kernel"] + out["bias"]
+        return jnp.mean((made - batch["y"]) ** 2)
+
+    @jax.jit
+    def step(params: dict, state: optax.OptState, batch: dict) -> tuple:
+        value, grads = jax.value_and_grad(loss_of)(params, batch)
+        named = {"value": value} if takes_value else {}
+        updates, state = optimizer.update(grads, state, params, **named)
+        return optax.apply_updates(params, updates), state, value
+
+    params, losses = first_params(), []
+    state = optimizer.init(params)
+    for batch in batches():
+        params, state, value = step(params, state, batch)
+        losses.append(float(value))
+    return losses, jax.device_get(params)
