@@ -6,6 +6,7 @@ and which state the model changes.
 """
 
 import dataclasses
+import numbers
 from typing import Any
 
 import jax
@@ -62,15 +63,28 @@ def check_arguments(
             f"must be {AXES}, all automatic. Pass a jaxpar.MeshShape, or make the mesh "
             "by jaxpar.make_mesh."
         )
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise TypeError(
-            f"optimizer={optimizer!r} must be an optax transformation, with init and "
-            "update; call its factory, as in optax.adamw(1e-3)."
-        )
+    _check_optimizer(optimizer)
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(
             f"clip_norm={clip_norm!r} must be positive, or None for no clipping."
         )
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if hasattr(optimizer, "init") and hasattr(optimizer, "update"):
+        return
+    shown, remedy = repr(optimizer), "call its factory, as in optax.adamw(1e-3)"
+    if isinstance(optimizer, numbers.Real):
+        remedy = f"a learning rate goes into one, as in optax.adamw({optimizer})"
+    elif hasattr(optimizer, "tx"):
+        shown = f"{type(optimizer).__name__}(...)"
+        remedy = "pass the one that it holds, optimizer=tx for nnx.Optimizer(model, tx)"
+    elif callable(optimizer):
+        remedy += ", and pass a schedule to it, as in optax.adamw(schedule)"
+    raise TypeError(
+        f"optimizer={shown} must be an optax transformation, with init and update; "
+        f"{remedy}."
+    )
 
 
 def check_trainable(params: Params) -> None:

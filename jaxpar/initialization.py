@@ -66,7 +66,8 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
         examples it is given, or a `jaxpar.Weighted`. It may also take by name: key (a
         PRNG key of the micro-batch), step (an int32 scalar), training (a bool).
         Metrics are means too, or `jaxpar.Weighted`, `jaxpar.Sum`, `jaxpar.Max`.
-      optimizer: any optax transformation, or one of `jaxpar.optim`.
+      optimizer: any optax transformation, or one of `jaxpar.optim`. Its update is
+        given ``value=`` (the loss) and ``grad=`` where it takes them, and nothing else.
       sample_batch: arrays or `jax.ShapeDtypeStruct`s of a global batch, rows first,
         but for what is wrapped in `jaxpar.Replicated`.
       mesh: devices by axis (all of them on data by default), or a mesh made by
@@ -133,8 +134,8 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     traced = trace_loss(network, loss, abstract, precision, rows)
     coupled = coupled_batch or traced.changes_state
     partition = _partition(network, plans, stage, precision, mesh, coupled)
-    like, dtype = abstract.params, precision.compute_dtype
-    update = make_update(optimizer, partition.plans, mesh, like, dtype)
+    shapes, dtype = (abstract.params, abstract.opt_state), precision.compute_dtype
+    update = make_update(optimizer, partition.plans, mesh, shapes, dtype)
     unchecked = why_not(traced.draws, coupled=coupled, splits=splits, asked=check_loss)
     layout = Layout(
         mesh,

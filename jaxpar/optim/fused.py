@@ -152,6 +152,10 @@ def fused_lion(
 
     Arguments, result and errors are those of `fused_adamw`, but that b1 is of the mean
     whose sign is taken, and b2 of the mean that is kept.
+
+    A leaf that the loss does not depend on, such as the bias of an attention's keys,
+    has rounding for a gradient. A sign makes full steps of it, so such a leaf differs
+    between meshes, and from one device; the loss does not.
     """
     equal = optax.lion(learning_rate, b1, b2, weight_decay=weight_decay, mask=mask)
     return _made(Lion(b1, b2), learning_rate, weight_decay, mask, bits, equal)

@@ -8,16 +8,17 @@ from jax.sharding import Mesh
 from jaxpar.optim.buckets import Buckets
 from jaxpar.optim.fused import FusedOptimizer
 from jaxpar.optim.fused_update import FusedUpdate
+from jaxpar.optim.tracing import trace_update
 from jaxpar.optim.update import OptaxUpdate, Update
 from jaxpar.sharding.zero import LeafPlan
-from jaxpar.types import Params
+from jaxpar.types import Params, PyTree
 
 
 def make_update(
     optimizer: optax.GradientTransformation | FusedOptimizer,
     plans: tuple[LeafPlan, ...],
     mesh: Mesh,
-    like: Params,
+    shapes: tuple[Params, PyTree],
     compute_dtype: Any,
 ) -> Update:
     """Run an optimizer on a mesh.
@@ -26,9 +27,13 @@ def make_update(
       optimizer: any optax transformation, or a fused one.
       plans: the parameters' layouts, in flattening order.
       mesh: the mesh.
-      like: the parameters' shapes.
+      shapes: of the parameters, and of the optimizer's logical state.
       compute_dtype: of the parameters that the loss function sees.
+
+    Raises:
+      ValueError: if the step can't give what its update asks for, or carry its state.
     """
     if isinstance(optimizer, FusedOptimizer):
-        return FusedUpdate(optimizer, Buckets(plans, mesh), like, compute_dtype)
-    return OptaxUpdate(optimizer)
+        return FusedUpdate(optimizer, Buckets(plans, mesh), shapes[0], compute_dtype)
+    traced = trace_update(optimizer, *shapes)
+    return OptaxUpdate(optimizer, traced.extras)

@@ -79,10 +79,13 @@ class OptaxUpdate:
     """An optax transformation: it keeps the logical state.
 
     Attributes:
-      optimizer: the transformation; it is passed ``value=`` (the loss).
+      optimizer: the transformation.
+      extras: what its update is passed by name: ``value`` (the loss), ``grad`` (the
+        gradients, as they are updated).
     """
 
     optimizer: optax.GradientTransformation
+    extras: tuple[str, ...]
 
     def keep(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
         """See `Update`."""
@@ -116,8 +119,9 @@ class OptaxUpdate:
     ) -> tuple[PyTree, PyTree, Metrics]:
         """See `Update`; tells the learning rate where the state has it."""
         grads = jax.tree.map(lambda grad: grad.astype(jnp.float32) * factor, grads)
-        optimizer = optax.with_extra_args_support(self.optimizer)
-        updates, new_state = optimizer.update(grads, opt_state, params, value=loss)
+        extras = {"value": loss, "grad": grads}
+        named = {name: extras[name] for name in self.extras}
+        updates, new_state = self.optimizer.update(grads, opt_state, params, **named)
         after = (optax.apply_updates(params, updates), new_state)
         params, opt_state = optax.tree.where(applied, after, (params, opt_state))
         return params, opt_state, _learning_rate(opt_state)
