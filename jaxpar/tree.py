@@ -77,17 +77,18 @@ def num_bytes(tree: PyTree) -> int:
     )
 
 
-def near_match(word: str, known: Iterable[str]) -> str:
+def near_match(word: str, known: Iterable[str], cutoff: float = 0.4) -> str:
     """Suggest the nearest known word, as the end of an error message.
 
     Args:
       word: what was typed.
       known: what would have been right.
+      cutoff: how near it must be, from 0 to 1 (equal).
 
     Returns:
       ``" Did you mean 'x'?"``, or an empty string where nothing is near.
     """
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.4)
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 

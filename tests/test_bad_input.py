@@ -155,8 +155,8 @@ ARGUMENTS = {
     ),
     "logical name that no rule knows": (
         {"model": lambda rngs: Annotated(("embed", "mlpp"))},
-        r"rules: the model names a dim of w 'mlpp', which no rule knows\. Pass rules=.*"
-        r"Did you mean 'mlp'",
+        r"rules: the model gives dims names that no rule knows: 'mlpp' \(w; did you "
+        r"mean 'mlp'\?\)\. Pass rules=\{'mlpp': None\} to keep those dims whole",
     ),
     "more names than dims": (
         {"model": lambda rngs: Annotated((None, None, "mlp"))},

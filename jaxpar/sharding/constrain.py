@@ -9,6 +9,9 @@ import jax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.sharding.rules import AxisRules
+from jaxpar.sharding.tensor import AXIS_NAMES
+
 
 def constrain(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
     """Constrain an array's layout on the mesh axes that the compiler places.
@@ -42,15 +45,45 @@ def constrain(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
-    placed = {
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Auto
-    }
+    placed = _placed(mesh)
     entries = [_placed_axes(entry, placed, mesh.axis_names) for entry in axes]
     if not placed or mesh.size == 1:
         return x
     return jax.lax.with_sharding_constraint(x, P(*entries))
+
+
+def placed_rules(axis_rules: AxisRules) -> AxisRules:
+    """Flax's axis rules, for activations on the mesh in context.
+
+    ``with_logical_constraint`` would fail for an axis that the mesh does not have, or
+    that is manual here; such a dim is left to the compiler.
+
+    Args:
+      axis_rules: pairs of a logical name and mesh axes, by any of `AXIS_NAMES`.
+
+    Returns:
+      Pairs of a logical name and axes of this mesh.
+
+    Example:
+      >>> placed_rules((("batch", "data"), ("embed", None)))
+      (('batch', UNCONSTRAINED), ('embed', None))
+    """
+    placed = _placed(jax.sharding.get_abstract_mesh())
+    found = []
+    for name, axes in axis_rules:
+        entry = (axes,) if isinstance(axes, str) else tuple(axes or ())
+        own = dict.fromkeys(AXIS_NAMES.get(axis) for axis in entry)
+        kept = tuple(axis for axis in own if axis in placed)
+        found.append((name, kept or (P.UNCONSTRAINED if entry else None)))
+    return tuple(found)
+
+
+def _placed(mesh: jax.sharding.AbstractMesh) -> set[str]:
+    """The axes that the compiler places."""
+    if mesh.empty:
+        return set()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name for name, kind in kinds if kind == AxisType.Auto}
 
 
 def _placed_axes(

@@ -1,23 +1,29 @@
 """Where does a leaf's every dim go on the tensor axis: from names and rules to specs.
 
 A model may name the dims of its parameters (``("embed", "mlp")``); `rules` map those
-names, or the paths of leaves, to mesh axes. What no rule speaks of is kept whole
-while it is computed on; ZeRO decides where it rests (`jaxpar.sharding.zero`).
+names, or the paths of leaves, to mesh axes. A model written for a mesh names its axes
+instead, which are `AXIS_NAMES`, or brings Flax's own rules. What no rule speaks of is
+kept whole while it is computed on; ZeRO decides where it is stored
+(`jaxpar.sharding.zero`).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import tree
-from jaxpar.mesh import AXES, DATA, TENSOR
-from jaxpar.sharding.tensor import LOGICAL_RULES, VOCAB
+from jaxpar.mesh import DATA, PIPE, TENSOR
+from jaxpar.sharding.tensor import AXIS_NAMES, LOGICAL_RULES, VOCAB
 
 Rules = Mapping[str, str | tuple[str, ...] | P | None]
 """Logical name -> "tensor", ("pipe", "tensor") for a vocabulary, or None; and path
 pattern -> PartitionSpec."""
+
+AxisRules = Sequence[tuple[str, Any]]
+"""Flax's ``logical_axis_rules``: pairs of a logical name and mesh axes (one, several or
+None); of two for a name, the first whose axes are free in an array counts."""
 
 Spec = tuple[str | tuple[str, ...] | None, ...]
 """One mesh axis, several, or None per dim."""
@@ -28,6 +34,7 @@ def compute_specs(
     names: Mapping[str, Sequence[Any] | None],
     rules: Rules,
     sizes: Mapping[str, int],
+    axis_rules: AxisRules = (),
 ) -> dict[str, Spec]:
     """Decide on which axis each dim of each leaf is computed.
 
@@ -36,38 +43,44 @@ def compute_specs(
     Args:
       shapes: leaf name -> shape.
       names: leaf name -> the model's own names of its dims, or None.
-      rules: the user's rules, over `LOGICAL_RULES`.
+      rules: the user's rules.
       sizes: mesh axis -> devices on it.
+      axis_rules: Flax's rules, in the place of `LOGICAL_RULES` where there are any.
 
     Returns:
       leaf name -> one entry per dim.
 
     Raises:
-      ValueError: for an unknown axis or logical name, a rule that matches nothing, a
-        spec that does not fit its leaf, or a dim that its axis does not divide.
+      ValueError: for an unknown axis in a rule, a rule that matches nothing, a spec
+        that does not fit its leaf, a dim that its axis does not divide, or a name that
+        no rule knows where tensor or pipe is more than 1.
 
     Example:
       >>> compute_specs({"w": (4, 8)}, {"w": ("embed", "mlp")}, {}, {"tensor": 2})
       {'w': (None, 'tensor')}
     """
-    for key, value in rules.items():
-        _check_axes(key, tuple(value) if isinstance(value, P) else (value,))
+    rules = {key: _on_axes(key, value) for key, value in rules.items()}
     paths = {key: spec for key, spec in rules.items() if isinstance(spec, P)}
-    logical = {**LOGICAL_RULES, **{k: v for k, v in rules.items() if k not in paths}}
-    specs, used = {}, set()
-    for name, shape in shapes.items():
-        fits = [pattern for pattern in paths if tree.matches(pattern, name)]
-        used.update(fits, names.get(name) or ())
+    logical = {key: axis for key, axis in rules.items() if key not in paths}
+    specs, used, unknown = {}, set(), {}
+    for leaf, shape in shapes.items():
+        own = names.get(leaf) or ()
+        fits = [pattern for pattern in paths if tree.matches(pattern, leaf)]
+        used.update(fits, _parts(own))
         if fits:
-            spec = _padded(fits[0], paths[fits[0]], name, shape)
+            spec = _padded(fits[0], paths[fits[0]], leaf, shape)
         else:
-            spec = _from_names(name, shape, names.get(name), logical)
-        spec = tuple(_on_mesh(entry, sizes) for entry in spec)
-        _check_divides(name, shape, spec, sizes)
-        specs[name] = spec
+            known = _flax_axes(own, axis_rules) if axis_rules else LOGICAL_RULES
+            known = {**known, **logical}
+            spec = _from_names(leaf, shape, own, known, unknown)
+        spec = tuple(_on_mesh(leaf, entry, sizes) for entry in spec)
+        _check_divides(leaf, shape, spec, sizes)
+        specs[leaf] = spec
     for key in rules:
         if key not in used:
             raise ValueError(_unused(key, key in paths, shapes, names))
+    if unknown and any(sizes.get(axis, 1) > 1 for axis in VOCAB):
+        raise ValueError(_unknown(unknown, {**LOGICAL_RULES, **logical}))
     return specs
 
 
@@ -76,34 +89,42 @@ def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
-def _on_mesh(
-    entry: str | tuple[str, ...] | None, sizes: Mapping[str, int]
-) -> str | tuple[str, ...] | None:
-    """An entry of several axes without those that have one device."""
-    if not isinstance(entry, tuple):
-        return entry
-    axes = tuple(axis for axis in entry if sizes.get(axis, 1) > 1)
-    return axes if len(axes) > 1 else next(iter(axes), TENSOR)
+def _parts(names: Sequence[Any]) -> Iterator[str]:
+    """The names of all dims; one dim may have several."""
+    for name in names:
+        if isinstance(name, tuple | list):
+            yield from _parts(name)
+        elif name is not None and name is not P.UNCONSTRAINED:
+            yield name
 
 
-def _check_axes(key: str, axes: Sequence[Any]) -> None:
-    for axis in axes:
-        if axis is None or axis in (TENSOR, VOCAB):
-            continue
-        if axis == DATA:
-            raise ValueError(
-                f"rules: {key!r} maps to 'data', but parameters are spread over data "
-                "by zero=1, 2 or 3, not by rules. Use 'tensor' or None."
-            )
-        if not isinstance(axis, str) or axis not in AXES:
-            raise ValueError(
-                f"rules: {key!r} maps to {axis!r}, which is not a mesh axis. "
-                f"Use 'tensor' or None.{tree.near_match(str(axis), AXES)}"
-            )
+def _on_axes(key: str, value: Any) -> Any:
+    """A rule's value, with the mesh's own names of its axes."""
+    if isinstance(value, P):
+        return P(*(_on_axes(key, entry) for entry in value))
+    if value is None or value == VOCAB:
+        return value
+    axis = AXIS_NAMES.get(value)
+    if axis == TENSOR:
+        return axis
+    if axis == PIPE:
+        raise ValueError(_not_alone(key))
+    if axis == DATA:
         raise ValueError(
-            f"rules: {key!r} maps to {axis!r}; only 'tensor' can split a layer. "
-            "Use 'tensor' or None."
+            f"rules: {key!r} maps to {value!r}, but parameters are spread over data by "
+            "zero=1, 2 or 3, not by rules. Use 'tensor' or None."
         )
+    raise ValueError(
+        f"rules: {key!r} maps to {value!r}, which is not a mesh axis. "
+        f"Use 'tensor' or None.{tree.near_match(str(value), (TENSOR,), cutoff=0.8)}"
+    )
+
+
+def _not_alone(key: str) -> str:
+    return (
+        f"rules: {key!r} maps to 'pipe'; only 'tensor' can split a layer. "
+        "Use 'tensor' or None."
+    )
 
 
 def _padded(pattern: str, spec: P, name: str, shape: tuple[int, ...]) -> Spec:
@@ -120,33 +141,56 @@ def _padded(pattern: str, spec: P, name: str, shape: tuple[int, ...]) -> Spec:
     return tuple(spec) + (None,) * (len(shape) - len(spec))
 
 
+def _flax_axes(names: Sequence[Any], axis_rules: AxisRules) -> dict[str, Any]:
+    """Flax's assignment of the names of one array: what it leaves over is whole."""
+    found: dict[str, Any] = {}
+    for name, axes in axis_rules:
+        taken = {axis for entry in found.values() for axis in _parts((entry,))}
+        if name in _parts(names) and taken.isdisjoint(_parts((axes,))):
+            found.setdefault(name, axes)
+    return {name: None for name in _parts(names) if name not in AXIS_NAMES} | found
+
+
 def _from_names(
     leaf: str,
     shape: tuple[int, ...],
-    names: Sequence[Any] | None,
-    logical: Mapping[str, Any],
+    names: Sequence[Any],
+    known: Mapping[str, Any],
+    unknown: dict[str, list[str]],
 ) -> Spec:
-    if not names:
-        return (None,) * len(shape)
+    """The spec by the names of a leaf's dims; adds to `unknown` what is not known."""
     if len(names) > len(shape):
         raise ValueError(
             f"rules: the model names {len(names)} dims of {leaf}, {tuple(names)}, but "
             f"it has {len(shape)} (shape {shape}). Name each dim once, in its order."
         )
-    spec = []
+    spec: list[tuple[str, ...]] = []
     for name in names:
-        axis = name if name in AXES else logical.get(name)
-        if name is not None and name not in AXES and name not in logical:
-            raise ValueError(
-                f"rules: the model names a dim of {leaf} {name!r}, which no rule "
-                f"knows. Pass rules={{{name!r}: None}} to keep it whole or "
-                f"rules={{{name!r}: 'tensor'}} to split it."
-                + tree.near_match(str(name), logical)
-            )
-        taken = {own for entry in spec for own in axes_of(entry)}
-        spec.append(None if taken & set(axes_of(axis)) else axis)
-    _check_axes(leaf, spec)
+        found = set()
+        for part in _parts((name,)):
+            for axis in _parts((known.get(part, part),)):
+                if axis in AXIS_NAMES:
+                    found.add(AXIS_NAMES[axis])
+                else:
+                    unknown.setdefault(part, []).append(leaf)
+        axes = tuple(axis for axis in VOCAB if axis in found)  # ZeRO decides on data.
+        spec.append(() if found & {axis for entry in spec for axis in entry} else axes)
     return tuple(spec) + (None,) * (len(shape) - len(spec))
+
+
+def _on_mesh(
+    leaf: str, entry: str | tuple[str, ...] | None, sizes: Mapping[str, int]
+) -> str | tuple[str, ...] | None:
+    """An entry of several axes without those that have one device."""
+    axes = axes_of(entry)
+    if axes == (PIPE,):
+        if sizes.get(PIPE, 1) > 1:
+            raise ValueError(_not_alone(leaf))
+        return None
+    if len(axes) < 2:
+        return next(iter(axes), None)
+    axes = tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
+    return axes if len(axes) > 1 else next(iter(axes), TENSOR)
 
 
 def _check_divides(
@@ -163,9 +207,24 @@ def _check_divides(
             )
 
 
+def _unknown(unknown: Mapping[str, Sequence[str]], known: Mapping[str, Any]) -> str:
+    """The error for names that no rule knows, of all leaves."""
+    listed = []
+    for name, leaves in unknown.items():
+        others = f" and {len(leaves) - 1} more" if len(leaves) > 1 else ""
+        guess = tree.near_match(name, known, cutoff=0.8).replace(" D", "; d", 1)
+        listed.append(f"{name!r} ({leaves[0]}{others}{guess})")
+    whole = ", ".join(f"{name!r}: None" for name in unknown)
+    return (
+        "rules: the model gives dims names that no rule knows: "
+        f"{', '.join(listed)}. Pass rules={{{whole}}} to keep those dims whole, "
+        "'tensor' for None to split one; with tensor=1 and pipe=1 no name needs a rule."
+    )
+
+
 def _unused(key, is_path, shapes, names) -> str:
     known = (
-        shapes if is_path else {n for dims in names.values() for n in dims or () if n}
+        shapes if is_path else {n for own in names.values() for n in _parts(own or ())}
     )
     what = "matches no parameter" if is_path else "names no dim of any parameter"
     if not is_path and any(tree.matches(key, name) for name in shapes):

@@ -10,7 +10,7 @@ table is all three: a kernel ``("embed", "mlp")`` is column-parallel, ``("mlp",
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 """
 
-from jaxpar.mesh import PIPE, TENSOR
+from jaxpar.mesh import DATA, PIPE, TENSOR
 
 VOCAB = (PIPE, TENSOR)
 """The axes of the vocabulary; pipe counts where there is a pipeline."""
@@ -26,3 +26,13 @@ LOGICAL_RULES: dict[str, str | tuple[str, ...] | None] = {
     "positions": None,
 }
 """The logical names that jaxpar's models use, and the mesh axis each goes to."""
+
+AXIS_NAMES = {
+    TENSOR: TENSOR,
+    "model": TENSOR,
+    "tp": TENSOR,
+    PIPE: PIPE,
+    DATA: DATA,
+    "fsdp": DATA,
+}
+"""What models written for a mesh call its axes, and which axis that is here."""

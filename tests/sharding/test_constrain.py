@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.mesh import MeshShape, make_mesh
-from jaxpar.sharding.constrain import constrain
+from jaxpar.sharding.constrain import constrain, placed_rules
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +117,44 @@ def test_one_device_gets_no_constraint_that_would_hold_fusion_back():
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         jaxpr = jax.make_jaxpr(lambda x: constrain(x, "data"))(jnp.ones(4))
     assert not jaxpr.jaxpr.eqns
+
+
+RULES = (
+    ("batch", ("data", "fsdp")),
+    ("mlp", "model"),
+    ("length", "X"),
+    ("head", None),
+)
+
+
+def test_flax_rules_name_the_axes_that_the_compiler_places(mesh):
+    free = P.UNCONSTRAINED
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        assert placed_rules(RULES) == (
+            ("batch", ("data",)),
+            ("mlp", ("tensor",)),
+            ("length", free),
+            ("head", None),
+        )
+    found = []
+
+    def look(x):
+        found.extend(placed_rules(RULES))
+        return x
+
+    jax.eval_shape(
+        jax.shard_map(
+            look,
+            mesh=mesh,
+            in_specs=P("data"),
+            out_specs=P("data"),
+            axis_names={"data"},
+        ),
+        jnp.ones(4),
+    )
+    assert dict(found) == {
+        "batch": free,
+        "mlp": ("tensor",),
+        "length": free,
+        "head": None,
+    }

@@ -136,20 +136,90 @@ def test_rule_for_names_of_an_unannotated_model_says_so():
         specs_of({"mlp": "tensor"}, UNNAMED)
 
 
-def test_unknown_logical_name_says_both_remedies():
+def test_unknown_names_of_all_leaves_are_in_one_message():
     message = (
-        r"rules: the model names a dim of w 'mlpp', which no rule knows\. Pass "
-        r"rules=\{'mlpp': None\} to keep it whole or rules=\{'mlpp': 'tensor'\} to "
-        r"split it\. Did you mean 'mlp'\?"
+        r"rules: the model gives dims names that no rule knows: 'mlpp' \(a; did you "
+        r"mean 'mlp'\?\), 'kv' \(b and 1 more\)\. Pass rules=\{'mlpp': None, 'kv': None"
+        r"\} to keep those dims whole, 'tensor' for None to split one; with tensor=1 "
+        r"and pipe=1 no name needs a rule\."
     )
+    shapes = {"a": (4,), "b": (4,), "c": (4, 4)}
+    names = {"a": ("mlpp",), "b": ("kv",), "c": (None, "kv")}
     with pytest.raises(ValueError, match=message):
-        compute_specs({"w": (4,)}, {"w": ("mlpp",)}, {}, SIZES)
-    assert compute_specs({"w": (4,)}, {"w": ("mlpp",)}, {"mlpp": "tensor"}, SIZES)
+        compute_specs(shapes, names, {}, SIZES)
+    found = compute_specs(shapes, names, {"mlpp": None, "kv": "tensor"}, SIZES)
+    assert found == {"a": (None,), "b": ("tensor",), "c": (None, "tensor")}
 
 
-def test_model_that_names_the_data_axis_raises():
-    with pytest.raises(ValueError, match="'w' maps to 'data', but parameters are"):
-        compute_specs({"w": (4,)}, {"w": ("data",)}, {}, SIZES)
+def test_unknown_names_cost_nothing_where_no_axis_is_split():
+    sizes = {"data": 8, "pipe": 1, "tensor": 1}
+    assert compute_specs({"w": (3, 5)}, {"w": ("kv", "X")}, {}, sizes) == {
+        "w": (None, None)
+    }
+
+
+@pytest.mark.parametrize(
+    ("names", "spec"),
+    [
+        (("fsdp", "tp"), (None, "tensor")),
+        (("model", "data"), ("tensor", None)),
+        ((None, ("fsdp", "tp")), (None, "tensor")),
+        ((("data", "fsdp"), P.UNCONSTRAINED), (None, None)),
+        ((("embed", "mlp"), "tp"), ("tensor", None)),
+        (("pipe", "tensor"), (None, "tensor")),
+    ],
+    ids=str,
+)
+def test_axes_of_another_mesh_are_those_of_this_one(names, spec):
+    assert compute_specs({"w": (4, 8)}, {"w": names}, {}, SIZES) == {"w": spec}
+
+
+def test_pipe_axis_alone_splits_no_layer():
+    with pytest.raises(ValueError, match="'w' maps to 'pipe'; only 'tensor' can split"):
+        compute_specs({"w": (4,)}, {"w": ("pipe",)}, {}, SIZES | {"pipe": 2})
+
+
+def test_rules_may_call_the_tensor_axis_by_its_other_names():
+    rules = {"mlp/*": P(None, "tp"), "heads": "model", "mlp": None}
+    shapes = {"attn/q/kernel": (4, 8), "mlp/up/kernel": (4, 6)}
+    assert specs_of(rules, shapes=shapes) == {
+        "attn/q/kernel": (None, "tensor"),
+        "mlp/up/kernel": (None, "tensor"),
+    }
+
+
+def test_rule_for_an_axis_that_the_model_names_wins():
+    names = {"w": ("model", "embed")}
+    assert compute_specs({"w": (4, 4)}, names, {"model": None}, SIZES) == {
+        "w": (None, None)
+    }
+
+
+@pytest.mark.parametrize(
+    ("names", "axis_rules", "rules", "spec"),
+    [
+        (("kv", "out"), (("kv", "model"), ("out", "fsdp")), {}, ("tensor", None)),
+        # Of two rules for a name, the first whose axes are free in the array.
+        (("embed", "mlp"), (("mlp", "model"), ("embed", "model"), ("embed", "data")),
+         {}, (None, "tensor")),
+        (("embed", "mlp"), (("embed", ["data", "model"]),), {}, ("tensor", None)),
+        # As in Flax, a name without a rule is whole.
+        (("embed", "mlp"), (("embed", None),), {}, (None, None)),
+        (("embed", "tensor"), (("embed", None),), {}, (None, "tensor")),
+        (("embed", "kv"), (("kv", "model"),), {"embed": "tensor", "kv": None},
+         ("tensor", None)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_axis_rules_of_flax_are_understood(names, axis_rules, rules, spec):
+    assert compute_specs({"w": (4, 8)}, {"w": names}, rules, SIZES, axis_rules) == {
+        "w": spec
+    }
+
+
+def test_axis_of_flax_rules_that_is_unknown_is_named_by_its_dim():
+    with pytest.raises(ValueError, match=r"no rule knows: 'kv' \(w\)\. Pass rules="):
+        compute_specs({"w": (4,)}, {"w": ("kv",)}, {}, SIZES, (("kv", "X"),))
 
 
 def test_more_names_than_dims_raises():
