@@ -188,7 +188,7 @@ class Engine:
           params: other parameters, as for `evaluate`; None for the engine's.
 
         Returns:
-          The nnx.Module (or a `jaxpar.module.LinenModel`) around the fp32 masters,
+          The nnx.Module (or a `jaxpar.linen.LinenModel`) around the fp32 masters,
           sharded as they are stored: views that the next step donates, as `state`.
         """
         self.layout.require_devices("model")

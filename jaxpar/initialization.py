@@ -12,7 +12,12 @@ from jax.sharding import Mesh
 
 from jaxpar import tree
 from jaxpar.batches import BatchSpec, make_batch_spec
-from jaxpar.checks import LossTrace, check_arguments, check_trainable, trace_loss
+from jaxpar.checks import (
+    LossTrace,
+    check_arguments,
+    check_trainable,
+    trace_loss,
+)
 from jaxpar.engine import Engine
 from jaxpar.gradients import Partition
 from jaxpar.inputs import abstract_inputs
@@ -20,19 +25,19 @@ from jaxpar.layout import Layout
 from jaxpar.loss import Loss, as_losses
 from jaxpar.loss_check import why_not
 from jaxpar.mesh import DATA, MeshShape, as_mesh
-from jaxpar.module import Network, make_network
+from jaxpar.module import Network, UnderAxisRules, make_network
 from jaxpar.optim.fused import FusedOptimizer
 from jaxpar.optim.making import make_update
-from jaxpar.pipeline.execution import make_execution
+from jaxpar.pipeline.execution import Execution, make_execution
 from jaxpar.pipeline.schedule import Schedule
 from jaxpar.precision import Precision, make_precision
 from jaxpar.program import Program, make_loss_check, make_program
 from jaxpar.row_draws import AsTraced, OwnRows
-from jaxpar.sharding.rules import Rules, Spec, compute_specs
+from jaxpar.sharding.rules import Rules, compute_specs
 from jaxpar.sharding.zero import LeafPlan, ZeroStage, zero_stage
 from jaxpar.state import TrainState, make_init, state_shardings
 from jaxpar.step import make_train_step
-from jaxpar.types import Batch, LossFn
+from jaxpar.types import Batch, LossFn, Params
 from jaxpar.xla_settings import Value, choose_settings
 
 
@@ -84,7 +89,8 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
         "interleaved" (":4" for four chunks a stage), or a `jaxpar.Schedule`.
       clip_norm: the largest global norm of the gradients; None for no clipping.
       seed: of parameters, dropout and whatever else is random.
-      rules: logical name -> mesh axis, path pattern -> PartitionSpec.
+      rules: logical name -> mesh axis, path pattern -> PartitionSpec; over Flax's
+        ``logical_axis_rules`` in context.
       eval_fn: like loss_fn, for `Engine.evaluate`; None for loss_fn.
       coupled_batch: the loss couples examples (in-batch negatives): it is given whole
         micro-batches. Implied by a model that changes its state (batch statistics).
@@ -127,10 +133,10 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     splits = mesh.shape[DATA] * accumulate
     rows = abstract_inputs(batch_spec.rows(batch_spec.num_rows // splits))
     network = make_network(model, loss.on_sample, rows)
+    given["model"] = UnderAxisRules(model, network.axis_rules)
     execution = make_execution(network, mesh, schedule, accumulate, loss, rows)
     init, abstract = _abstract(network, optimizer, seed)
-    leaves, compute = _split(abstract, network, rules, mesh)
-    plans = execution.plan_leaves(leaves, compute, stage, mesh.shape, allow_whole)
+    plans = _plans(network, execution, abstract.params, rules, stage, mesh, allow_whole)
     traced = trace_loss(network, loss, abstract, precision, rows)
     coupled = coupled_batch or traced.changes_state
     partition = _partition(network, plans, stage, precision, mesh, coupled)
@@ -222,11 +228,18 @@ def _abstract(
     return init, jax.eval_shape(init, jax.random.key(seed))
 
 
-def _split(
-    abstract: TrainState, network: Network, rules: Rules | None, mesh: Mesh
-) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, Spec]]:
-    """The parameters by name, and what the rules split of each."""
-    leaves = tree.named_leaves(abstract.params)
+def _plans(
+    network: Network,
+    execution: Execution,
+    params: Params,
+    rules: Rules | None,
+    stage: ZeroStage,
+    mesh: Mesh,
+    allow_whole: Sequence[str],
+) -> dict[str, LeafPlan]:
+    """Where every leaf is stored, and what the rules split of it."""
+    leaves, sizes = tree.named_leaves(params), mesh.shape
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
-    specs = compute_specs(shapes, network.dim_names(), rules or {}, mesh.shape)
-    return leaves, specs
+    names, flax_rules = network.dim_names(), network.axis_rules
+    compute = compute_specs(shapes, names, rules or {}, sizes, flax_rules)
+    return execution.plan_leaves(leaves, compute, stage, sizes, allow_whole)

@@ -6,6 +6,8 @@ parameters and mutable state are nested dicts of arrays on both sides.
 """
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,8 +15,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding
 
-from jaxpar import tree
+from jaxpar.linen import LinenNetwork, axis_rules
+from jaxpar.sharding.constrain import placed_rules
+from jaxpar.sharding.rules import AxisRules
 from jaxpar.types import Batch, LossFn, Params, PyTree
 
 _METADATA_KEYS = ("out_sharding", "sharding_names", "sharding")
@@ -22,7 +27,16 @@ _METADATA_KEYS = ("out_sharding", "sharding_names", "sharding")
 
 @runtime_checkable
 class Network(Protocol):
-    """A model as pure functions."""
+    """A model as pure functions.
+
+    Attributes:
+      axis_rules: Flax's ``logical_axis_rules``, by which its dims' names go to axes.
+    """
+
+    @property
+    def axis_rules(self) -> AxisRules:
+        """As above."""
+        ...
 
     def init(self, key: jax.Array) -> tuple[Params, PyTree]:
         """Make (params, model_state); traceable."""
@@ -54,6 +68,24 @@ class Bridged(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
+class UnderAxisRules:
+    """A model that is bridged to in the context of Flax's ``logical_axis_rules``.
+
+    Attributes:
+      model: as `make_network` takes it.
+      axis_rules: the rules.
+    """
+
+    model: Any
+    axis_rules: AxisRules
+
+    def make_network(self, loss_fn: LossFn, sample_batch: Batch) -> Network:
+        """As the function of that name."""
+        with nn.logical_axis_rules(self.axis_rules):
+            return make_network(self.model, loss_fn, sample_batch)
+
+
 def make_network(model: Any, loss_fn: LossFn, sample_batch: Batch) -> Network:
     """Bridge to a model.
 
@@ -73,7 +105,7 @@ def make_network(model: Any, loss_fn: LossFn, sample_batch: Batch) -> Network:
     if isinstance(model, Bridged):
         return model.make_network(loss_fn, sample_batch)
     if isinstance(model, nn.Module):
-        return _LinenNetwork(model, loss_fn, sample_batch)
+        return LinenNetwork(model, loss_fn, sample_batch)
     if isinstance(model, nnx.Module):
         raise TypeError(
             f"model={type(model).__name__}(...) is already made, whole on one device; "
@@ -89,43 +121,39 @@ def make_network(model: Any, loss_fn: LossFn, sample_batch: Batch) -> Network:
 
 
 class _NnxNetwork:
-    """NNX: variables are split by type, merged again inside the trace."""
+    """NNX: leaves are split by type, merged again inside the trace.
 
-    def __init__(self, factory: Callable[[nnx.Rngs], Any]):
+    A leaf is a variable's value or an array that a module has as an attribute.
+    """
+
+    def __init__(self, factory: Callable[..., Any]):
         self._factory = factory
-        with nnx.use_eager_sharding(False):
-            model = nnx.eval_shape(lambda: self._make(jax.random.key(0)))
-        self._graphdef, params, rngs, state = nnx.split(
-            model, nnx.Param, nnx.RngState, ...
-        )
+        self.axis_rules = axis_rules()
+        self._graphdef: Any = None
+
+        def split(key: jax.Array) -> list:
+            self._graphdef, *states = self._split(key)
+            return states
+
+        states = jax.eval_shape(split, jax.random.key(0))
         self._params, self._rngs, self._state = (
-            list(nnx.to_flat_state(part)) for part in (params, rngs, state)
+            list(nnx.to_flat_state(state)) for state in states
         )
 
-    def _make(self, key: jax.Array) -> nnx.Module:
-        model = self._factory(nnx.Rngs(key))
-        if not isinstance(model, nnx.Module):
-            raise TypeError(
-                f"model: the factory returned {type(model).__name__}, which is not an "
-                "nnx.Module; return one, or pass the Linen module itself."
-            )
-        return model
+    def _split(self, key: jax.Array) -> tuple[Any, ...]:
+        with nnx.use_eager_sharding(False):
+            model = _call_factory(self._factory, nnx.Rngs(key))
+            _mark_arrays(model)
+            return nnx.split(model, nnx.Param, nnx.RngState, ...)
 
     def init(self, key: jax.Array) -> tuple[Params, PyTree]:
-        with nnx.use_eager_sharding(False):
-            _, params, _, state = nnx.split(
-                self._make(key), nnx.Param, nnx.RngState, ...
-            )
+        _, params, _, state = self._split(key)
         return _to_dict(params), _to_dict(state)
 
     def dim_names(self) -> dict[str, Sequence[Any] | None]:
         return {
-            "/".join(map(str, path)): tuple(
-                next((meta[k] for k in _METADATA_KEYS if meta.get(k)), ())
-            )
-            or None
+            "/".join(map(str, path)): _names_of(variable.get_metadata())
             for path, variable in self._params
-            for meta in [variable.get_metadata()]
         }
 
     def run(
@@ -138,7 +166,8 @@ class _NnxNetwork:
         training: bool,
     ) -> tuple[Any, PyTree]:
         params, state = variables
-        with nnx.use_eager_sharding(False):
+        rules = placed_rules(self.axis_rules)
+        with nnx.use_eager_sharding(False), nn.logical_axis_rules(rules):
             model = nnx.merge(
                 self._graphdef,
                 _from_dict(self._params, params),
@@ -149,8 +178,7 @@ class _NnxNetwork:
                 model.eval()
             out = fn(model, batch)
         after = dict(nnx.to_flat_state(nnx.state(model)))
-        kept = {path: after[path].get_value() for path, _ in self._state}
-        return out, _nested(kept)
+        return out, _nested({path: _value(after[path]) for path, _ in self._state})
 
     def _fresh_rngs(self, key: jax.Array) -> nnx.State:
         """Every key variable its own key; every count zero."""
@@ -166,6 +194,66 @@ class _NnxNetwork:
         return nnx.from_flat_state(fresh)
 
 
+def _call_factory(factory: Callable[..., Any], rngs: nnx.Rngs) -> nnx.Module:
+    """Make the model: ``factory(rngs=rngs)``, or by position where it has no `rngs`."""
+    signature = _signature(factory)
+    by_name, by_place = ((), {"rngs": rngs}), ((rngs,), {})
+    for args, kwargs in (by_name, by_place)[: 2 - ("rngs" in signature.parameters)]:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            continue
+        break
+    else:
+        taken = [p.name for p in signature.parameters.values() if p.default is p.empty]
+        raise TypeError(
+            f"model: the factory takes {', '.join(taken) or 'no argument'}, but is "
+            "called with one, rngs. Pass model=lambda rngs: MyModel(..., rngs=rngs)."
+        )
+    model = factory(*args, **kwargs)
+    if not isinstance(model, nnx.Module):
+        raise TypeError(
+            f"model: the factory returned {type(model).__name__}, which is not an "
+            "nnx.Module; return one, or pass the Linen module itself."
+        )
+    return model
+
+
+def _signature(factory: Callable[..., Any]) -> inspect.Signature:
+    """A factory's signature; of a class, that of ``__init__``, which NNX hides."""
+    call = functools.partial(factory)
+    if isinstance(call.func, type):
+        call = functools.partial(call.func.__init__, None, *call.args, **call.keywords)
+    return inspect.signature(call)
+
+
+def _mark_arrays(model: nnx.Module) -> None:
+    """Mark array attributes as data.
+
+    Flax does so itself for arrays, and not for tracers (flax 0.12.12), as all are
+    here: it would take them for static, and leak them.
+    """
+    for _, module in nnx.iter_modules(model):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, jax.Array):
+                setattr(module, name, nnx.data(value))
+
+
+def _names_of(metadata: Mapping[str, Any]) -> tuple | None:
+    """The names of a variable's dims, by the rules that came with them, or None."""
+    names = next((metadata[k] for k in _METADATA_KEYS if metadata.get(k)), ())
+    if isinstance(names, NamedSharding):
+        names = names.spec
+    rules = dict(metadata.get("sharding_rules") or ())
+    return tuple(rules.get(name, name) for name in names) or None
+
+
+def _value(leaf: Any) -> Any:
+    """A variable's value, or an array attribute, as arrays without weak types."""
+    value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), value)
+
+
 def _nested(flat: Mapping[tuple, Any]) -> dict:
     nested: dict = {}
     for path, value in flat.items():
@@ -177,103 +265,15 @@ def _nested(flat: Mapping[tuple, Any]) -> dict:
 
 
 def _to_dict(state: nnx.State) -> dict:
-    return _nested({p: v.get_value() for p, v in nnx.to_flat_state(state)})
+    return _nested({path: _value(leaf) for path, leaf in nnx.to_flat_state(state)})
 
 
-def _from_dict(variables: Sequence[tuple[tuple, Any]], values: dict) -> nnx.State:
+def _from_dict(leaves: Sequence[tuple[tuple, Any]], values: dict) -> nnx.State:
     filled = []
-    for path, variable in variables:
+    for path, leaf in leaves:
         value = values
         for part in path:
             value = value[part]
-        filled.append((path, variable.replace(value)))
+        is_variable = isinstance(leaf, nnx.Variable)
+        filled.append((path, leaf.replace(value) if is_variable else value))
     return nnx.from_flat_state(filled)
-
-
-@dataclasses.dataclass(frozen=True)
-class _LinenNetwork:
-    """Linen: the loss function gets a `LinenModel` in the module's place."""
-
-    module: nn.Module
-    loss_fn: LossFn
-    sample_batch: Batch
-
-    def init(self, key: jax.Array) -> tuple[Params, PyTree]:
-        variables = nn.meta.unbox(self._boxed(key))
-        return variables.pop("params", {}), variables
-
-    def _boxed(self, key: jax.Array) -> dict:
-        batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.sample_batch)
-        model = LinenModel(self.module, None, key, training=True)
-        self.loss_fn(model, batch)
-        if model.variables is None:
-            raise TypeError(
-                "loss_fn: it never called model(...), so a Linen model cannot be "
-                "initialised by tracing it; call the model with the batch's inputs."
-            )
-        return dict(model.variables)
-
-    def dim_names(self) -> dict[str, Sequence[Any] | None]:
-        boxed = jax.eval_shape(self._boxed, jax.random.key(0))
-        specs = nn.get_partition_spec(boxed).get("params", {})
-        named = tree.named_leaves(specs, is_leaf=lambda x: isinstance(x, tuple))
-        return {name: tuple(spec) or None for name, spec in named.items()}
-
-    def run(
-        self,
-        fn: LossFn,
-        variables: tuple[Params, PyTree],
-        key: jax.Array,
-        batch: Batch,
-        *,
-        training: bool,
-    ) -> tuple[Any, PyTree]:
-        params, state = variables
-        model = LinenModel(
-            self.module, {"params": params, **state}, key, training=training
-        )
-        out = fn(model, batch)
-        after = dict(model.variables or {})
-        return out, {name: after[name] for name in state}
-
-
-class LinenModel:
-    """A Linen module with its variables: what loss_fn is given as `model`.
-
-    Calls go to ``module.apply``; collections that a training call changes are kept for
-    the next call and the next step.
-
-    Attributes:
-      training: whether this is a training step (else an evaluation).
-      variables: collections by name; None before the call that initialises them.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        variables: dict | None,
-        key: jax.Array,
-        *,
-        training: bool,
-    ):
-        self.module, self._key = module, key
-        self.variables, self.training = variables, training
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply the module; arguments (and ``method=``) are Linen's."""
-        params_key, dropout_key, self._key = jax.random.split(self._key, 3)
-        rngs = {"params": params_key, "dropout": dropout_key}
-        if self.variables is None:
-            out, made = self.module.init_with_output(rngs, *args, **kwargs)
-            self.variables = {k: v for k, v in made.items() if k != "intermediates"}
-            return out
-        mutable = [name for name in self.variables if name != "params"]
-        out, changed = self.module.apply(
-            self.variables,
-            *args,
-            rngs=rngs,
-            mutable=mutable if self.training else [],
-            **kwargs,
-        )
-        self.variables = {**self.variables, **changed}
-        return out

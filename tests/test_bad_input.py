@@ -270,6 +270,19 @@ MODELS = {
         {"model": lambda rngs: nn.Dense(6)},
         r"model: the factory returned Dense, which is not an nnx\.Module; return one",
     ),
+    "factory without an argument": (
+        {"model": lambda: nnx.Linear(4, 6, rngs=nnx.Rngs(0))},
+        r"model: the factory takes no argument, but is called with one, rngs\. Pass "
+        r"model=lambda rngs: MyModel\(\.\.\., rngs=rngs\)",
+    ),
+    "class that takes more": (
+        {"model": nnx.Linear},
+        r"model: the factory takes in_features, out_features, rngs, but is called with",
+    ),
+    "keyword by another name": (
+        {"model": lambda *, keys: linear(keys)},
+        r"model: the factory takes keys, but is called with one, rngs",
+    ),
     "Linen model that is not called": (
         {"model": nn.Dense(6), "loss_fn": lambda model, batch: batch["x"].mean()},
         r"loss_fn: it never called model\(\.\.\.\), so a Linen model cannot be init",

@@ -1,5 +1,6 @@
 """Are NNX and Linen models the same thing to the engine: pure functions of dicts?"""
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -10,7 +11,8 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.module import LinenModel, Network, make_network
+from jaxpar.linen import LinenModel
+from jaxpar.module import Network, UnderAxisRules, make_network
 from jaxpar.tree import named_leaves
 
 X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
@@ -46,6 +48,10 @@ class LinenNet(nn.Module):
 
     def doubled(self, x):
         return self(x, training=False, twice=2.0)
+
+
+def no_loss(model, batch):
+    return 0.0
 
 
 def linen_loss(model, batch):
@@ -160,7 +166,7 @@ def test_every_layer_draws_masks_of_its_own():
     def masks_of(model, batch):
         return [drop(jnp.ones(64)) != 0 for drop in model["drops"]]
 
-    network = make_network(factory, lambda *_: 0.0, BATCH)
+    network = make_network(factory, no_loss, BATCH)
     masks, _ = run(network, network.init(KEY), fn=masks_of)
     assert not np.array_equal(*masks)
 
@@ -187,7 +193,7 @@ class Stack(nnx.Module):
 
 
 def test_stacked_layers_get_keys_of_their_own():
-    network = make_network(Stack, lambda *_: 0.0, BATCH)
+    network = make_network(Stack, no_loss, BATCH)
     masks, _ = run(network, network.init(KEY), fn=lambda m, b: m(b["x"]))
     assert masks.shape == (2, 64)
     assert not np.array_equal(*masks)
@@ -201,7 +207,7 @@ def test_every_spelling_of_the_metadata_is_read(key):
         model["w"].set_metadata(**{key: ("embed", "mlp")})
         return model
 
-    network = make_network(factory, lambda *_: 0.0, BATCH)
+    network = make_network(factory, no_loss, BATCH)
     assert network.dim_names() == {"w": ("embed", "mlp")}
 
 
@@ -250,6 +256,100 @@ def test_linen_parameters_are_unboxed():
     assert isinstance(params["up"]["kernel"], jax.Array)
 
 
+class Configured(nnx.Module):
+    def __init__(self, width=3, *, rngs):
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (width,)))
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        Configured,
+        functools.partial(Configured, 5),
+        functools.partial(Configured, width=5),
+        lambda rngs: Configured(rngs=rngs),
+        lambda keys: Configured(rngs=keys),
+        lambda *, rngs: Configured(rngs=rngs),
+        lambda width=5, *, rngs: Configured(width, rngs=rngs),
+        lambda **named: Configured(**named),
+        lambda *given: Configured(rngs=given[0]),
+    ],
+)
+def test_factory_takes_rngs_by_name_or_place(factory):
+    params, _ = jax.eval_shape(make_network(factory, no_loss, BATCH).init, KEY)
+    assert params["w"].shape in ((3,), (5,))
+
+
+class Attributes(nnx.Module):
+    """Arrays that are attributes, or in what Flax allows to hold them."""
+
+    def __init__(self, rngs):
+        self.w = nnx.Param(jnp.ones(3))
+        self.array, self.numpy = jnp.full(3, 2.0), np.full(3, 3.0)
+        self.number = nnx.Variable(4)
+        self.nested = nnx.data({"a": [jnp.full(3, 5.0)]})
+        self.listed = nnx.List([jnp.full(3, 6.0)])
+        self.named = nnx.Dict(b=jnp.full(3, 7.0))
+
+    def __call__(self, x):
+        self.array = self.array + x.sum(0)
+        held = self.nested["a"][0] + self.listed[0] + self.named["b"]
+        return x * self.w + self.array + self.numpy + self.number[...] + held
+
+
+def test_array_attributes_are_state():
+    network = make_network(Attributes, no_loss, BATCH)
+    params, state = network.init(KEY)
+    assert sorted(named_leaves(params)) == ["w"]
+    named = named_leaves(state)
+    assert sorted(named) == [
+        "array",
+        "listed/0",
+        "named/b",
+        "nested/a/0",
+        "number",
+        "numpy",
+    ]
+    assert {x.dtype for x in named.values()} == {np.dtype("float32"), np.dtype("int32")}
+    out, after = run(network, (params, state))
+    array = 2.0 + X.sum(0)
+    np.testing.assert_allclose(out, X + array + 3 + 4 + 5 + 6 + 7, rtol=1e-6)
+    np.testing.assert_allclose(after["array"], array, rtol=1e-6)
+    del after["array"], state["array"]
+    jax.tree.map(np.testing.assert_array_equal, after, state)
+
+
+@pytest.mark.parametrize(
+    ("names", "rules", "known"),
+    [
+        (("a", "b"), (("a", "model"),), ("model", "b")),
+        (P("a", None), (), ("a", None)),
+        ((("fsdp", "tp"), None), (), (("fsdp", "tp"), None)),
+    ],
+)
+def test_rules_that_come_with_a_variable_rename_its_dims(names, rules, known):
+    def factory(rngs):
+        with nnx.use_eager_sharding(False):
+            param = nnx.Param(
+                jnp.ones((2, 4)), out_sharding=names, sharding_rules=rules
+            )
+        return nnx.Dict(w=param)
+
+    assert make_network(factory, no_loss, BATCH).dim_names() == {"w": known}
+
+
+@pytest.mark.parametrize("model", [nn.Dense(3), lambda rngs: NnxNet(rngs)])
+def test_rules_in_context_are_those_of_the_network(model):
+    """And are kept with the model, for a process that plans it."""
+    rules = (("embed", "fsdp"),)
+    with nn.logical_axis_rules([list(rule) for rule in rules]):
+        network = make_network(model, linen_loss, BATCH)
+    assert network.axis_rules == rules
+    again = make_network(UnderAxisRules(model, rules), linen_loss, BATCH)
+    assert again.axis_rules == rules
+    assert make_network(model, linen_loss, BATCH).axis_rules == ()
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -268,7 +368,7 @@ def test_linen_parameters_are_unboxed():
 )  # fmt: skip
 def test_model_that_is_no_model_raises(model, message):
     with pytest.raises(TypeError, match=message):
-        make_network(model, lambda *_: 0.0, BATCH)
+        make_network(model, no_loss, BATCH)
 
 
 def test_linen_loss_that_calls_no_model_raises():
@@ -285,5 +385,5 @@ def test_partition_spec_as_names_is_read_as_names():
     def factory(rngs):
         return nnx.Dict(w=nnx.Param(jnp.ones((2, 4)), out_sharding=P(None, "tensor")))
 
-    network = make_network(factory, lambda *_: 0.0, BATCH)
+    network = make_network(factory, no_loss, BATCH)
     assert network.dim_names() == {"w": (None, "tensor")}

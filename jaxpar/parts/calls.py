@@ -15,7 +15,8 @@ import numpy as np
 from jax.extend import core
 
 from jaxpar import tree
-from jaxpar.module import LinenModel, Network
+from jaxpar.linen import LinenModel
+from jaxpar.module import Network
 from jaxpar.types import Batch, LossFn, Params, PyTree
 
 _PLAIN = (bool, int, float, str)
@@ -71,7 +72,7 @@ class ModelProxy:
 
     Args:
       answer: what a call returns, given its arguments.
-      training: whether this is a training step, as on `jaxpar.module.LinenModel`.
+      training: whether this is a training step, as on `jaxpar.linen.LinenModel`.
     """
 
     def __init__(self, answer: Callable[[Call], Any], *, training: bool):

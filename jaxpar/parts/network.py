@@ -15,6 +15,7 @@ from jaxpar import tree
 from jaxpar.module import Network
 from jaxpar.parts.calls import Call, refuse_reading, run_part
 from jaxpar.remat_policy import remat
+from jaxpar.sharding.rules import AxisRules
 from jaxpar.types import Batch, LossFn, Params, PyTree
 
 LAYERS = "layers"
@@ -45,6 +46,11 @@ class PipelineNetwork:
     embed: Network
     blocks: Sequence[Network]
     head: Network
+
+    @property
+    def axis_rules(self) -> AxisRules:
+        """Of the parts, which are made together."""
+        return self.embed.axis_rules
 
     def init(self, key: jax.Array) -> tuple[Params, PyTree]:
         """Make the parameters; each block from a key of its own."""

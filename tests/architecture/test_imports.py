@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # library: the files that may import it, as patterns from the root
 HOMES = {
     "orbax": ("jaxpar/checkpoint/*",),
-    "flax": ("jaxpar/module.py", "jaxpar/module/*", "jaxpar/models/*", "recipes/*"),
+    "flax": ("jaxpar/linen.py", "jaxpar/module.py", "jaxpar/models/*", "recipes/*"),
     "tensorboardX": ("jaxpar/metrics.py", "jaxpar/metrics/*"),
     "tyro": ("jaxpar/config.py", "jaxpar/config/*", "jaxpar/cli*.py", "recipes/*"),
 }
