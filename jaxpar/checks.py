@@ -196,3 +196,26 @@ def trace_loss(
         random_notes(draws, dims),
         HALF_TOLERANCE if has_dtype(fp32, _HALF) else TOLERANCE,
     )
+
+
+def trace_evaluation(
+    network: Network,
+    loss: Loss,
+    abstract: TrainState,
+    precision: Precision,
+    rows: Inputs,
+) -> None:
+    """Trace an evaluation's loss function, given as to `trace_loss`.
+
+    Raises:
+      ValueError: if the loss or a metric is not a scalar, or metrics are not a dict of
+        free names.
+    """
+    cast = tree.with_dtype(abstract.params, precision.compute_dtype)
+    leaves, structure = jax.tree.flatten(cast)
+    loss_of = make_loss(network, loss, structure, AsTraced(), training=False)
+
+    def keyed(key: jax.Array, model_state: PyTree, rows: Inputs, *leaves: Any) -> Any:
+        return loss_of(leaves, model_state, ShardKey(key, jnp.int32(0)), rows)
+
+    jax.eval_shape(keyed, jax.random.key(0), abstract.model_state, rows, *leaves)

@@ -3,6 +3,7 @@
 Everything that can be checked is checked here, before anything compiles.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,16 +12,18 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpar import tree
+from jaxpar.axis_names import bind_axes
 from jaxpar.batches import BatchSpec, make_batch_spec
 from jaxpar.checks import (
     LossTrace,
     check_arguments,
     check_trainable,
+    trace_evaluation,
     trace_loss,
 )
 from jaxpar.engine import Engine
 from jaxpar.gradients import Partition
-from jaxpar.inputs import abstract_inputs
+from jaxpar.inputs import Inputs, abstract_inputs
 from jaxpar.layout import Layout
 from jaxpar.loss import Loss, as_losses
 from jaxpar.loss_check import why_not
@@ -93,7 +96,8 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
         ``logical_axis_rules`` in context.
       eval_fn: like loss_fn, for `Engine.evaluate`; None for loss_fn.
       coupled_batch: the loss couples examples (in-batch negatives): it is given whole
-        micro-batches. Implied by a model that changes its state (batch statistics).
+        micro-batches. Implied by a model that changes its state (batch statistics), and
+        by a loss that averages over an axis name that nothing binds.
       check_loss: whether to compare, before steps 1, 2, 4, 8 and so on, the loss of
         some rows with that of their halves (`jaxpar.loss_check`).
       allow_whole: path patterns of large parameters that may stay whole over data.
@@ -132,13 +136,13 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     given["sample_batch"] = batch_spec.rows(batch_spec.num_rows)  # Shapes, no arrays.
     splits = mesh.shape[DATA] * accumulate
     rows = abstract_inputs(batch_spec.rows(batch_spec.num_rows // splits))
-    network = make_network(model, loss.on_sample, rows)
-    given["model"] = UnderAxisRules(model, network.axis_rules)
-    execution = make_execution(network, mesh, schedule, accumulate, loss, rows)
-    init, abstract = _abstract(network, optimizer, seed)
+    model_network = make_network(model, loss.on_sample, rows)
+    given["model"] = UnderAxisRules(model, model_network.axis_rules)
+    execution = make_execution(model_network, mesh, schedule, accumulate, loss, rows)
+    trace = functools.partial(_trace, optimizer, seed, precision, losses, rows)
+    network, (init, abstract, traced) = bind_axes(model_network, trace)
     plans = _plans(network, execution, abstract.params, rules, stage, mesh, allow_whole)
-    traced = trace_loss(network, loss, abstract, precision, rows)
-    coupled = coupled_batch or traced.changes_state
+    coupled = coupled_batch or traced.changes_state or network is not model_network
     partition = _partition(network, plans, stage, precision, mesh, coupled)
     shapes, dtype = (abstract.params, abstract.opt_state), precision.compute_dtype
     update = make_update(optimizer, partition.plans, mesh, shapes, dtype)
@@ -161,7 +165,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     tolerance = None if unchecked else traced.tolerance
     program = _program(layout, batch_spec, partition, losses, clip_norm, tolerance)
     state = layout.initial_state(init, seed)
-    return Engine(network, layout, batch_spec, program, state, given)
+    return Engine(model_network, layout, batch_spec, program, state, given)
 
 
 def _partition(
@@ -217,15 +221,22 @@ def _program(
     return make_program(layout, batch_spec, step, evaluation, check)
 
 
-def _abstract(
-    network: Network,
+def _trace(
     optimizer: optax.GradientTransformation | FusedOptimizer,
     seed: int,
-) -> tuple[Callable[[jax.Array], TrainState], TrainState]:
-    """What makes the state, and its shapes."""
+    precision: Precision,
+    losses: tuple[Loss, Loss],
+    rows: Inputs,
+    network: Network,
+) -> tuple[Callable[[jax.Array], TrainState], TrainState, LossTrace]:
+    """What makes the state, its shapes, and what tracing the loss functions shows."""
     check_trainable(jax.eval_shape(network.init, jax.random.key(seed))[0])
-    init = make_init(network, optimizer)
-    return init, jax.eval_shape(init, jax.random.key(seed))
+    init, (loss, evaluation) = make_init(network, optimizer), losses
+    abstract = jax.eval_shape(init, jax.random.key(seed))
+    traced = trace_loss(network, loss, abstract, precision, rows)
+    if evaluation is not loss:
+        trace_evaluation(network, evaluation, abstract, precision, rows)
+    return init, abstract, traced
 
 
 def _plans(

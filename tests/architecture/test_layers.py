@@ -38,7 +38,7 @@ LAYERS = (
         "sparse_attention",
         "weighted",
     ),
-    ("parts",),
+    ("axis_names", "parts"),
     ("models", "state", "deferred", "loss"),
     ("loss_check",),
     ("gradients",),
