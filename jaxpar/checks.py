@@ -150,7 +150,8 @@ def trace_loss(
 
     Raises:
       ValueError: if the loss or a metric is not a scalar, metrics are not a dict of
-        free names, or a weight depends on the parameters.
+        free names, a weight depends on the parameters, or the model changes the shape
+        of its state.
     """
     cast = tree.with_dtype(abstract.params, precision.compute_dtype)
     leaves, structure = jax.tree.flatten(cast)

@@ -12,6 +12,7 @@ from jaxpar.inputs import Inputs, num_rows, twice_the_rows, unwrapped
 from jaxpar.module import Network
 from jaxpar.row_draws import Draws, Rows
 from jaxpar.sharding.exchange import Exchange
+from jaxpar.state import keep_model_state
 from jaxpar.types import LossFn, Metrics, PyTree
 from jaxpar.weighted import (
     Max,
@@ -141,9 +142,9 @@ def make_loss(
 
         variables = (jax.tree.unflatten(structure, leaves), model_state)
         out, after = network.run(fn, variables, key, inputs, training=training)
-        sums = loss_sums(out, inputs)
-        kept = jax.tree.map(lambda new, old: new.astype(old.dtype), after, model_state)
-        return sums, kept
+        if training:
+            model_state = keep_model_state(after, model_state)
+        return loss_sums(out, inputs), model_state
 
     def redrawn(leaves, model_state, shard_key, inputs):
         def twice() -> tuple:

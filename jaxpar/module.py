@@ -178,7 +178,8 @@ class _NnxNetwork:
                 model.eval()
             out = fn(model, batch)
         after = dict(nnx.to_flat_state(nnx.state(model)))
-        return out, _nested({path: _value(after[path]) for path, _ in self._state})
+        kept = {path: _value(after[path]) for path, _ in self._state if path in after}
+        return out, _nested(kept)
 
     def _fresh_rngs(self, key: jax.Array) -> nnx.State:
         """Every key variable its own key; every count zero."""

@@ -83,6 +83,39 @@ def _as_array(path: tuple, leaf: Any) -> jax.Array:
         ) from error
 
 
+def keep_model_state(after: PyTree, before: PyTree) -> PyTree:
+    """Take what a model made of its state, in the dtypes that the state has.
+
+    Args:
+      after: the mutable state that a call of the model left.
+      before: the one that it was given.
+
+    Returns:
+      `after`, cast.
+
+    Raises:
+      ValueError: if a leaf has come, gone or changed its shape.
+    """
+    new, old = (
+        {name: jnp.shape(leaf) for name, leaf in tree.named_leaves(state).items()}
+        for state in (after, before)
+    )
+    changed = [
+        f"{name} from {old.get(name, 'nothing')} to {new.get(name, 'nothing')}"
+        for name in {**old, **new}
+        if old.get(name) != new.get(name)
+    ]
+    if changed:
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        raise ValueError(
+            "model: a training step changes the shape of its state: "
+            f"{', '.join(changed[:3])}{more}. Every step runs the same program: make "
+            "the state in its final shape, which can't have a dim of the batch's rows, "
+            "and write into it (x.at[i].set(...))."
+        )
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), after, before)
+
+
 def keep_state(update: Update, state: TrainState) -> TrainState:
     """Lay a logical state out as an optimizer keeps it."""
     params, opt_state = update.keep(state.params, state.opt_state)
