@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import tree
 from jaxpar.inputs import replicated_names
-from jaxpar.mesh import AXES, DATA
+from jaxpar.mesh import DATA
+from jaxpar.placing import agree_on_rows, gather_rows, place_own, place_same
 from jaxpar.tensors import as_array, is_tensor
 from jaxpar.types import Batch
 
@@ -75,21 +76,74 @@ class BatchSpec:
         shape = self.leaves[name].shape
         return shape if name in self.replicated else (num_rows, *shape[1:])
 
-    def put(self, batch: Batch, *, any_size: bool = False) -> Batch:
+    def put(self, batch: Batch) -> Batch:
         """Check a batch and make it a global array on the mesh.
 
         Args:
           batch: this process's rows (NumPy arrays, or tensors that DLPack takes), or
             global `jax.Array`s.
-          any_size: accept another number of rows that data divides.
 
         Returns:
           Global arrays, rows over data.
 
         Raises:
-          ValueError: if structure, shapes or dtypes differ from the sample batch, or
-            the rows are none or do not divide by data.
+          ValueError: if structure, shapes or dtypes differ from the sample batch.
         """
+        leaves = self._leaves(batch)
+        self._check(leaves, self.num_rows // jax.process_count(), self.num_rows)
+        return self._placed(leaves, self.num_rows)
+
+    def put_any(
+        self, batch: Batch, *, whole: bool
+    ) -> tuple[Batch | None, Batch | None]:
+        """Check a batch of any number of rows and place it, in two parts.
+
+        Args:
+          batch: as for `put`, with another number of rows on each process.
+          whole: whether rows that data does not divide are to stay together.
+
+        Returns:
+          The rows that data divides, over data, and those left over, all of them on
+          every device; None where there are none.
+
+        Raises:
+          ValueError: as `put`, or if no process has a row.
+        """
+        leaves = self._leaves(batch)
+        rows = [leaf for name, leaf in leaves.items() if name not in self.replicated]
+        own = next((x for x in rows if not isinstance(x, jax.Array)), rows[0])
+        num_own = (*np.shape(own), 0)[0]
+        counts = [num_own] if isinstance(own, jax.Array) else agree_on_rows(num_own)
+        num_rows = sum(counts)
+        if not num_rows:
+            raise ValueError("batch: it has no rows, on any process; pass one or more.")
+        self._check(leaves, num_own, num_rows)
+        left = num_rows % self.mesh.shape[DATA]
+        if not left and len(set(counts)) == 1:
+            return self._placed(leaves, num_rows), None
+        split = 0 if whole and left else num_rows - left
+        gathered = {
+            name: leaf if name in self.replicated else gather_rows(leaf, counts)
+            for name, leaf in leaves.items()
+        }
+
+        def part(some: slice, spec: P) -> Batch:
+            over, everywhere = (NamedSharding(self.mesh, x) for x in (spec, P()))
+            placed = [
+                place_same(leaf, everywhere)
+                if name in self.replicated
+                else place_same(leaf[some], over)
+                for name, leaf in gathered.items()
+            ]
+            return jax.tree.unflatten(self.structure, placed)
+
+        return (
+            part(slice(split), P(DATA)) if split else None,
+            part(slice(split, None), P()) if left else None,
+        )
+
+    def _leaves(self, batch: Batch) -> dict[str, Any]:
+        """The batch's arrays, if it has the sample's structure."""
         leaves, structure = jax.tree.flatten(batch)
         if structure != self.structure:
             _refuse_lists("batch", batch)
@@ -97,74 +151,36 @@ class BatchSpec:
                 f"batch: its structure {structure} differs from the sample batch's "
                 f"{self.structure}. Pass the same leaves as in sample_batch."
             )
-        leaves = [
-            _numeric("batch", name, leaf, self.mesh)
+        return {
+            name: _numeric("batch", name, leaf, self.mesh)
             for name, leaf in zip(self.leaves, leaves, strict=True)
-        ]
-        num_rows = self._num_rows(leaves) if any_size else self.num_rows
-        placed = [
-            self._put_leaf(name, leaf, num_rows)
-            for name, leaf in zip(self.leaves, leaves, strict=True)
-        ]
-        return jax.tree.unflatten(structure, placed)
-
-    def _num_rows(self, leaves: list) -> int:
-        first = next(
-            leaf
-            for name, leaf in zip(self.leaves, leaves, strict=True)
-            if name not in self.replicated
-        )
-        ways = 1 if isinstance(first, jax.Array) else jax.process_count()
-        num_rows = (*np.shape(first), 0)[0] * ways
-        if not num_rows or num_rows % self.mesh.shape[DATA]:
-            raise ValueError(
-                f"batch: {num_rows} rows do not divide by data="
-                f"{self.mesh.shape[DATA]}; pass a positive multiple of it."
-            )
-        return num_rows
-
-    def _put_leaf(self, name: str, leaf: Any, num_rows: int) -> jax.Array:
-        struct, shape = self.leaves[name], np.shape(leaf)
-        is_global = isinstance(leaf, jax.Array)
-        own_rows = num_rows if is_global else num_rows // jax.process_count()
-        needed = self._shape(name, own_rows)
-        is_dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) == struct.dtype
-        if shape != needed or not is_dtype:
-            dtype = struct.dtype if is_dtype else leaf.dtype
-            raise ValueError(
-                f"batch: leaf {name or 'batch'} is {dtype}{list(shape)}, but must be "
-                f"{struct.dtype}{list(needed)}, as in sample_batch "
-                f"({own_rows} of {num_rows} rows on each of "
-                f"{1 if is_global else jax.process_count()} processes)."
-            )
-        place = self._place(name)
-        if is_global or jax.process_count() == 1:
-            return jax.device_put(leaf, place)
-        if name in self.replicated:
-            return jax.make_array_from_process_local_data(place, leaf, shape)
-        return self._from_processes(np.asarray(leaf), (num_rows, *shape[1:]))
-
-    def _from_processes(self, rows: np.ndarray, shape: tuple[int, ...]) -> jax.Array:
-        """Make a global array of rows that each process has its own part of."""
-        start = jax.process_index() * len(rows)
-        held = {
-            row
-            for index in self.sharding.addressable_devices_indices_map(shape).values()
-            if index is not None
-            for row in range(*index[0].indices(shape[0]))
         }
-        if held == set(range(start, start + len(rows))):
-            return jax.make_array_from_process_local_data(self.sharding, rows, shape)
-        # Rows lie on other processes than the ones that read them (tensor or pipe
-        # crosses processes): place them by process, then let XLA move them.
-        grid = self.mesh.devices.reshape(-1)
-        order = sorted(grid, key=lambda device: (device.process_index, device.id))
-        by_process = Mesh(
-            np.array(order).reshape(jax.process_count(), -1), ("process", AXES[-1])
-        )
-        own = NamedSharding(by_process, P("process"))
-        placed = jax.make_array_from_process_local_data(own, rows, shape)
-        return jax.device_put(placed, self.sharding)
+
+    def _check(self, leaves: Mapping[str, Any], num_own: int, num_rows: int) -> None:
+        """Hold each leaf to the sample's, with so many rows of this process and all."""
+        for name, leaf in leaves.items():
+            struct, is_rows = self.leaves[name], name not in self.replicated
+            is_all = isinstance(leaf, jax.Array) or jax.process_count() == 1
+            needed = self._shape(name, num_rows if is_all else num_own)
+            is_dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) == struct.dtype
+            if leaf.shape == needed and is_dtype:
+                continue
+            dtype = struct.dtype if is_dtype else leaf.dtype
+            whose = f", this process's of {num_rows} rows" if is_rows else ""
+            raise ValueError(
+                f"batch: leaf {name or 'batch'} is {dtype}{list(leaf.shape)}, but must "
+                f"be {struct.dtype}{list(needed)}{'' if is_all else whose}, as in "
+                "sample_batch."
+            )
+
+    def _placed(self, leaves: Mapping[str, Any], num_rows: int) -> Batch:
+        placed = [
+            place_same(leaf, self._place(name))
+            if name in self.replicated
+            else place_own(leaf, num_rows, self.mesh)
+            for name, leaf in leaves.items()
+        ]
+        return jax.tree.unflatten(self.structure, placed)
 
 
 def make_batch_spec(sample_batch: Batch, mesh: Mesh, accumulate: int) -> BatchSpec:

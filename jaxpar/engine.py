@@ -160,24 +160,26 @@ class Engine:
             return self.layout.logical(kept), metrics
 
     def evaluate(self, batch: Batch, *, params: Params | None = None) -> Metrics:
-        """Evaluate on a batch of any size that the data axis divides.
+        """Evaluate on a batch of any number of rows.
+
+        Rows that data does not divide (all, where the loss couples them) are computed
+        on every shard, by a program of their own; several processes wait for the last.
 
         Args:
-          batch: as for `step`, with any number of rows.
+          batch: as for `step`; processes may have different numbers of rows, or none.
           params: other parameters, such as an average of them, as `load_params` takes
             them; None for the engine's.
 
         Returns:
-          loss, weight (what the loss's total was divided by) and the user's metrics,
-          by eval_fn with the model in evaluation mode.
+          loss, its weight and the user's metrics, by eval_fn in evaluation mode.
         """
         with self._alone("evaluate"):
-            placed = self._put(batch, any_size=True)
+            self.layout.require_devices("batch")
+            self._ahead.finish_before_others()
+            parts = self.batch_spec.put_any(batch, whole=self.layout.coupled)
             kept = self._kept
-            other = kept.params if params is None else self._placed(params)
-            given = (other, kept.model_state, placed, kept.step, kept.key)
-            sums = self._program.evaluate(*given, params is None)
-            metrics = self._program.results(sums)
+            used = kept.params if params is None else self._placed(params)
+            metrics = self._program.evaluated(parts, used, kept, is_kept=params is None)
             self._ahead.add(Dispatched("an evaluation", metrics["loss"]))
             return metrics
 
@@ -371,9 +373,9 @@ class Engine:
         for checkpoints in self._checkpoints.values():
             checkpoints.wait()
 
-    def _put(self, batch: Batch, *, any_size: bool = False) -> Batch:
+    def _put(self, batch: Batch) -> Batch:
         self.layout.require_devices("batch")
-        return self.batch_spec.put(batch, any_size=any_size)
+        return self.batch_spec.put(batch)
 
     def _opened(self, folder: str | os.PathLike[str]) -> Checkpoints:
         path = os.path.abspath(folder)

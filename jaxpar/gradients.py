@@ -8,6 +8,7 @@ the data axis before that.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from jaxpar.loss import Loss, Sums, make_loss
 from jaxpar.mesh import DATA
 from jaxpar.module import Network
 from jaxpar.precision import Precision
-from jaxpar.row_draws import Draws, ShardKey
+from jaxpar.row_draws import AsTraced, Draws, ShardKey
 from jaxpar.sharding.constrain import constrain
 from jaxpar.sharding.exchange import (
     AutomaticExchange,
@@ -47,7 +48,7 @@ class Partition:
       stage: the row of the ZeRO table.
       precision: the dtypes.
       mesh: the mesh.
-      automatic: whether data stays automatic and every micro-batch is seen whole.
+      coupled: whether the loss couples examples, so that it is given whole batches.
       draws: what the loss function's random numbers are.
     """
 
@@ -56,8 +57,16 @@ class Partition:
     stage: ZeroStage
     precision: Precision
     mesh: Mesh
-    automatic: bool
+    coupled: bool
     draws: Draws
+
+    @property
+    def automatic(self) -> bool:
+        """Whether data stays automatic and every micro-batch is seen whole.
+
+        XLA rejects reductions over a manual axis of one device (jax 0.11.2).
+        """
+        return self.coupled or self.mesh.shape[DATA] == 1
 
     @property
     def exchange(self) -> Exchange:
@@ -127,17 +136,23 @@ class Partition:
             self.exchange.reduce(p, g) for p, g in zip(self.plans, grads, strict=True)
         ]
 
-    def mapped(self, body: Callable, out_specs: Any) -> Callable:
-        """Run ``body(shards, inputs, *replicated)`` on views, each on its shard."""
+    def mapped(
+        self, body: Callable, out_specs: Any, *, whole: bool = False
+    ) -> Callable:
+        """Run ``body(shards, inputs, *replicated)`` on views, each on its shard.
+
+        Of the rows a shard has its own, or (`whole`) all of them.
+        """
         if self.automatic:
             return body
         specs = [manual_spec(plan) for plan in self.plans]
 
         def run(shards: list, inputs: Inputs, *replicated: Any) -> Any:
+            own = P() if whole else specs_of(inputs)
             return jax.shard_map(
                 body,
                 mesh=self.mesh,
-                in_specs=(specs, specs_of(inputs), *(P() for _ in replicated)),
+                in_specs=(specs, own, *(P() for _ in replicated)),
                 out_specs=out_specs,
                 axis_names={DATA},
                 check_vma=False,
@@ -257,24 +272,38 @@ def make_forward(
 def make_evaluation(
     partition: Partition, loss: Loss, params_like: Params
 ) -> Callable[..., Sums]:
-    """Make ``(params, model_state, inputs, key) -> Sums``, in evaluation mode."""
-    forward = make_forward(partition, loss, params_like, training=False)
+    """Make ``(params, model_state, inputs, key, is_left_over) -> Sums``.
 
-    def body(shards, inputs, model_state, key):
-        sums = forward(shards, inputs, model_state, key, 1)
-        return sums.over_data(partition.exchange)
+    In evaluation mode. Rows that are left over, fewer than data has shards, are
+    computed on each of them.
+    """
 
-    return evaluation_on_shards(partition, body)
+    def make_body(partition: Partition) -> Callable[..., Sums]:
+        forward = make_forward(partition, loss, params_like, training=False)
+        return functools.partial(forward, parts=1)
+
+    return evaluation_on_shards(partition, make_body)
 
 
 def evaluation_on_shards(
-    partition: Partition, body: Callable[..., Sums]
+    partition: Partition, make_body: Callable[[Partition], Callable[..., Sums]]
 ) -> Callable[..., Sums]:
     """Run ``body(shards, inputs, model_state, key) -> Sums`` on every data shard."""
-    run = partition.mapped(body, out_specs=P())
+    # All shards draw alike for rows that each of them has, and otherwise than before.
+    same = dataclasses.replace(partition, draws=AsTraced())
 
-    def evaluation(params, model_state, inputs, key):
-        return run(partition.views(params), inputs, model_state, key)
+    def evaluation(params, model_state, inputs, key, is_left_over):
+        views = partition.views(params)
+        if is_left_over:
+            run = same.mapped(make_body(same), out_specs=P(), whole=True)
+            return run(views, inputs, model_state, jax.random.fold_in(key, 1))
+        body = make_body(partition)
+
+        def over_data(*given: Any) -> Sums:
+            return body(*given).over_data(partition.exchange)
+
+        run = partition.mapped(over_data, out_specs=P())
+        return run(views, inputs, model_state, key)
 
     return evaluation
 

@@ -3,6 +3,7 @@
 Everything that can be checked is checked here, before anything compiles.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -177,11 +178,11 @@ def _partition(
     coupled: bool,
 ) -> Partition:
     """How the loss function is run from shards."""
-    # XLA rejects reductions over a manual axis of one device (jax 0.11.2).
-    automatic = coupled or mesh.shape[DATA] == 1
-    draws = AsTraced() if automatic else OwnRows(mesh.shape[DATA])
-    owned = tuple(plans.values())
-    return Partition(network, owned, stage, precision, mesh, automatic, draws)
+    given = network, tuple(plans.values()), stage, precision, mesh, coupled
+    partition = Partition(*given, AsTraced())
+    if partition.automatic:
+        return partition
+    return dataclasses.replace(partition, draws=OwnRows(mesh.shape[DATA]))
 
 
 def _remarks(

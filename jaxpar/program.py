@@ -20,8 +20,8 @@ from jaxpar.mesh import DATA, PIPE
 from jaxpar.precision import make_precision
 from jaxpar.row_draws import Constant
 from jaxpar.state import TrainState
-from jaxpar.types import Batch, Metrics
-from jaxpar.weighted import mean
+from jaxpar.types import Batch, Metrics, Params
+from jaxpar.weighted import mean, merged
 from jaxpar.xla_settings import compiler_options
 
 
@@ -32,9 +32,9 @@ class Program:
     Attributes:
       step: ``(leaves, batch) -> (leaves, metrics, exhausted)``; donates the leaves. The
         last is a list: of one flag where the loss is scaled, else empty.
-      evaluate: ``(params, model_state, batch, step, key, is_kept) -> Sums``; parameters
-        as they are kept, or (`is_kept` false) the logical ones.
-      results: the metrics of an evaluation's `Sums`.
+      evaluate: ``(params, model_state, batch, step, key, is_kept, is_left_over) ->
+        Sums``; parameters as they are kept, or (`is_kept` false) the logical ones.
+      results: the metrics of the `Sums` of an evaluation's parts.
       loss_check: compares the loss of rows with that of their halves; None for not.
     """
 
@@ -52,6 +52,30 @@ class Program:
         """
         if self.loss_check is not None:
             self.loss_check.before_step(state, batch)
+
+    def evaluated(
+        self,
+        parts: tuple[Batch | None, Batch | None],
+        params: Params,
+        state: TrainState,
+        *,
+        is_kept: bool,
+    ) -> Metrics:
+        """Evaluate the two parts of a batch, as `BatchSpec.put_any` gives them.
+
+        Args:
+          parts: the rows that data divides, and those left over.
+          params: the parameters.
+          state: what else is needed of the train state.
+          is_kept: whether the parameters are as they are kept.
+        """
+        model_state, step, key = state.model_state, state.step, state.key
+        sums = [
+            self.evaluate(params, model_state, part, step, key, is_kept, is_left_over)
+            for part, is_left_over in zip(parts, (False, True), strict=True)
+            if part is not None
+        ]
+        return self.results(sums)
 
 
 def make_program(
@@ -80,10 +104,11 @@ def make_program(
         watched = [new.loss_scale.exhausted] if layout.precision.scales_loss else []
         return jax.tree.leaves(new), metrics, watched
 
-    def evaluate(params, model_state, batch, step, key, is_kept) -> Sums:
+    def evaluate(params, model_state, batch, step, key, is_kept, is_left_over) -> Sums:
         with _on(mesh):
             computed = layout.update.computed(params) if is_kept else params
-            return evaluation(computed, model_state, make_inputs(batch, step), key)
+            inputs = make_inputs(batch, step)
+            return evaluation(computed, model_state, inputs, key, is_left_over)
 
     return Program(
         step=jax.jit(
@@ -93,7 +118,7 @@ def make_program(
             donate_argnums=0,
             compiler_options=compiler_options(layout.settings),
         ),
-        evaluate=jax.jit(evaluate, out_shardings=replicated, static_argnums=5),
+        evaluate=jax.jit(evaluate, out_shardings=replicated, static_argnums=(5, 6)),
         results=jax.jit(_results, out_shardings=replicated),
         loss_check=loss_check,
     )
@@ -136,7 +161,7 @@ def make_loss_check(
             return noisy(checked, run, *given)
 
     def whole(*given: Any) -> dict[str, jax.Array]:
-        automatic = dataclasses.replace(checked, automatic=True)
+        automatic = dataclasses.replace(checked, coupled=True)
         alone = execution.make_forward(automatic, loss, like, training=True)
         with _on(mesh):
             ours = noisy(checked, checked.mapped(totals, out_specs=P()), *given)
@@ -151,7 +176,8 @@ def make_loss_check(
     )
 
 
-def _results(sums: Sums) -> Metrics:
+def _results(parts: list[Sums]) -> Metrics:
+    sums = functools.reduce(merged, parts)
     return sums.results() | {"weight": sums.loss.weight}
 
 

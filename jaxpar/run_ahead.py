@@ -67,6 +67,14 @@ class RunAhead:
         """Wait for all of them."""
         self._settle(0)
 
+    def finish_before_others(self) -> None:
+        """Wait for all of them where another program will talk to other processes.
+
+        Collectives of two programs that run at once are taken for each other by gloo.
+        """
+        if jax.process_count() > 1:
+            self.finish()
+
     def _settle(self, bound: int) -> None:
         while len(self._waiting) > bound:
             oldest = self._waiting.popleft()

@@ -90,21 +90,38 @@ def test_half_precision_and_unsigned_leaves_are_numbers(mesh):
     assert spec.leaves["h"].dtype == jnp.bfloat16
 
 
-def test_any_size_takes_what_data_divides(spec):
-    assert spec.put(make_batch(4), any_size=True)["tokens"].shape == (4, 3)
+@pytest.mark.parametrize(
+    ("rows", "whole", "sizes"),
+    [
+        (4, False, (4, None)),
+        (4, True, (4, None)),
+        (7, False, (4, 3)),
+        (7, True, (None, 7)),
+        (3, False, (None, 3)),
+        (16, True, (16, None)),
+    ],
+)
+def test_any_number_of_rows_is_placed_in_two_parts(spec, rows, whole, sizes):
+    """What data divides, or nothing of a whole batch, and the rest on every device."""
+    batch = make_batch(rows)
+    parts = spec.put_any(batch, whole=whole)
+    found = [None if part is None else len(part["tokens"]) for part in parts]
+    assert found == list(sizes)
+    for part, axes in zip(parts, (P("data"), P()), strict=True):
+        for leaf in jax.tree.leaves(part):
+            assert leaf.sharding.spec == axes
+    some = [np.asarray(part["tokens"]) for part in parts if part is not None]
+    assert np.array_equal(np.concatenate(some), batch["tokens"])
 
 
-@pytest.mark.parametrize("rows", [3, 0])
-def test_any_size_that_data_does_not_divide_raises(spec, rows):
-    message = rf"batch: {rows} rows do not divide by data=4; pass a positive multiple"
+@pytest.mark.parametrize(
+    "batch",
+    [make_batch(0), {"tokens": np.int32(1), "mask": (np.bool_(1), np.float32(1))}],
+)
+def test_no_rows_raise(spec, batch):
+    message = "batch: it has no rows, on any process; pass one or more"
     with pytest.raises(ValueError, match=message):
-        spec.put(make_batch(rows), any_size=True)
-
-
-def test_scalar_has_no_rows(spec):
-    batch = make_batch() | {"mask": (np.bool_(True), np.float32(1))}
-    with pytest.raises(ValueError, match="batch: 0 rows do not divide by data=4"):
-        spec.put(batch, any_size=True)
+        spec.put_any(batch, whole=False)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +137,7 @@ def test_scalar_has_no_rows(spec):
         (lambda b: b | {"mask": (b["mask"][0], tuple(b["mask"][1]))}, "batch: leaf "
          r"mask/1 is a tuple of numbers, not an array"),
         (lambda b: make_batch(8), r"batch: leaf mask/0 is bool\[8\], but must be "
-         r"bool\[16\], as in sample_batch \(16 of 16 rows on each of 1 processes\)"),
+         r"bool\[16\], as in sample_batch\."),
         (lambda b: b | {"tokens": b["tokens"][:, :2]}, r"batch: leaf tokens is "
          r"int32\[16, 2\], but must be int32\[16, 3\], as in sample_batch"),
         (lambda b: b | {"tokens": b["tokens"] * 1.0}, r"batch: leaf tokens is "
@@ -137,15 +154,15 @@ def test_batch_that_differs_from_the_sample_raises(spec, change, message):
         spec.put(change(make_batch()))
 
 
-def test_other_rows_in_one_leaf_raise_at_any_size_too(spec):
+def test_other_rows_in_one_leaf_raise_at_any_number_too(spec):
     batch = make_batch(8) | {"tokens": make_batch(4)["tokens"]}
     with pytest.raises(ValueError, match=r"leaf tokens is int32\[4, 3\], but must be"):
-        spec.put(batch, any_size=True)
+        spec.put_any(batch, whole=False)
 
 
 def test_process_passes_its_own_rows_only(spec, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    message = r"must be bool\[8\].*\(8 of 16 rows on each of 2 processes\)"
+    message = r"must be bool\[8\], this process's of 16 rows, as in sample_batch"
     with pytest.raises(ValueError, match=message):
         spec.put(make_batch())
 
@@ -260,7 +277,7 @@ def test_tensors_are_a_batch_and_its_sample(spec, mesh):
     assert make_batch_spec(tensors(make_batch()), mesh, 2) == spec
     placed = spec.put(tensors(make_batch()))
     assert jax.tree.all(jax.tree.map(np.array_equal, placed, make_batch()))
-    some = spec.put(tensors(make_batch(4)), any_size=True)
+    some = spec.put_any(tensors(make_batch(4)), whole=False)[0]
     assert jax.tree.all(jax.tree.map(np.array_equal, some, make_batch(4)))
 
 

@@ -56,7 +56,7 @@ BATCHES = {
     "fewer rows": (
         sample(8),
         r"batch: leaf x is float32\[8, 4\], but must be float32\[16, 4\], as in "
-        r"sample_batch \(16 of 16 rows on each of 1 processes\)",
+        r"sample_batch\.",
     ),
     "other dtype": (
         sample(dtype=np.int32),
@@ -83,8 +83,7 @@ def test_batch_that_differs_is_said_and_the_state_kept(case, engine, compiled):
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (sample(6), r"batch: 6 rows do not divide by data=4; pass a positive multiple"),
-        (sample(0), r"batch: 0 rows do not divide by data=4; pass a positive multiple"),
+        (sample(0), r"batch: it has no rows, on any process; pass one or more"),
         ({"x": np.ones((8, 5), np.float32)}, r"leaf x is float32\[8, 5\], but must be"),
     ],
 )

@@ -23,7 +23,7 @@ from jaxpar.gradients import (
 )
 from jaxpar.inputs import Inputs, num_rows
 from jaxpar.loss import Loss, Sums
-from jaxpar.mesh import DATA, PIPE
+from jaxpar.mesh import PIPE
 from jaxpar.module import Network
 from jaxpar.parts.network import PipelineNetwork
 from jaxpar.pipeline.catalog import make_schedule
@@ -289,18 +289,22 @@ class Pipeline:
     def make_evaluation(
         self, partition: Partition, loss: Loss, params_like: Params
     ) -> Callable[..., Sums]:
-        """The schedule's forwards alone, over as many micro-batches as fit the rows."""
-        forward = self.make_forward(partition, loss, params_like, training=False)
+        """The schedule's forwards alone, over as many micro-batches as fit the rows.
 
-        def body(shards, inputs, model_state, key):
-            rows = num_rows(inputs)
-            if partition.automatic:
-                rows //= partition.mesh.shape[DATA]
-            parts = math.gcd(rows, self.schedule.num_microbatches)
-            sums = forward(shards, inputs, model_state, key, parts)
-            return sums.over_data(partition.exchange)
+        A loss that couples examples is given all of them at once.
+        """
 
-        return evaluation_on_shards(partition, body)
+        def make_body(partition: Partition) -> Callable[..., Sums]:
+            forward = self.make_forward(partition, loss, params_like, training=False)
+
+            def body(shards, inputs, model_state, key):
+                most = 1 if partition.coupled else self.schedule.num_microbatches
+                parts = math.gcd(num_rows(inputs), most)
+                return forward(shards, inputs, model_state, key, parts)
+
+            return body
+
+        return evaluation_on_shards(partition, make_body)
 
     def notes(self, stage: ZeroStage, plans: Mapping[str, LeafPlan]) -> tuple[str, ...]:
         """The schedule, idle places, what the ends cost, and what a stage pays."""

@@ -24,7 +24,7 @@ LAYERS = (
     ("tree", "dependence", "draws"),
     ("mesh", "row_draws", "replicas", "stopping", "watch"),
     ("sharding", "inputs", "metrics", "launch", "xla_settings"),
-    ("pace", "goodput", "linen"),
+    ("pace", "goodput", "linen", "placing"),
     (
         "batches",
         "data",

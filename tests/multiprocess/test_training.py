@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from tests.multiprocess.worker import BATCH, Case, run
@@ -177,16 +178,30 @@ def test_checkpoint_of_one_process_restores_in_two(two: Both, run_alone: Any) ->
 def test_rows_of_all_processes_are_refused_on_each(two: Both) -> None:
     for seen in two.seen["data4"]:
         assert "must be int32[8, 7]" in seen["refusal"]
-        assert "8 of 16 rows on each of 2 processes" in seen["refusal"]
+        assert "this process's of 16 rows" in seen["refusal"]
+
+
+UNEVEN = ((5, 8), (8, 5), (0, 6), (3, 3), (1, 0))
+SLOW_CASES = (
+    Case(data=4, tensor=1, zero=3, steps=1, evaluated=UNEVEN),
+    Case(data=2, tensor=2, zero=1, steps=1, evaluated=UNEVEN),
+    # One device of each process.
+    Case(data=2, tensor=1, zero=1, steps=2),
+)
 
 
 @pytest.mark.slow
-def test_smaller_mesh_takes_as_many_devices_of_each_process(tmp_path: Path) -> None:
-    case = Case(data=2, tensor=1, zero=1, steps=2)
-    right = run(case, jax.devices()[:2])
-    for (seen,) in launch([case], tmp_path):
-        assert seen["losses"] == pytest.approx(right["losses"], rel=1e-6)
-        assert set(seen["own_shards"]) == {1}
+def test_processes_evaluate_other_numbers_of_rows_and_own_a_smaller_mesh(
+    tmp_path: Path,
+) -> None:
+    right = [run(case, jax.devices()[: case.data * case.tensor]) for case in SLOW_CASES]
+    for process in launch(SLOW_CASES, tmp_path):
+        for case, want, seen in zip(SLOW_CASES, right, process, strict=True):
+            assert seen["losses"] == pytest.approx(want["losses"], rel=1e-6)
+            found, wanted = np.array(seen["evaluated"]), np.array(want["evaluated"])
+            assert len(found) == len(case.evaluated)
+            assert found == pytest.approx(wanted, rel=1e-6)
+            assert set(seen["own_shards"]) == {case.data * case.tensor // PROCESSES}
 
 
 def test_failure_of_a_process_is_shown(tmp_path: Path) -> None:

@@ -28,7 +28,10 @@ START_SECONDS = 60
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A run: its split, its steps, and the folders it restores from and saves to."""
+    """A run: its split, its steps, and the folders it restores from and saves to.
+
+    And it evaluates batches of which two processes have so many rows.
+    """
 
     data: int
     tensor: int
@@ -37,6 +40,7 @@ class Case:
     steps: int = 4
     restore: str | None = None
     save: str | None = None
+    evaluated: tuple[tuple[int, int], ...] = ()
 
 
 class Net(nn.Module):
@@ -103,7 +107,19 @@ def run(case: Case, devices: list[Any]) -> dict[str, Any]:
             len(leaf.addressable_shards) for leaf in jax.tree.leaves(engine.state)
         ],
         "refusal": _refusal(engine),
+        "evaluated": [_evaluated(engine, counts) for counts in case.evaluated],
     }
+
+
+def _evaluated(engine: jaxpar.Engine, counts: tuple[int, int]) -> list[float]:
+    """Loss and weight of a batch, of which this process has its own rows."""
+    tokens = np.random.default_rng(3).integers(0, VOCAB, (sum(counts), LENGTH + 1))
+    first, last = 0, sum(counts)
+    if jax.process_count() > 1:
+        first = sum(counts[: jax.process_index()])
+        last = first + counts[jax.process_index()]
+    found = engine.evaluate({"tokens": tokens[first:last].astype(np.int32)})
+    return [float(found["loss"]), float(found["weight"])]
 
 
 def _refusal(engine: jaxpar.Engine) -> str:
