@@ -195,11 +195,8 @@ class Engine:
         """
         self.layout.require_devices("model")
         kept = self._kept
-        if params is None:
-            used, _ = self.layout.update.logical(kept.params, ())
-        else:
-            used = self._placed(params)
-        given = (used, kept.model_state), kept.key, None
+        own = params is None and self.layout.update.logical(kept.params, ())[0]
+        given = (own or self._placed(params), kept.model_state), kept.key, None
         return self._network.run(lambda model, _: model, *given, training=False)[0]
 
     def load_params(self, params: Params) -> None:
