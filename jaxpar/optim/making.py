@@ -5,6 +5,7 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
+from jaxpar.mesh import DATA
 from jaxpar.optim.buckets import Buckets
 from jaxpar.optim.fused import FusedOptimizer
 from jaxpar.optim.fused_update import FusedUpdate
@@ -36,4 +37,5 @@ def make_update(
     if isinstance(optimizer, FusedOptimizer):
         return FusedUpdate(optimizer, Buckets(plans, mesh), shapes[0], compute_dtype)
     traced = trace_update(optimizer, *shapes)
-    return OptaxUpdate(optimizer, traced.extras)
+    loops_over = mesh.shape[DATA] if traced.has_loops else 1
+    return OptaxUpdate(optimizer, traced.extras, loops_over)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar import tree
+from jaxpar.optim.loops import has_loops
 from jaxpar.types import Params, PyTree
 
 EXTRAS = ("value", "grad")
@@ -26,9 +27,11 @@ class UpdateTrace:
 
     Attributes:
       extras: which of `EXTRAS` it takes.
+      has_loops: whether a loop in it multiplies matrices.
     """
 
     extras: tuple[str, ...]
+    has_loops: bool
 
 
 def trace_update(
@@ -57,9 +60,9 @@ def trace_update(
     while True:
         named = {name: given[name] for name in extras}
         try:
-            updates, new_state = jax.eval_shape(
-                functools.partial(_update, optimizer), params, opt_state, named
-            )
+            closed, (updates, new_state) = jax.make_jaxpr(
+                functools.partial(_update, optimizer), return_shape=True
+            )(params, opt_state, named)
         except (AttributeError, TypeError, ValueError) as error:
             kept = tuple(name for name in extras if not _rejects(error, name))
             if kept == extras:
@@ -69,7 +72,7 @@ def trace_update(
             break
     _check_updates(params, updates)
     _check_state(opt_state, new_state)
-    return UpdateTrace(extras)
+    return UpdateTrace(extras, has_loops(closed.jaxpr))
 
 
 def _update(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpar.optim.loops import with_divided_loops
 from jaxpar.sharding.zero import LeafPlan
 from jaxpar.types import Metrics, Params, PyTree
 
@@ -82,10 +83,13 @@ class OptaxUpdate:
       optimizer: the transformation.
       extras: what its update is passed by name: ``value`` (the loss), ``grad`` (the
         gradients, as they are updated).
+      loops_over: shards of data that its loops of matrix products are divided among;
+        1 to leave the update as it is.
     """
 
     optimizer: optax.GradientTransformation
     extras: tuple[str, ...]
+    loops_over: int
 
     def keep(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
         """See `Update`."""
@@ -121,7 +125,10 @@ class OptaxUpdate:
         grads = jax.tree.map(lambda grad: grad.astype(jnp.float32) * factor, grads)
         extras = {"value": loss, "grad": grads}
         named = {name: extras[name] for name in self.extras}
-        updates, new_state = self.optimizer.update(grads, opt_state, params, **named)
+        update = self.optimizer.update
+        if self.loops_over > 1:
+            update = with_divided_loops(update, self.loops_over)
+        updates, new_state = update(grads, opt_state, params, **named)
         after = (optax.apply_updates(params, updates), new_state)
         params, opt_state = optax.tree.where(applied, after, (params, opt_state))
         return params, opt_state, _learning_rate(opt_state)
@@ -133,7 +140,12 @@ class OptaxUpdate:
 
     def notes(self) -> tuple[str, ...]:
         """See `Update`."""
-        return ()
+        if self.loops_over == 1:
+            return ()
+        return (
+            "optimizer: its loops of matrix products are divided among the shards of "
+            "data, which exchange the matrices once before and once behind them.",
+        )
 
 
 def _learning_rate(opt_state: Any) -> Metrics:

@@ -19,6 +19,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
 
 import jaxpar
 from jaxpar.gradients import Partition
@@ -33,8 +34,22 @@ from jaxpar.plan.program import Program, read_program
 from jaxpar.sharding import exchange, zero
 from jaxpar.tree import num_elements
 
+
+def matrices(params: Any) -> Any:
+    """Which leaves Muon takes: the kernels of layers, stacked or not."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: (
+            MuonDimensionNumbers(x.ndim - 2, x.ndim - 1)
+            if path[-1].key == "kernel"
+            else None
+        ),
+        params,
+    )
+
+
 OPTIMIZERS: dict[str, Any] = {
     "adamw": optax.adamw(1e-3),
+    "muon": optax.contrib.muon(1e-3, muon_weight_dimension_numbers=matrices),
     "fused": fused_adamw(1e-3),
     "fused 8 bits": fused_adamw(1e-3, bits=8),
     "fused lamb": fused_lamb(1e-3),

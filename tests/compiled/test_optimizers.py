@@ -1,4 +1,8 @@
-"""Do fused optimizers step in place, in as few kernels as there are buckets?"""
+"""Do fused optimizers step in place, in as few kernels as there are buckets?
+
+And is what Muon's loops multiply exchanged once a step, and not in every turn?"""
+
+import dataclasses
 
 import pytest
 
@@ -43,6 +47,32 @@ def test_buckets_cross_data_as_leaves_do(compiled):
     assert program.crossing("reduce-scatter", "data") == pytest.approx(whole, 2e-2)
     kinds = {row.kind for row in program.collectives if row.bytes > 1e6}
     assert kinds == {"all-gather", "reduce-scatter"}
+
+
+MUON = {
+    # Of six equal kernels, filled up to a stack of one for each of eight GPUs.
+    "leaves": (Run(hosts=1, optimizer="muon", users_model=True, layers=6, width=256),
+               8 * 256**2),
+    "layers": (Run(hosts=1, optimizer="muon", layers=8, width=256, vocab=1024),
+               8 * 12 * 256**2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("zero", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case", ["leaves", pytest.param("layers", marks=pytest.mark.slow)]
+)
+def test_muon_exchanges_matrices_once(compiled, case, zero):
+    """In fp32, there and back: of all kinds less than one gather of the matrices."""
+    run, elements = MUON[case]
+    step = compiled(compile_step, dataclasses.replace(run, zero=zero))
+    assert step.program.crossing("all-to-all", "data") == 2 * 4 * elements // 8
+    others = [
+        row.bytes
+        for row in step.program.collectives
+        if row.dtype == "f32" and row.kind != "all-to-all"
+    ]
+    assert sum(others) < 1e3
 
 
 @pytest.mark.slow
