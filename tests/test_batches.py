@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxpar
 from jaxpar.batches import make_batch_spec
 from jaxpar.mesh import MeshShape, make_mesh
 from jaxpar.tensors import as_array
@@ -112,6 +113,16 @@ def test_any_number_of_rows_is_placed_in_two_parts(spec, rows, whole, sizes):
             assert leaf.sharding.spec == axes
     some = [np.asarray(part["tokens"]) for part in parts if part is not None]
     assert np.array_equal(np.concatenate(some), batch["tokens"])
+
+
+def test_parts_that_are_not_rows_are_whole_beside_any_number_of_rows(mesh):
+    batch = {"x": np.arange(8), "scale": jaxpar.Replicated(np.arange(3.0))}
+    spec = make_batch_spec(batch, mesh, 1)
+    parts = spec.put_any({**batch, "x": np.arange(7)}, whole=False)
+    assert [len(part["x"]) for part in parts] == [4, 3]
+    for part in parts:
+        assert np.array_equal(part["scale"].value, np.arange(3.0))
+        assert part["scale"].value.sharding.spec == P()
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,8 @@ def masked_loss(model: Any, batch: dict) -> tuple:
     metrics = {
         "positive": (model(batch["x"]) > 0).mean(),
         "kept": jaxpar.Weighted(mask.sum(), (mask > 0).sum()),
+        "rows": jaxpar.Sum(len(mask)),
+        "worst": jaxpar.Max(squared.max()),
     }
     return jaxpar.Weighted((squared * mask).sum(), mask.sum()), metrics
 
@@ -136,7 +138,7 @@ def plain(case: str, batch: dict) -> dict[str, float]:
 def mean_of(value: Any) -> float:
     if isinstance(value, jaxpar.Weighted):
         return float(value.total) / max(float(value.weight), 1e-9)
-    return float(value)
+    return float(getattr(value, "value", value))
 
 
 def check(case: str, rows: int) -> None:
@@ -200,6 +202,24 @@ def test_rows_without_weight_count_nothing() -> None:
     batch["mask"][:] = 0
     found = engine_of("zero 3").evaluate(batch)
     assert (float(found["loss"]), float(found["weight"])) == (0.0, 0.0)
+
+
+@pytest.mark.slow
+def test_noise_of_rows_left_over_is_the_same_on_every_shard() -> None:
+    def noisy(model: Any, batch: dict, key: jax.Array) -> jax.Array:
+        noise = jax.random.normal(key, batch["y"].shape)
+        return (errors(model, batch) * noise).mean()
+
+    engine = jaxpar.initialize(
+        model=Net,
+        loss_fn=mean_loss,
+        eval_fn=noisy,
+        optimizer=optax.sgd(0.1),
+        sample_batch=make_batch(ROWS),
+    )
+    found = [engine.evaluate(make_batch(rows))["loss"] for rows in (3, 11)]
+    for loss in found:
+        assert len({float(shard.data) for shard in loss.addressable_shards}) == 1
 
 
 PIPES = {
