@@ -4,7 +4,7 @@ from . import data, optim
 from .checkpoint import DamagedError, Keep
 from .engine import Engine
 from .initialization import initialize
-from .inputs import Replicated
+from .inputs import Packed, Replicated
 from .mesh import MeshShape, make_mesh
 from .parts.model import PipelineModel
 from .pipeline.schedule import Schedule
@@ -27,6 +27,7 @@ __all__ = [
     "Keep",
     "Max",
     "MeshShape",
+    "Packed",
     "PipelineModel",
     "Precision",
     "Replicated",

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import tree
-from jaxpar.inputs import replicated_names
+from jaxpar.inputs import Packed, replicated_names
 from jaxpar.mesh import DATA
 from jaxpar.placing import agree_on_rows, gather_rows, place_own, place_same
 from jaxpar.tensors import as_array, is_tensor
@@ -59,6 +59,12 @@ class BatchSpec:
             for name, leaf in self.leaves.items()
         ]
         return jax.tree.unflatten(self.structure, structs)
+
+    def num_calls(self, accumulate: int) -> int:
+        """The loss function's calls in a step of so many micro-batches."""
+        if isinstance(self.rows(1), Packed):
+            return self.num_rows
+        return self.mesh.shape[DATA] * accumulate
 
     def structs(self) -> Batch:
         """Shapes, dtypes and shardings of a global batch."""

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.deferred import Deferred, call_deferred
-from jaxpar.inputs import Inputs, map_rows, specs_of
+from jaxpar.inputs import Inputs, map_rows, specs_of, with_keys
 from jaxpar.loss import Loss, Sums, make_loss
 from jaxpar.mesh import DATA
 from jaxpar.module import Network
@@ -230,7 +230,7 @@ def gradients_on_shards(
     run = partition.mapped(body, out_specs=(views, P(), P()))
 
     def gradients(params, model_state, inputs, key, scale):
-        shards = partition.views(params)
+        shards, inputs = partition.views(params), with_keys(inputs, key)
         grads, sums, state = run(shards, inputs, model_state, key, scale)
         grads = [from_view(*x) for x in zip(partition.plans, grads, strict=True)]
         return jax.tree.unflatten(structure, grads), sums, state
@@ -275,7 +275,7 @@ def make_evaluation(
     """Make ``(params, model_state, inputs, key, is_left_over) -> Sums``.
 
     In evaluation mode. Rows that are left over, fewer than data has shards, are
-    computed on each of them.
+    computed on each of them; random numbers for those are not one device's.
     """
 
     def make_body(partition: Partition) -> Callable[..., Sums]:
@@ -293,17 +293,16 @@ def evaluation_on_shards(
     same = dataclasses.replace(partition, draws=AsTraced())
 
     def evaluation(params, model_state, inputs, key, is_left_over):
-        views = partition.views(params)
-        if is_left_over:
-            run = same.mapped(make_body(same), out_specs=P(), whole=True)
-            return run(views, inputs, model_state, jax.random.fold_in(key, 1))
-        body = make_body(partition)
+        used = same if is_left_over else partition
+        body = make_body(used)
 
-        def over_data(*given: Any) -> Sums:
-            return body(*given).over_data(partition.exchange)
+        def on_shard(*given: Any) -> Sums:
+            sums = body(*given)
+            return sums if is_left_over else sums.over_data(used.exchange)
 
-        run = partition.mapped(over_data, out_specs=P())
-        return run(views, inputs, model_state, key)
+        run = used.mapped(on_shard, out_specs=P(), whole=is_left_over)
+        key = jax.random.fold_in(key, 1) if is_left_over else key
+        return run(used.views(params), with_keys(inputs, key), model_state, key)
 
     return evaluation
 

@@ -24,11 +24,11 @@ from jaxpar.checks import (
 )
 from jaxpar.engine import Engine
 from jaxpar.gradients import Partition
-from jaxpar.inputs import Inputs, abstract_inputs
+from jaxpar.inputs import Inputs, abstract_inputs, check_packed
 from jaxpar.layout import Layout
 from jaxpar.loss import Loss, as_losses
 from jaxpar.loss_check import why_not
-from jaxpar.mesh import DATA, MeshShape, as_mesh
+from jaxpar.mesh import DATA, PIPE, MeshShape, as_mesh
 from jaxpar.module import Network, UnderAxisRules, make_network
 from jaxpar.optim.fused import FusedOptimizer
 from jaxpar.optim.making import make_update
@@ -78,7 +78,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
       optimizer: any optax transformation, or one of `jaxpar.optim`. Its update is
         given ``value=`` (the loss) and ``grad=`` where it takes them, and nothing else.
       sample_batch: arrays or `jax.ShapeDtypeStruct`s of a global batch, rows first,
-        but for what is wrapped in `jaxpar.Replicated`.
+        but for what is wrapped in `jaxpar.Replicated`; or a `jaxpar.Packed` of them.
       mesh: devices by axis (all of them on data by default), or a mesh made by
         `jaxpar.make_mesh`.
       devices: the devices that a shape is made of, such as ``jax.devices()[:4]``; None
@@ -135,7 +135,8 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     losses = loss, _ = as_losses(loss_fn, eval_fn)
     batch_spec = make_batch_spec(sample_batch, mesh, accumulate)
     given["sample_batch"] = batch_spec.rows(batch_spec.num_rows)  # Shapes, no arrays.
-    splits = mesh.shape[DATA] * accumulate
+    check_packed(sample_batch, mesh.shape[PIPE], coupled_batch=coupled_batch)
+    splits = batch_spec.num_calls(accumulate)
     rows = abstract_inputs(batch_spec.rows(batch_spec.num_rows // splits))
     model_network = make_network(model, loss.on_sample, rows)
     given["model"] = UnderAxisRules(model, model_network.axis_rules)
@@ -147,7 +148,10 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     partition = _partition(network, plans, stage, precision, mesh, coupled)
     shapes, dtype = (abstract.params, abstract.opt_state), precision.compute_dtype
     update = make_update(optimizer, partition.plans, mesh, shapes, dtype)
-    unchecked = why_not(traced.draws, coupled=coupled, splits=splits, asked=check_loss)
+    unchecked = why_not(
+        traced.draws, rows, coupled=coupled, splits=splits, asked=check_loss
+    )
+    how = execution, precision, accumulate, traced.flops * splits, update
     layout = Layout(
         mesh,
         abstract,
@@ -156,11 +160,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
         stage,
         coupled,
         choose_settings(mesh, xla_options),
-        execution,
-        precision,
-        accumulate,
-        traced.flops * splits,
-        update,
+        *how,
         _remarks(partition, coupled, traced, unchecked),
     )
     tolerance = None if unchecked else traced.tolerance

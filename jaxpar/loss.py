@@ -1,6 +1,7 @@
 """What is a loss function to the engine: called by name, its result seen as sums."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,9 +9,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.inputs import Inputs, num_rows, twice_the_rows, unwrapped
+from jaxpar.inputs import (
+    Inputs,
+    KeyedPacks,
+    OnePack,
+    map_rows,
+    num_rows,
+    twice_the_rows,
+    unwrapped,
+)
 from jaxpar.module import Network
 from jaxpar.row_draws import Draws, Rows
+from jaxpar.sharding.constrain import constrain
 from jaxpar.sharding.exchange import Exchange
 from jaxpar.state import keep_model_state
 from jaxpar.types import LossFn, Metrics, PyTree
@@ -21,6 +31,8 @@ from jaxpar.weighted import (
     as_reduced,
     as_weighted,
     is_reduced,
+    merged,
+    of_no_examples,
     result,
 )
 
@@ -150,10 +162,52 @@ def make_loss(
         def twice() -> tuple:
             return leaves, model_state, twice_the_rows(inputs)
 
+        if isinstance(inputs.batch, KeyedPacks):
+            call = functools.partial(loss_of, leaves=leaves)
+            return over_packs(call, model_state, shard_key.key, inputs)
         rows = Rows(num_rows(inputs), twice)
         return draws.call(loss_of, shard_key, (leaves, model_state, inputs), rows)
 
     return redrawn
+
+
+def over_packs(
+    call: Callable[..., tuple[Sums, PyTree]],
+    model_state: PyTree,
+    key: jax.Array,
+    inputs: Inputs,
+) -> tuple[Sums, PyTree]:
+    """Call a loss function with one pack after another.
+
+    Args:
+      call: ``(key, model_state=, inputs=) -> (Sums, model_state)``.
+      model_state: before the first pack.
+      key: any key of the kind that the packs' own are.
+      inputs: packs with their keys.
+
+    Returns:
+      The sums, and the state after the last pack.
+    """
+    # Where data is automatic every device runs all packs; stated, for else each turn
+    # of the loop fetches its pack from the shard that has it.
+    batch = map_rows(constrain, inputs.batch)
+
+    def one(index: jax.Array, state: PyTree) -> tuple[Sums, PyTree]:
+        own = map_rows(
+            lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, False), batch
+        )
+        given = dataclasses.replace(inputs, batch=OnePack(own.packs))
+        own_key = jax.random.wrap_key_data(own.keys, impl=jax.random.key_impl(key))
+        return call(own_key, model_state=state, inputs=given)
+
+    def add(carry: tuple, index: jax.Array) -> tuple[tuple, None]:
+        sums, state = carry
+        new, state = one(index, state)
+        return (merged(sums, new), state), None
+
+    like, _ = jax.eval_shape(one, jnp.int32(0), model_state)
+    start = of_no_examples(like), model_state
+    return jax.lax.scan(add, start, jnp.arange(num_rows(inputs)))[0]
 
 
 def loss_sums(out: Any, inputs: Inputs) -> Sums:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.draws import Draw
-from jaxpar.inputs import Inputs, map_rows, num_rows
+from jaxpar.inputs import Inputs, OnePack, map_rows, num_rows
 from jaxpar.loss import Sums
 from jaxpar.mesh import DATA
 from jaxpar.row_draws import can_be_constant
@@ -220,18 +220,21 @@ def with_noise(params: Params) -> Params:
 
 
 def why_not(
-    draws: Sequence[Draw], *, coupled: bool, splits: int, asked: bool
+    draws: Sequence[Draw], rows: Inputs, *, coupled: bool, splits: int, asked: bool
 ) -> str | None:
     """Say why a loss is not checked; None where it is.
 
     Args:
       draws: of the loss function.
+      rows: what a call of it is given.
       coupled: it is given whole micro-batches.
       splits: parts that a batch is given in: data shards times micro-batches.
       asked: ``check_loss``.
     """
     if not asked:
         return "check_loss=False"
+    if isinstance(rows.batch, OnePack):
+        return "it is given one pack at a time"
     if coupled:
         return "it couples examples, and is given whole micro-batches"
     if splits == 1:
