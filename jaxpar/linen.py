@@ -18,14 +18,18 @@ from flax import errors
 from flax.core import DenyList
 from flax.core.scope import in_filter, union_filters
 from flax.linen import spmd
+from jax.sharding import AbstractMesh, AxisType, get_abstract_mesh, use_abstract_mesh
 
 from jaxpar import tree
+from jaxpar.mesh import AXES, DATA
 from jaxpar.sharding.constrain import placed_rules
-from jaxpar.sharding.rules import AxisRules
+from jaxpar.sharding.rules import AxisRules, flat_names
 from jaxpar.types import Batch, LossFn, Params, PyTree
 
 Filter = bool | str | Collection[str] | DenyList
 """Which collections: what Linen's ``mutable=`` takes."""
+
+_NO_MESH = AbstractMesh((), ())
 
 
 class LinenNetwork:
@@ -47,15 +51,12 @@ class LinenNetwork:
 
     def init(self, key: jax.Array) -> tuple[Params, PyTree]:
         """Make (params, model_state); traceable."""
-        variables = nn.meta.unbox(self._initialized(key, kept=self._traced))
+        variables = _unboxed(self._initialized(key, kept=self._traced))
         return variables.pop("params", {}), variables
 
     def dim_names(self) -> dict[str, Sequence[Any] | None]:
         """Leaf name -> the model's names of its dims, or None."""
-        named = tree.named_leaves(
-            self._traced.get("params", {}),
-            is_leaf=lambda x: isinstance(x, nn.meta.AxisMetadata),
-        )
+        named = tree.named_leaves(self._traced.get("params", {}), is_leaf=_is_box)
         return {name: _names_of(leaf) for name, leaf in named.items()}
 
     def run(
@@ -68,6 +69,19 @@ class LinenNetwork:
         training: bool,
     ) -> tuple[Any, PyTree]:
         """Call ``fn(model, batch)``; returns its result and the new model_state."""
+        mesh = get_abstract_mesh() if self._fits_mesh else _NO_MESH
+        with use_abstract_mesh(mesh):
+            return self._run(fn, variables, key, batch, training=training)
+
+    def _run(
+        self,
+        fn: LossFn,
+        variables: tuple[Params, PyTree],
+        key: jax.Array,
+        batch: Batch,
+        *,
+        training: bool,
+    ) -> tuple[Any, PyTree]:
         params, state = variables
         given = {"params": params, **state}
         model = LinenModel(self._module, given, key, training=training)
@@ -79,7 +93,36 @@ class LinenNetwork:
     @functools.cached_property
     def _traced(self) -> dict:
         """The variables' shapes, with the metadata of their dims."""
-        return jax.eval_shape(self._initialized, jax.random.key(0))
+        with use_abstract_mesh(_NO_MESH):
+            return jax.eval_shape(lambda: self._initialized(jax.random.key(0)))
+
+    @functools.cached_property
+    def _fits_mesh(self) -> bool:
+        """Whether the names of its dims do no harm where a mesh is in context.
+
+        Flax takes them for axes of that mesh where a box is opened: DenseGeneral does
+        so in every call, to check its kernel's shape.
+        """
+        boxes = jax.tree.leaves(self._traced, is_leaf=_is_box)
+        names = [_names_of(box) for box in boxes if _is_box(box)]
+        if not names:
+            return True
+        if DATA in flat_names(names):
+            return False  # In most runs it is manual, and no constraint may name it.
+        variables = _unboxed(self._traced)
+        given = (variables.pop("params", {}), variables)
+
+        def state_of(variables: tuple, batch: Batch) -> PyTree:
+            key = jax.random.key(0)
+            return self._run(self._loss_fn, variables, key, batch, training=True)[1]
+
+        probe = AbstractMesh((1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3)
+        try:
+            with use_abstract_mesh(_NO_MESH), use_abstract_mesh(probe):
+                jax.eval_shape(state_of, given, self._sample_batch)
+        except ValueError:
+            return False
+        return True
 
     def _initialized(self, key: jax.Array, kept: Collection[str] | None = None) -> dict:
         batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._sample_batch)
@@ -91,6 +134,16 @@ class LinenNetwork:
                 "initialised by tracing it; call the model with the batch's inputs."
             )
         return dict(model.variables)
+
+
+def _unboxed(variables: Mapping[str, Any]) -> dict:
+    """Variables without their metadata, and without what it says of a mesh."""
+    with use_abstract_mesh(_NO_MESH):
+        return nn.meta.unbox(dict(variables))
+
+
+def _is_box(leaf: Any) -> bool:
+    return isinstance(leaf, nn.meta.AxisMetadata)
 
 
 def axis_rules() -> AxisRules:
@@ -173,7 +226,7 @@ class LinenModel:
                 **kwargs,
             )
             self.variables = self._variables_of(made, apply)
-            changed = nn.meta.unbox(made)
+            changed = _unboxed(made)
         else:
             own = [name for name in self.variables if name != "params"]
             own = own if self.training else []

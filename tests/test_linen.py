@@ -4,7 +4,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from jaxpar.mesh import MeshShape, make_mesh
 from jaxpar.module import make_network
 from jaxpar.tree import named_leaves
 
@@ -134,3 +136,31 @@ def test_rules_that_come_with_a_linen_parameter_rename_its_dims():
         nn.Dense(4, kernel_init=named), lambda m, b: m(b["x"]).mean(), BATCH
     )
     assert network.dim_names()["kernel"] == ("model", None)
+
+
+@pytest.mark.parametrize(
+    ("module", "names", "fits"),
+    [
+        (nn.Dense(4), ("embed", "mlp"), True),
+        (nn.Dense(4), ("data", None), False),
+        (nn.DenseGeneral((2, 2)), (None, "tensor"), True),
+        (nn.DenseGeneral((2, 2)), (None, "tensor", None), False),
+        (nn.DenseGeneral(4), ("embed", "mlp"), False),
+    ],
+    ids=lambda x: type(x).__name__ if isinstance(x, nn.Module) else str(x),
+)
+def test_mesh_is_in_context_unless_flax_takes_names_for_its_axes(module, names, fits):
+    """DenseGeneral opens its kernel's box, with the dims of features joined."""
+    kernel_init = nn.with_partitioning(nn.initializers.ones, names)
+    seen = []
+
+    def loss(model, batch):
+        seen.append(not jax.sharding.get_abstract_mesh().empty)
+        return model(batch["x"]).mean()
+
+    network = make_network(module.clone(kernel_init=kernel_init), loss, BATCH)
+    variables = jax.eval_shape(network.init, KEY)
+    mesh = make_mesh(MeshShape(data=4, tensor=2)).abstract_mesh
+    with jax.sharding.use_abstract_mesh(mesh):
+        jax.eval_shape(lambda own: run(network, own, loss), variables)
+    assert seen[-1] == fits

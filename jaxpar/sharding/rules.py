@@ -66,7 +66,7 @@ def compute_specs(
     for leaf, shape in shapes.items():
         own = names.get(leaf) or ()
         fits = [pattern for pattern in paths if tree.matches(pattern, leaf)]
-        used.update(fits, _parts(own))
+        used.update(fits, flat_names(own))
         if fits:
             spec = _padded(fits[0], paths[fits[0]], leaf, shape)
         else:
@@ -89,11 +89,11 @@ def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
-def _parts(names: Sequence[Any]) -> Iterator[str]:
+def flat_names(names: Sequence[Any]) -> Iterator[str]:
     """The names of all dims; one dim may have several."""
     for name in names:
         if isinstance(name, tuple | list):
-            yield from _parts(name)
+            yield from flat_names(name)
         elif name is not None and name is not P.UNCONSTRAINED:
             yield name
 
@@ -145,10 +145,10 @@ def _flax_axes(names: Sequence[Any], axis_rules: AxisRules) -> dict[str, Any]:
     """Flax's assignment of the names of one array: what it leaves over is whole."""
     found: dict[str, Any] = {}
     for name, axes in axis_rules:
-        taken = {axis for entry in found.values() for axis in _parts((entry,))}
-        if name in _parts(names) and taken.isdisjoint(_parts((axes,))):
+        taken = {axis for entry in found.values() for axis in flat_names((entry,))}
+        if name in flat_names(names) and taken.isdisjoint(flat_names((axes,))):
             found.setdefault(name, axes)
-    return {name: None for name in _parts(names) if name not in AXIS_NAMES} | found
+    return {name: None for name in flat_names(names) if name not in AXIS_NAMES} | found
 
 
 def _from_names(
@@ -167,8 +167,8 @@ def _from_names(
     spec: list[tuple[str, ...]] = []
     for name in names:
         found = set()
-        for part in _parts((name,)):
-            for axis in _parts((known.get(part, part),)):
+        for part in flat_names((name,)):
+            for axis in flat_names((known.get(part, part),)):
                 if axis in AXIS_NAMES:
                     found.add(AXIS_NAMES[axis])
                 else:
@@ -224,7 +224,9 @@ def _unknown(unknown: Mapping[str, Sequence[str]], known: Mapping[str, Any]) -> 
 
 def _unused(key, is_path, shapes, names) -> str:
     known = (
-        shapes if is_path else {n for own in names.values() for n in _parts(own or ())}
+        shapes
+        if is_path
+        else {n for own in names.values() for n in flat_names(own or ())}
     )
     what = "matches no parameter" if is_path else "names no dim of any parameter"
     if not is_path and any(tree.matches(key, name) for name in shapes):

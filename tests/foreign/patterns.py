@@ -232,6 +232,22 @@ class Annotated(nnx.Module):
         return self.out(nnx.tanh(self.down(nnx.tanh(self.up(x)))))
 
 
+class LinenAnnotated(nn.Module):
+    """Kernels of several dims, whose names Flax takes for axes of a mesh in context."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        init = nn.initializers.lecun_normal()
+        up = nn.with_partitioning(init, ("data", "model", None))
+        down = nn.with_partitioning(init, ("heads", None, "fsdp"))
+        x = nn.tanh(nn.DenseGeneral((2, WIDTH), kernel_init=up)(x))
+        return nn.DenseGeneral(WIDTH, axis=(-2, -1), kernel_init=down)(x)
+
+
+def plain_annotated(variables: dict, batch: dict) -> tuple[jax.Array, dict]:
+    return squares(LinenAnnotated().apply(variables, batch["x"]), batch), {}
+
+
 class Logical(nn.Module):
     """Logical names, on activations too, for which Flax's context has the axes."""
 
@@ -351,6 +367,7 @@ CASES = {
     "rngs": Case(Dropped, keyed),
     "linen_rngs": Case(LinenDropped(), linen_keyed, plain_keyed),
     "names": Case(Annotated, call),
+    "linen_names": Case(LinenAnnotated(), call, plain_annotated),
     "logical_names": Case(Logical(), call, plain_logical, axis_rules=AXIS_RULES),
     "linen_scan": Case(Scanned(), call, plain_scanned),
     "scan": Case(NnxScanned, call),

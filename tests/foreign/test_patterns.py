@@ -135,7 +135,7 @@ def test_every_pattern_trains_like_one_device(name, mesh, zero):
     check(name, mesh, zero)
 
 
-@pytest.mark.parametrize("name", ["names", "logical_names"])
+@pytest.mark.parametrize("name", ["names", "linen_names", "logical_names"])
 def test_names_of_another_mesh_split_every_kernel_over_tensor(name):
     case = CASES[name]
     with nn.logical_axis_rules(case.axis_rules):
