@@ -62,7 +62,7 @@ def main() -> None:
                 seconds[name].append(time.perf_counter() - began)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     flops = {
-        name: engine.lower().compile().cost_analysis()["flops"]
+        name: (engine.lower().compile().cost_analysis() or {})["flops"]
         for name, engine in engines.items()
     }
     cost = medians["own_rows"] / medians["as_traced"] - 1
