@@ -15,6 +15,8 @@ import optax
 from flax import nnx
 
 ROWS = 16
+KEY = 7
+"""Of dropout and other noise, at every step: engines and the loop draw the same."""
 
 Batch = Any
 Variables = tuple[Any, Any]
@@ -31,10 +33,10 @@ class Program:
       optimizer: the repository's default, or its kind.
       make_batch: of a generator, one global batch.
       loss_fn: what jaxpar is given instead of `loss`; None for `loss` itself.
+      packs: whether a batch is packs, such as graphs, each of them one call's.
       options: further arguments of `jaxpar.initialize`.
       axis_rules: Linen's logical axis rules, in whose context the repository trains.
       axis_name: of the pmap in which the repository calls `loss`; "" if in none.
-      refused: what the error says where jaxpar is given `loss` and no options.
     """
 
     model: Any
@@ -42,10 +44,10 @@ class Program:
     optimizer: optax.GradientTransformation
     make_batch: Callable[[np.random.Generator], Batch]
     loss_fn: Callable[..., Any] | None = None
+    packs: bool = False
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     axis_rules: Sequence[tuple[str, str]] = ()
     axis_name: str = ""
-    refused: str = ""
 
     def batches(self, num: int, seed: int = 0) -> list[Batch]:
         """Make the batches of a run."""

@@ -6,6 +6,7 @@ statistics to 1e-5 leaf by leaf. Needs checkouts: `make test-foreign FOREIGN=fol
 
 import dataclasses
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 import jaxpar
 from tests.foreign.real.checkouts import Checkouts
-from tests.foreign.real.programs import PlainRun, Program, Variables, run_plainly
+from tests.foreign.real.programs import Batch, PlainRun, Program, Variables, run_plainly
 from tests.foreign.real.table import PROGRAMS
 
 STEPS = 10
@@ -34,7 +35,6 @@ MESHES = {
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("default"),
     pytest.mark.usefixtures("optimized"),
 ]
 
@@ -50,11 +50,17 @@ def make_engine(program: Program, mesh: jaxpar.MeshShape, zero: int) -> jaxpar.E
             model=program.model,
             loss_fn=program.loss_fn or program.loss,
             optimizer=program.optimizer,
-            sample_batch=program.batches(1)[0],
+            sample_batch=batches_of(program, 1)[0],
             mesh=mesh,
             zero=zero,
             **program.options,
         )
+
+
+def batches_of(program: Program, num: int, seed: int = 0) -> list[Batch]:
+    """Make the batches that an engine is given."""
+    batches = program.batches(num, seed)
+    return [jaxpar.Packed(batch) for batch in batches] if program.packs else batches
 
 
 def variables_of(engine: jaxpar.Engine) -> Variables:
@@ -113,7 +119,7 @@ def train(name: str, program: Program, case: tuple, seeds: tuple[int, ...]) -> F
     seed, *others = seeds
     engine = make_engine(program, *case)
     right = plain_run(name, program, variables_of(engine), seed)
-    losses = [float(engine.step(x)["loss"]) for x in program.batches(STEPS, seed)]
+    losses = [float(engine.step(x)["loss"]) for x in batches_of(program, STEPS, seed)]
     apart = float(np.abs(np.array(losses) / right.losses[:STEPS] - 1.0).max())
     leaves = far_leaves(variables_of(engine), right, STEPS - 1)
     found = Found(engine, seed, apart, leaves)
@@ -142,15 +148,49 @@ def test_real_model_goes_on_on_another_mesh(
 ) -> None:
     program = program_of(name, checkouts)
     engine = make_engine(program, MESHES["data8"], 3)
-    *batches, last = program.batches(STEPS + 1)
+    *batches, last = batches_of(program, STEPS + 1)
     for batch in batches:
         engine.step(batch)
     engine.save(tmp_path)
     engine.wait()
     saved, opt_state = variables_of(engine), jax.device_get(engine.state.opt_state)
-    right = run_plainly(program, saved, [last], opt_state)
+    right = run_plainly(program, saved, program.batches(STEPS + 1)[-1:], opt_state)
     other = make_engine(program, jaxpar.MeshShape(data=2, tensor=2), 1)
     assert other.restore(tmp_path) == STEPS
     jax.tree.map(np.testing.assert_array_equal, variables_of(other), saved)
     assert float(other.step(last)["loss"]) == pytest.approx(right.losses[0], rel=1e-5)
     assert max(far_leaves(variables_of(other), right, 0).values()) <= TOLERANCE
+
+
+MASKED = "mean over unequal weights (a mask, padding)"
+COUPLED = "examples that are coupled"
+REFUSED = {
+    "flax_lm1b": MASKED,
+    "flax_ppo": COUPLED,
+    "flax_ogbg": MASKED,
+    "flax_gemma": MASKED,
+    "nanodo": MASKED,
+}
+"""Programs whose own loss is no mean over rows."""
+
+
+@pytest.mark.usefixtures("checked_losses")
+@pytest.mark.parametrize("name", REFUSED)
+def test_real_loss_that_is_no_mean_over_rows_is_refused(
+    name: str, checkouts: Checkouts
+) -> None:
+    program = program_of(name, checkouts)
+    as_it_is = dataclasses.replace(program, loss_fn=None, packs=False, options={})
+    engine = make_engine(as_it_is, MESHES["data8"], 1)
+    with pytest.raises(ValueError, match=re.escape(REFUSED[name])):
+        engine.step(program.batches(1)[0])
+
+
+@pytest.mark.usefixtures("checked_losses")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_real_loss_raises_no_false_alarm(name: str, checkouts: Checkouts) -> None:
+    program = program_of(name, checkouts)
+    assert name in REFUSED or program.loss_fn is None
+    engine = make_engine(program, MESHES["data8"], 1)
+    for batch in batches_of(program, STEPS):
+        engine.step(batch)

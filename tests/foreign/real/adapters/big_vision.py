@@ -10,7 +10,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from tests.foreign.real.checkouts import Checkouts
-from tests.foreign.real.programs import ROWS, Program
+from tests.foreign.real.programs import KEY, ROWS, Program
 
 BIG_VISION = "google-research/big_vision"
 
@@ -20,7 +20,8 @@ def _classifier(checkouts: Checkouts, file: str, **config: Any) -> Program:
     utils = checkouts.pick(BIG_VISION, "big_vision/utils.py", "softmax_xent", "onehot")
 
     def loss(model: Any, batch: dict) -> jax.Array:
-        logits, _ = model(batch["image"], train=True)
+        rngs = {"dropout": jax.random.key(KEY)}
+        logits, _ = model(batch["image"], train=True, rngs=rngs)
         return utils.softmax_xent(logits=logits, labels=batch["labels"])
 
     def make_batch(rng: np.random.Generator) -> dict:
@@ -43,7 +44,13 @@ def _classifier(checkouts: Checkouts, file: str, **config: Any) -> Program:
 def vit(checkouts: Checkouts) -> Program:
     """Have its layers scanned and rematerialised, and pooled by attention."""
     return _classifier(
-        checkouts, "vit", variant="mu/8", depth=2, scan=True, pool_type="map"
+        checkouts,
+        "vit",
+        variant="mu/8",
+        depth=2,
+        scan=True,
+        pool_type="map",
+        dropout=0.1,
     )
 
 
@@ -57,6 +64,7 @@ def mixer(checkouts: Checkouts) -> Program:
         hidden_dim=32,
         tokens_mlp_dim=16,
         channels_mlp_dim=64,
+        stoch_depth=0.1,
     )
     rules = {
         "*/channel_mixing/Dense_0/kernel": P(None, "tensor"),

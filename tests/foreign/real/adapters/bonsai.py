@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from tests.foreign.real.adapters.flax_nnx import weights_only
 from tests.foreign.real.checkouts import Checkouts
-from tests.foreign.real.programs import ROWS, Program
+from tests.foreign.real.programs import KEY, ROWS, Program
 
 BONSAI = "jax-ml/bonsai"
 
@@ -59,8 +60,8 @@ def vit(checkouts: Checkouts) -> Program:
         patch_size=(8, 8),
         num_channels=3,
         hidden_dim=32,
-        attn_dropout_prob=0.0,
-        dropout_prob=0.0,
+        attn_dropout_prob=0.1,
+        dropout_prob=0.1,
         num_heads=4,
         mlp_dim=64,
         eps=1e-12,
@@ -70,7 +71,7 @@ def vit(checkouts: Checkouts) -> Program:
 
     def loss(model: Any, batch: dict) -> jax.Array:
         return optax.softmax_cross_entropy_with_integer_labels(
-            model(batch["image"], rngs=None), batch["label"]
+            model(batch["image"], rngs=nnx.Rngs(KEY)), batch["label"]
         ).mean()
 
     def make_batch(rng: np.random.Generator) -> dict:

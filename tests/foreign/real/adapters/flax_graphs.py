@@ -10,7 +10,7 @@ import optax
 from jaxpar import Weighted
 from tests.foreign.real.adapters.flax_linen import FLAX
 from tests.foreign.real.checkouts import Checkouts
-from tests.foreign.real.programs import Program
+from tests.foreign.real.programs import KEY, Program
 
 PACKS = 8
 LABELS = 8
@@ -31,7 +31,8 @@ def graph_net(checkouts: Checkouts) -> Program:
 
     def sums(model: Any, graphs: Any) -> tuple[jax.Array, jax.Array]:
         labels = graphs.globals
-        logits = model(train.replace_globals(graphs)).globals
+        rngs = {"dropout": jax.random.key(KEY)}
+        logits = model(train.replace_globals(graphs), rngs=rngs).globals
         mask = train.get_valid_mask(labels, graphs)
         loss = train.binary_cross_entropy_with_mask(
             logits=logits, labels=labels, mask=mask
@@ -56,12 +57,15 @@ def graph_net(checkouts: Checkouts) -> Program:
             num_mlp_layers=2,
             message_passing_steps=2,
             output_globals_size=LABELS,
+            dropout_rate=0.1,
+            deterministic=False,
             use_edge_model=True,
         ),
         loss,
         optax.adam(1e-3),
         make_batch,
         loss_fn=lambda model, graphs: Weighted(*sums(model, graphs)),
+        packs=True,
     )
 
 

@@ -12,20 +12,15 @@ from flax import nnx
 from jaxpar import Weighted
 from tests.foreign.real.adapters.flax_linen import FLAX, make_packed_batch
 from tests.foreign.real.checkouts import Checkouts
-from tests.foreign.real.programs import ROWS, Program
+from tests.foreign.real.programs import KEY, ROWS, Program
 
 
 def mnist(checkouts: Checkouts) -> Program:
     """A CNN with BatchNorm, whose dropout takes its rngs at the call."""
     train = checkouts.pick(FLAX, "examples/mnist/train.py", "CNN", "loss_fn")
 
-    def factory(rngs: nnx.Rngs) -> nnx.Module:
-        model = train.CNN(rngs)
-        model.dropout1.rate = model.dropout2.rate = 0.0
-        return model
-
     def loss(model: Any, batch: dict) -> jax.Array:
-        return train.loss_fn(model, batch, nnx.Rngs(0))[0]
+        return train.loss_fn(model, batch, nnx.Rngs(KEY))[0]
 
     def make_batch(rng: np.random.Generator) -> dict:
         return {
@@ -33,7 +28,7 @@ def mnist(checkouts: Checkouts) -> Program:
             "label": rng.integers(0, 10, ROWS, dtype=np.int32),
         }
 
-    return Program(factory, loss, optax.sgd(0.005, momentum=0.9), make_batch)
+    return Program(train.CNN, loss, optax.sgd(0.005, momentum=0.9), make_batch)
 
 
 def gemma(checkouts: Checkouts) -> Program:

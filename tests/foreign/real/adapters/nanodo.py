@@ -1,4 +1,4 @@
-"""google-deepmind/nanodo: a GPT marked for the axis data, with a masked mean."""
+"""google-deepmind/nanodo: a GPT with a masked mean."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ NANODO = "google-deepmind/nanodo"
 
 
 def gpt(checkouts: Checkouts) -> Program:
-    """A GPT whose parameters are marked for the axis "data"; masked mean."""
+    """A GPT with remat, whose parameters are marked for an axis "data"."""
     models = checkouts.load(NANODO, ".", "nanodo.model")
     data = checkouts.pick(NANODO, "nanodo/data.py", "PAD_ID", "get_in_out")
     train = checkouts.pick(
@@ -38,7 +38,8 @@ def gpt(checkouts: Checkouts) -> Program:
         lengths = rng.integers(4, 17, (ROWS, 1))
         return {"tokens": np.where(np.arange(16) < lengths, tokens, 0)}
 
-    config = models.DoConfig(D=32, H=4, L=16, N=2, V=64, F=64, remat=True)
+    sizes = {"D": 32, "H": 4, "L": 16, "N": 2, "V": 64, "F": 64}
+    config = models.DoConfig(**sizes, fsdp_enabled=True, remat=True)
     return Program(
         models.TransformerDo(config),
         lambda model, batch: masked_mean(model, batch)[0],
