@@ -69,6 +69,11 @@ def vit(checkouts: Checkouts) -> Program:
         num_labels=16,
     )
 
+    def factory(rngs: nnx.Rngs) -> nnx.Module:
+        model = modeling.ViTClassificationModel(config, rngs=rngs)
+        model.train()
+        return model
+
     def loss(model: Any, batch: dict) -> jax.Array:
         return optax.softmax_cross_entropy_with_integer_labels(
             model(batch["image"], rngs=nnx.Rngs(KEY)), batch["label"]
@@ -81,7 +86,7 @@ def vit(checkouts: Checkouts) -> Program:
         }
 
     return Program(
-        lambda rngs: modeling.ViTClassificationModel(config, rngs=rngs),
+        factory,
         loss,
         optax.adamw(1e-3),
         make_batch,
