@@ -12,7 +12,6 @@ from flax import nnx
 
 import jaxpar
 
-ZERO, DEVICES = int(sys.argv[1]), int(sys.argv[2])
 ROUNDS = 400
 
 
@@ -30,18 +29,23 @@ def loss_fn(model, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", DEVICES)
-x = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
-batch = {"x": x, "y": np.argmax(x[:, :4], axis=1).astype(np.int32)}
-engine = jaxpar.initialize(
-    model=lambda rngs: Classifier(rngs),
-    loss_fn=loss_fn,
-    optimizer=optax.adamw(3e-3),
-    sample_batch=batch,
-    zero=ZERO,
-)
-for _ in range(ROUNDS):
-    engine.step(batch)
-losses = [engine.evaluate(batch)["loss"] for _ in range(ROUNDS)]
-print(f"{engine.steps} steps, loss {losses[-1]:.3f}")
+def main(zero: int, devices: int) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+    x = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
+    batch = {"x": x, "y": np.argmax(x[:, :4], axis=1).astype(np.int32)}
+    engine = jaxpar.initialize(
+        model=lambda rngs: Classifier(rngs),
+        loss_fn=loss_fn,
+        optimizer=optax.adamw(3e-3),
+        sample_batch=batch,
+        zero=zero,
+    )
+    for _ in range(ROUNDS):
+        engine.step(batch)
+    losses = [engine.evaluate(batch)["loss"] for _ in range(ROUNDS)]
+    print(f"{engine.steps} steps, loss {losses[-1]:.3f}")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
