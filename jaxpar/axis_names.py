@@ -101,10 +101,16 @@ def bind_axes(network: Network, trace: Callable[[Network], T]) -> tuple[Network,
             network = _with_axis(network, error)
 
 
+def unbound_axis(error: NameError) -> str | None:
+    """Return the axis name that an error of JAX says is not bound; else None."""
+    found = re.search(r"unbound axis name: ([^\s.]+)", str(error))
+    return found[1] if found else None
+
+
 def _with_axis(network: Network, error: NameError) -> BoundNetwork:
     """Bind the axis that an error names; raises the error if it names none."""
-    found = re.search(r"unbound axis name: ([^\s.]+)", str(error))
+    name = unbound_axis(error)
     bound = network if isinstance(network, BoundNetwork) else BoundNetwork(network, ())
-    if found is None or found[1] in bound.axis_names:
+    if name is None or name in bound.axis_names:
         raise error
-    return dataclasses.replace(bound, axis_names=(*bound.axis_names, found[1]))
+    return dataclasses.replace(bound, axis_names=(*bound.axis_names, name))

@@ -124,3 +124,20 @@ def test_evaluation_may_average_over_an_axis_alone():
     batch = np.tile(X, (4, 1))
     expected = np.mean((batch @ np.asarray(engine.state.params["kernel"]) - 1) ** 2)
     assert float(engine.evaluate(batch)["loss"]) == pytest.approx(expected)
+
+
+def test_pipeline_refuses_an_axis_that_nothing_binds():
+    def block(rngs):
+        return nnx.Linear(1, 1, rngs=rngs)
+
+    model = jaxpar.PipelineModel(embed=linear, block=block, num_blocks=2, head=block)
+    with pytest.raises(
+        ValueError, match=r"axis name 'batch' is bound by nothing.*pipe"
+    ):
+        jaxpar.initialize(
+            model=model,
+            loss_fn=LOSSES["pmean"],
+            optimizer=optax.sgd(0.1),
+            sample_batch=np.tile(X, (4, 1)),
+            mesh=jaxpar.MeshShape(pipe=2),
+        )

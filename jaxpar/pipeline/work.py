@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 
+from jaxpar.axis_names import unbound_axis
 from jaxpar.inputs import Inputs
 from jaxpar.jaxprs import flops
 from jaxpar.loss import Loss
@@ -41,7 +42,8 @@ def trace_microbatch(network: PipelineNetwork, loss: Loss, rows: Inputs) -> Bloc
       The work of a block.
 
     Raises:
-      ValueError: if loss_fn calls the model twice.
+      ValueError: if loss_fn calls the model twice, or uses an axis name that nothing
+        binds.
     """
     trunk = Trunk(
         network,
@@ -69,7 +71,17 @@ def trace_microbatch(network: PipelineNetwork, loss: Loss, rows: Inputs) -> Bloc
         deferred = trace_pullback(block_of, *arguments).deferred
         found.append(BlockWork(flops(forward.eqns), deferred))
 
-    jax.eval_shape(run, jax.random.key(0), rows)
+    try:
+        jax.eval_shape(run, jax.random.key(0), rows)
+    except NameError as error:
+        if (name := unbound_axis(error)) is None:
+            raise
+        raise ValueError(
+            f"loss_fn: axis name {name!r} is bound by nothing, and a pipeline binds "
+            "none for it. Leave it out of the model and the loss, with "
+            "coupled_batch=True where it was to take in all examples of a micro-batch; "
+            "or use pipe=1."
+        ) from error
     return found[0]
 
 
