@@ -20,7 +20,7 @@ from jaxpar.inputs import (
 )
 from jaxpar.module import Network
 from jaxpar.row_draws import Draws, Rows
-from jaxpar.sharding.constrain import constrain
+from jaxpar.sharding.constrain import constrain, own_constraints
 from jaxpar.sharding.exchange import Exchange
 from jaxpar.state import keep_model_state
 from jaxpar.types import LossFn, Metrics, PyTree
@@ -98,7 +98,8 @@ class Loss:
             "training": training,
         }
         given = {name: by_name[name] for name in self.takes}
-        return self.fn(model, unwrapped(inputs.batch), **given)
+        with own_constraints():
+            return self.fn(model, unwrapped(inputs.batch), **given)
 
     def on_sample(self, model: Any, inputs: Inputs) -> Any:
         """Call it where only its shapes, or its calls of the model, matter."""

@@ -72,7 +72,7 @@ class LossCheck:
             return
         kept = state()
         given = (kept.params, kept.model_state, batch, kept.step, kept.key)
-        found = jax.device_get(self._compared(given))
+        found = jax.device_get(self._compare(*given))
         wrong = {name: _worst(x, self._tolerance) for name, x in found.items()}
         wrong = {name: pair for name, pair in wrong.items() if pair is not None}
         if "loss" in wrong:
@@ -81,16 +81,6 @@ class LossCheck:
         for name in sorted(wrong.keys() - self._warned):
             self._warned.add(name)
             warnings.warn(_of_metric(name, *wrong[name]), stacklevel=4)
-
-    def _compared(self, given: tuple) -> Mapping[str, jax.Array]:
-        try:
-            return self._compare(*given)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                "loss_fn: it can't be compared with itself on half of the rows, for it "
-                "fails on them (see above). Write no number of rows into it, or pass "
-                "check_loss=False."
-            ) from error
 
     def _refusal(self, pair: tuple[float, float], given: tuple) -> str:
         rows, halves = pair
@@ -166,9 +156,15 @@ def compared(
 
     Returns:
       By name: [2, 1], the rows' number and the halves'.
+
+    Raises:
+      ValueError: if the loss function fails on fewer rows than the engine gives it.
     """
     rows = checked_rows(inputs, accumulate, neighbour)
-    one, two = forward(rows, 1), forward(rows, 2)
+    if num_rows(rows) * accumulate == num_rows(inputs):
+        one, two = forward(rows, 1), _of_fewer(forward, rows, 2)
+    else:
+        one, two = _of_fewer(forward, rows, 1), _of_fewer(forward, rows, 2)
     return {
         name: jnp.stack([result(value), result(other)])[:, None]
         for (name, value), other in zip(
@@ -176,6 +172,17 @@ def compared(
         )
         if isinstance(value, Weighted)
     }
+
+
+def _of_fewer(forward: Callable[..., Sums], rows: Inputs, parts: int) -> Sums:
+    try:
+        return forward(rows, parts)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            "loss_fn: it can't be compared with itself on half of the rows, for it "
+            "fails on them (see above). Write no number of rows into it, or pass "
+            "check_loss=False."
+        ) from error
 
 
 def _named(sums: Sums) -> dict[str, Any]:

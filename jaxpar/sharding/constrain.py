@@ -5,6 +5,10 @@ and some in *automatic* mode; outside the engine there may be no mesh at all. A 
 ``with_sharding_constraint`` fails in two of the three; `constrain` is right in all.
 """
 
+import contextlib
+import traceback
+from collections.abc import Iterator
+
 import jax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -50,6 +54,30 @@ def constrain(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
     if not placed or mesh.size == 1:
         return x
     return jax.lax.with_sharding_constraint(x, P(*entries))
+
+
+@contextlib.contextmanager
+def own_constraints() -> Iterator[None]:
+    """Say, where a ``with_sharding_constraint`` in the context fails, what does not.
+
+    Example:
+      >>> with own_constraints():
+      ...     jax.lax.with_sharding_constraint(jax.numpy.ones(4), P("data"))
+      Traceback (most recent call last):
+      RuntimeError: with_sharding_constraint requires a non-empty mesh in context...
+    """
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if any(frame.name == "with_sharding_constraint" for frame in frames):
+            error.add_note(
+                "A bare with_sharding_constraint fails where no mesh is in context, "
+                "and on axes that are manual, as data is in most losses. Write "
+                'jaxpar.constrain(x, "data", None, "tensor") for it, with an axis or '
+                "None for each dim: it is right in all of these."
+            )
+        raise
 
 
 def placed_rules(axis_rules: AxisRules) -> AxisRules:

@@ -1,12 +1,17 @@
 """Is one constraint right with automatic axes, with manual ones, and with no mesh?"""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxpar
 from jaxpar.mesh import MeshShape, make_mesh
 from jaxpar.sharding.constrain import constrain, placed_rules
 
@@ -158,3 +163,28 @@ def test_flax_rules_name_the_axes_that_the_compiler_places(mesh):
         "length": free,
         "head": None,
     }
+
+
+@pytest.mark.usefixtures("checked_losses")
+@pytest.mark.parametrize("context", [False, True])
+def test_bare_constraint_of_a_model_says_what_to_write(context):
+    """Of JAX's own messages none says so, and one blamed half of the rows."""
+
+    def loss(model, x):
+        out = jax.lax.with_sharding_constraint(model(x), P("data"))
+        return jnp.mean(out**2)
+
+    x = np.ones((16, 4), np.float32)
+    mesh = make_mesh(MeshShape(data=8))
+    with (
+        jax.set_mesh(mesh) if context else contextlib.nullcontext(),
+        pytest.raises((RuntimeError, ValueError), match="mesh") as caught,
+    ):
+        jaxpar.initialize(
+            model=lambda rngs: nnx.Linear(4, 2, rngs=rngs),
+            loss_fn=loss,
+            optimizer=optax.sgd(0.1),
+            sample_batch=x,
+        ).step(x)
+    assert "jaxpar.constrain(x" in caught.value.__notes__[0]
+    assert caught.value.__cause__ is None
