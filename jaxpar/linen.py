@@ -14,7 +14,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import errors
+from flax import errors, traverse_util
 from flax.core import DenyList
 from flax.core.scope import in_filter, union_filters
 from flax.linen import spmd
@@ -186,6 +186,7 @@ class LinenModel:
     ):
         self.module, self._key, self._kept = module, key, kept
         self.variables, self.training = variables, training
+        self._initialises = variables is None
 
     def __call__(
         self,
@@ -217,7 +218,7 @@ class LinenModel:
                 variables, *args, rngs=streams, mutable=mutable, **kwargs
             )
 
-        if self.variables is None:
+        if self._initialises or self.variables is None:
             # What is initialised depends on the run's seed alone.
             out, made = self.module.init_with_output(
                 streams | {"params": params_key},
@@ -225,7 +226,8 @@ class LinenModel:
                 mutable=union_filters(DenyList("intermediates"), mutable),
                 **kwargs,
             )
-            self.variables = self._variables_of(made, apply)
+            new = self._variables_of(made, apply)
+            self.variables = _joined(self.variables or {}, new)
             changed = _unboxed(made)
         else:
             own = [name for name in self.variables if name != "params"]
@@ -243,6 +245,12 @@ class LinenModel:
         if names is None:
             names = [name for name in made if _is_kept(name, made, apply)]
         return {name: values for name, values in made.items() if name in names}
+
+
+def _joined(before: Mapping[str, Any], new: Mapping[str, Any]) -> dict:
+    """What earlier calls initialised, and what a later one added, such as a decoder."""
+    leaves = traverse_util.flatten_dict(new) | traverse_util.flatten_dict(before)
+    return traverse_util.unflatten_dict(leaves)
 
 
 def _is_kept(name: str, made: Mapping[str, Any], apply: Callable) -> bool:

@@ -120,6 +120,11 @@ def make_network(model: Any, loss_fn: LossFn, sample_batch: Batch) -> Network:
     return _NnxNetwork(model)
 
 
+def pure_params(params: Params) -> Params:
+    """Parameters as nested dicts of arrays; an ``nnx.State`` has variables for them."""
+    return nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
+
+
 class _NnxNetwork:
     """NNX: leaves are split by type, merged again inside the trace.
 
@@ -229,14 +234,16 @@ def _signature(factory: Callable[..., Any]) -> inspect.Signature:
 
 
 def _mark_arrays(model: nnx.Module) -> None:
-    """Mark array attributes as data.
+    """Mark array attributes as data, and containers of arrays.
 
-    Flax does so itself for arrays, and not for tracers (flax 0.12.12), as all are
-    here: it would take them for static, and leak them.
+    Flax does so itself for arrays, and refuses containers, but sees no tracers (flax
+    0.12.12), as all are here: it would take them for static, and leak them.
     """
     for _, module in nnx.iter_modules(model):
         for name, value in list(vars(module).items()):
-            if isinstance(value, jax.Array):
+            is_some = type(value) in (list, tuple, dict)
+            leaves = jax.tree.leaves(value) if is_some else [value]
+            if any(isinstance(leaf, jax.Array) for leaf in leaves):
                 setattr(module, name, nnx.data(value))
 
 

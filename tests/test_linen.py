@@ -53,6 +53,38 @@ def test_what_a_linen_module_sows_is_not_state():
         assert sorted(named_leaves(state)) == ["steps/n", "total/sum"]
 
 
+class AutoEncoder(nn.Module):
+    """Two methods, each with parameters of its own, and statistics."""
+
+    def setup(self):
+        self.up, self.down = nn.Dense(4), nn.Dense(3)
+        self.norm = nn.BatchNorm(use_running_average=False)
+
+    def encode(self, x):
+        return self.norm(self.up(x))
+
+    def decode(self, z):
+        return self.down(z)
+
+    def __call__(self, x):
+        return self.decode(self.encode(x))
+
+
+def test_every_call_of_a_loss_function_initialises_what_it_needs():
+    """Of two methods the second one's parameters were missing at the first step."""
+
+    def loss(model, batch):
+        encoded = model(batch["x"], method="encode")
+        return model(encoded, method="decode").mean()
+
+    network = make_network(AutoEncoder(), loss, BATCH)
+    one = make_network(AutoEncoder(), lambda model, b: model(b["x"]).mean(), BATCH)
+    (params, state), (like, state_of_one) = network.init(KEY), one.init(KEY)
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, like)
+    jax.tree.map(np.testing.assert_array_equal, state, state_of_one)
+    run(network, (params, state), loss)
+
+
 def test_linen_call_returns_the_collections_that_it_is_asked_for():
     network, (params, state) = sowing()
 

@@ -290,16 +290,19 @@ class Attributes(nnx.Module):
         self.nested = nnx.data({"a": [jnp.full(3, 5.0)]})
         self.listed = nnx.List([jnp.full(3, 6.0)])
         self.named = nnx.Dict(b=jnp.full(3, 7.0))
+        # Flax refuses these two where it sees an array, and takes a tracer for static.
+        self.pair, self.plain = (jnp.full(3, 8.0),), {"c": [jnp.full(3, 9.0)]}
 
     def __call__(self, x):
         self.array = self.array + x.sum(0)
         held = self.nested["a"][0] + self.listed[0] + self.named["b"]
+        held += self.pair[0] + self.plain["c"][0]
         return x * self.w + self.array + self.numpy + self.number[...] + held
 
 
 def test_array_attributes_are_state():
     network = make_network(Attributes, no_loss, BATCH)
-    params, state = network.init(KEY)
+    params, state = jax.jit(network.init)(KEY)
     assert sorted(named_leaves(params)) == ["w"]
     named = named_leaves(state)
     assert sorted(named) == [
@@ -309,11 +312,13 @@ def test_array_attributes_are_state():
         "nested/a/0",
         "number",
         "numpy",
+        "pair/0",
+        "plain/c/0",
     ]
     assert {x.dtype for x in named.values()} == {np.dtype("float32"), np.dtype("int32")}
     out, after = run(network, (params, state))
     array = 2.0 + X.sum(0)
-    np.testing.assert_allclose(out, X + array + 3 + 4 + 5 + 6 + 7, rtol=1e-6)
+    np.testing.assert_allclose(out, X + array + sum(range(3, 10)), rtol=1e-6)
     np.testing.assert_allclose(after["array"], array, rtol=1e-6)
     del after["array"], state["array"]
     jax.tree.map(np.testing.assert_array_equal, after, state)
