@@ -115,15 +115,10 @@ class BatchSpec:
         Raises:
           ValueError: as `put`, or if no process has a row.
         """
-        leaves = self._leaves(batch)
-        rows = [leaf for name, leaf in leaves.items() if name not in self.replicated]
-        own = next((x for x in rows if not isinstance(x, jax.Array)), rows[0])
-        num_own = (*np.shape(own), 0)[0]
-        counts = [num_own] if isinstance(own, jax.Array) else agree_on_rows(num_own)
+        leaves, counts = self._counted(batch)
         num_rows = sum(counts)
         if not num_rows:
             raise ValueError("batch: it has no rows, on any process; pass one or more.")
-        self._check(leaves, num_own, num_rows)
         left = num_rows % self.mesh.shape[DATA]
         if not left and len(set(counts)) == 1:
             return self._placed(leaves, num_rows), None
@@ -148,6 +143,41 @@ class BatchSpec:
             part(slice(split, None), P()) if left else None,
         )
 
+    def _counted(self, batch: Batch) -> tuple[dict[str, Any], list[int]]:
+        """The batch's arrays, checked, and the rows of each process.
+
+        Of global arrays the rows are known everywhere. Else the processes agree, and
+        one whose batch is refused says so to the others, which would wait for it.
+        """
+        leaves, num_own, refused = {}, -1, None
+        try:
+            leaves = self._leaves(batch)
+            rows = [
+                leaf for name, leaf in leaves.items() if name not in self.replicated
+            ]
+            own = next((x for x in rows if not isinstance(x, jax.Array)), rows[0])
+            num_own = (*np.shape(own), 0)[0]
+            if np.ndim(own):  # A scalar is no rows.
+                self._check(leaves, num_own, num_own)
+        except ValueError as error:
+            refused = error
+        wholes = replicated_names(batch)
+        given = [
+            x for name, x in tree.named_leaves(batch).items() if name not in wholes
+        ]
+        if all(isinstance(leaf, jax.Array) for leaf in given):
+            counts = [num_own]
+        else:
+            counts = agree_on_rows(-1 if refused else num_own)
+        if refused:
+            raise refused
+        if -1 in counts:
+            raise ValueError(
+                f"batch: process {counts.index(-1)} refuses its own, see there; this "
+                "process's is as it must be."
+            )
+        return leaves, counts
+
     def _leaves(self, batch: Batch) -> dict[str, Any]:
         """The batch's arrays, if it has the sample's structure."""
         leaves, structure = jax.tree.flatten(batch)
@@ -158,7 +188,9 @@ class BatchSpec:
                 f"{self.structure}. Pass the same leaves as in sample_batch."
             )
         return {
-            name: _numeric("batch", name, leaf, self.mesh)
+            name: _numeric(
+                "batch", name, leaf, self.mesh, is_whole=name in self.replicated
+            )
             for name, leaf in zip(self.leaves, leaves, strict=True)
         }
 
@@ -210,15 +242,15 @@ def make_batch_spec(sample_batch: Batch, mesh: Mesh, accumulate: int) -> BatchSp
             f"accumulate={accumulate!r} must be a positive number of micro-batches."
         )
     _refuse_lists("sample_batch", sample_batch)
+    wholes = replicated_names(sample_batch)
     arrays = {
-        name: _numeric("sample_batch", name, leaf, mesh)
+        name: _numeric("sample_batch", name, leaf, mesh, is_whole=name in wholes)
         for name, leaf in tree.named_leaves(sample_batch).items()
     }
     leaves = {
         name: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
         for name, x in arrays.items()
     }
-    wholes = replicated_names(sample_batch)
     rows = {
         name: leaf.shape[0] if leaf.shape else None
         for name, leaf in leaves.items()
@@ -258,8 +290,13 @@ def _is_list_of_numbers(node: Any) -> bool:
     return all(isinstance(x, numbers.Number) or _is_list_of_numbers(x) for x in node)
 
 
-def _numeric(argument: str, name: str, leaf: Any, mesh: Mesh) -> Any:
-    """An array of numbers, taken from another framework where it is its tensor."""
+def _numeric(argument: str, name: str, leaf: Any, mesh: Mesh, *, is_whole: bool) -> Any:
+    """An array of numbers, taken from another framework where it is its tensor.
+
+    What is whole everywhere may be a Python number as well.
+    """
+    if is_whole and isinstance(leaf, bool | int | float):
+        return np.asarray(leaf)
     if is_tensor(leaf):
         platform = mesh.devices.flat[0].platform
         leaf = as_array(leaf, f"{argument}: leaf {name or 'batch'}", platform)

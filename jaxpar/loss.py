@@ -127,12 +127,14 @@ def _as_loss(fn: LossFn, argument: str) -> Loss:
             f"{argument}={fn!r} must be a function (model, batch) -> loss."
         ) from None
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    bound = fn.keywords if isinstance(fn, functools.partial) else {}
     others = [
         p
         for place, p in enumerate(parameters)
         if p.kind not in variable and (place >= 2 or p.kind is p.KEYWORD_ONLY)
     ]
-    taken = {p.name for p in others} & _BY_NAME
+    named = {p.name for p in others if p.kind is not p.POSITIONAL_ONLY}
+    taken = (named & _BY_NAME) - bound.keys()
     unknown = [p.name for p in others if p.name not in taken and p.default is p.empty]
     if unknown:
         raise TypeError(

@@ -82,7 +82,7 @@ def as_weighted(value: Any, name: str, num_rows: int) -> Weighted:
     """
     if not isinstance(value, Weighted):
         _require_scalars(name, value)
-        value = Weighted(value * num_rows, num_rows)
+        value = Weighted(jnp.asarray(value, jnp.float32) * num_rows, num_rows)
     return _as_fp32(name, value)
 
 

@@ -25,8 +25,9 @@ def test_weighted_is_kept_whatever_the_rows():
     assert (float(found.total), float(found.weight)) == (6.0, 4.0)
 
 
-def test_half_precision_mean_is_summed_in_its_own_dtype_within_rounding():
-    assert float(as_weighted(jnp.float16(3.0), "loss", 7).total) == 21.0
+def test_half_precision_mean_is_summed_in_fp32():
+    assert float(as_weighted(jnp.float16(8.0), "loss", 2**16).total) == 2.0**19
+    assert float(as_weighted(jnp.bfloat16(1.5), "loss", 2049).total) == 1.5 * 2049
 
 
 def test_sums_of_parts_divide_to_the_mean_over_all_rows():

@@ -102,9 +102,9 @@ def _refusal(error: Exception) -> str:
         )
     return (
         f"optimizer: its update fails on this model's shapes: {type(error).__name__}: "
-        f"{text.rstrip('.')}. It is called with gradients summed over the batch, its "
-        "state and the parameters, and with value= (the loss) and grad= where it takes "
-        "them."
+        f"{text.rstrip('.')}. It is called with gradients of the loss over the global "
+        "batch, its state and the parameters, and with value= (the loss) and grad= "
+        "where it takes them."
     )
 
 

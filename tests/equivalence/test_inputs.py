@@ -5,6 +5,7 @@ rows, key, step and training by name, and metrics that are sums and maxima.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -177,3 +178,31 @@ def test_other_values_of_what_is_not_rows_are_taken_and_other_shapes_refused() -
     wrong = {"x": X, "scale": jaxpar.Replicated(SCALE)}
     with pytest.raises(ValueError, match=r"leaf scale/value is float32\[8\], but must"):
         engine.step(wrong)
+
+
+def test_number_in_a_replicated_part_may_be_pythons() -> None:
+    batch = {"x": X, "scale": jaxpar.Replicated(0.5)}
+    engine = jaxpar.initialize(
+        model=lambda rngs: nnx.Linear(4, 1, rngs=rngs),
+        loss_fn=lambda model, batch: jnp.mean(model(batch["x"]) ** 2) * batch["scale"],
+        optimizer=optax.sgd(0.0),
+        sample_batch=batch,
+    )
+    one = float(engine.step(batch)["loss"])
+    double = engine.step({"x": X, "scale": jaxpar.Replicated(1.0)})["loss"]
+    assert float(double) == pytest.approx(2 * one, rel=1e-6)
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_name_that_a_partial_has_bound_keeps_its_value(bound: bool) -> None:
+    def loss(model: Any, batch: jax.Array, training: bool = True) -> jax.Array:
+        return model(batch).mean() * 0 + (2.0 if training else 1.0)
+
+    loss_fn = functools.partial(loss, training=False) if bound else loss
+    engine = jaxpar.initialize(
+        model=lambda rngs: nnx.Linear(4, 1, rngs=rngs),
+        loss_fn=loss_fn,
+        optimizer=optax.sgd(0.0),
+        sample_batch=X,
+    )
+    assert float(engine.step(X)["loss"]) == (1.0 if bound else 2.0)
