@@ -1,6 +1,6 @@
 """What does an engine's step cost, as compiled here or for hardware elsewhere?"""
 
-import dataclasses
+import abc
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,19 +15,23 @@ from jaxpar.plan.plan import Plan
 from jaxpar.plan.target import parse_target
 
 
-@dataclasses.dataclass(frozen=True)
-class CompiledStep:
-    """A traced step, compiled whenever it is asked about.
+class CompiledStep(abc.ABC):
+    """A step that is compiled whenever something is asked about it.
+
+    Args:
+      layout: where every leaf is stored, and the step's settings.
+      given: what `jaxpar.initialize` was given, to make the engine again elsewhere.
 
     Attributes:
-      layout: where every leaf is stored, and the step's settings.
-      traced: the step.
-      given: what `jaxpar.initialize` was given, to make the engine again elsewhere.
+      layout: as given.
     """
 
-    layout: Layout
-    traced: jax.stages.Traced
-    given: Mapping[str, Any]
+    def __init__(self, layout: Layout, given: Mapping[str, Any]):
+        self.layout, self._given = layout, given
+
+    @abc.abstractmethod
+    def _traced(self) -> jax.stages.Traced:
+        """The step, traced."""
 
     def lower(self) -> jax.stages.Lowered:
         """Lower the step for the mesh's devices, which need not be here.
@@ -36,18 +40,26 @@ class CompiledStep:
           What ``.compile()`` makes the program from. Its arguments are named
           ``state[0]``, ``state[1]`` and so on, and ``batch...``.
         """
-        return lower_for(self.traced, self.layout.mesh)
+        return lower_for(self._traced(), self.layout.mesh)
 
     def explain(self) -> Explanation:
-        """Say what every leaf, axis and the memory cost."""
+        """Compile the step, and say what every leaf, axis and the memory cost.
+
+        Returns:
+          Text when printed, also in a notebook; `as_json` for programs.
+        """
         return self.layout.explain(self.lower().compile())
 
     def budget(self) -> Budget:
-        """Record what the step holds and moves now."""
+        """Compile the step, and record what it holds and moves now.
+
+        Returns:
+          A budget to keep in a file (`Budget.as_json`) and to `verify` against.
+        """
         return self.layout.measure(self.lower()).budget()
 
     def verify(self, budget: Budget | None = None) -> Budget:
-        """Hold the step to a budget.
+        """Compile the step, and hold it to a budget.
 
         State bytes, bytes that are communicated over each axis by kind of collective,
         and the peak. A loop whose trip count the program does not tell is counted once.
@@ -73,7 +85,11 @@ class CompiledStep:
         return measured.budget()
 
     def plan(
-        self, target: str, mesh: MeshShape | None, tokens_per_step: int | None
+        self,
+        target: str,
+        *,
+        mesh: MeshShape | None = None,
+        tokens_per_step: int | None = None,
     ) -> Plan:
         """Compile the step for hardware that need not be here, and say what it costs.
 
@@ -97,8 +113,8 @@ class CompiledStep:
         """
         found = parse_target(target)
         if not self.layout.can_run and mesh is None:
-            return self.layout.plan(self.traced, found, tokens_per_step)
+            return self.layout.plan(self._traced(), found, tokens_per_step)
         sizes = self.layout.mesh.shape
         shape = mesh or MeshShape(pipe=sizes[PIPE], tensor=sizes[TENSOR])
-        args = (self.given, target, shape, tokens_per_step)
+        args = (self._given, target, shape, tokens_per_step)
         return call("jaxpar.planner:plan_call", *args, what=f"plan on {target}")

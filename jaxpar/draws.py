@@ -39,12 +39,14 @@ class Draw:
       eqn: the equation.
       is_in_while: whether a loop of unknown length repeats it, as a rejection does.
       is_hidden: whether `redrawn` can't reach it (inside a custom derivative, say).
+      lengths: of the scans around it, the outermost first.
     """
 
     path: Path
     eqn: core.JaxprEqn
-    is_in_while: bool
-    is_hidden: bool
+    is_in_while: bool = False
+    is_hidden: bool = False
+    lengths: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -55,8 +57,9 @@ class Draw:
 
     @property
     def where(self) -> str:
-        """The line of the source."""
-        return source_info_util.summarize(self.eqn.source_info)
+        """The line of the source, as "at ..."; nothing where JAX knows none."""
+        line = source_info_util.summarize(self.eqn.source_info)
+        return f"at {line}" if line else "in a function of JAX's own"
 
     @property
     def is_threefry(self) -> bool:
@@ -70,24 +73,24 @@ Rule = Callable[[Draw, Sequence[Any]], Sequence[Any] | None]
 
 def find_draws(jaxpr: core.Jaxpr) -> list[Draw]:
     """List the draws of a jaxpr, in its order."""
-    return list(_draws_in(jaxpr, (), False, False))
+    return list(_draws_in(jaxpr, ()))
 
 
-def _draws_in(
-    jaxpr: core.Jaxpr, path: Path, in_while: bool, hidden: bool
-) -> Iterator[Draw]:
+def _draws_in(jaxpr: core.Jaxpr, path: Path) -> Iterator[Draw]:
     for index, eqn in enumerate(jaxpr.eqns):
         name, own = eqn.primitive.name, (*path, index)
         if name in _DRAWS:
-            yield Draw(own, eqn, in_while, hidden)
+            yield Draw(own, eqn)
             continue
         for number, inner in enumerate(inner_jaxprs(eqn).values()):
-            yield from _draws_in(
-                inner.jaxpr,
-                (*own, number),
-                in_while or name == "while",
-                hidden or name not in _ENTERED,
-            )
+            for draw in _draws_in(inner.jaxpr, (*own, number)):
+                length = (eqn.params["length"],) if name == "scan" else ()
+                yield dataclasses.replace(
+                    draw,
+                    is_in_while=draw.is_in_while or name == "while",
+                    is_hidden=draw.is_hidden or name not in _ENTERED,
+                    lengths=length + draw.lengths,
+                )
 
 
 def redrawn(closed: core.ClosedJaxpr, args: Sequence[Any], rule: Rule) -> list[Any]:

@@ -16,22 +16,18 @@ from jaxpar.batches import BatchSpec
 from jaxpar.checkpoint import Checkpoints, Keep
 from jaxpar.compiled_step import CompiledStep
 from jaxpar.layout import Layout
-from jaxpar.mesh import MeshShape
 from jaxpar.module import Network
 from jaxpar.one_thread import OneThread
-from jaxpar.plan.budget import Budget
-from jaxpar.plan.explain import Explanation
-from jaxpar.plan.plan import Plan
 from jaxpar.program import Program
 from jaxpar.replicas import Probe, make_probe
 from jaxpar.run_ahead import Dispatched, RunAhead
 from jaxpar.state import TrainState, filled_in, require_sound
-from jaxpar.state_view import StateView, make_view, placed_params
+from jaxpar.state_view import StateView, discard, make_view, placed_params
 from jaxpar.tree import named_leaves
 from jaxpar.types import Batch, Metrics, Params
 
 
-class Engine:
+class Engine(CompiledStep):
     """A model, its optimizer and their state on a mesh; made by `initialize`.
 
     Its methods are called by one thread at a time.
@@ -59,9 +55,9 @@ class Engine:
         state: TrainState,
         given: Mapping[str, Any],
     ):
-        self.mesh = batch_spec.mesh
-        self._given, self._program = given, program
-        self._network, self.layout, self.batch_spec = network, layout, batch_spec
+        super().__init__(layout, given)
+        self.mesh, self.batch_spec = batch_spec.mesh, batch_spec
+        self._network, self._program = network, program
         self._leaves, self._structure = jax.tree.flatten(state)
         self._checkpoints: dict[str, Checkpoints] = {}
         self._probe: Probe | None = None
@@ -126,9 +122,12 @@ class Engine:
         """
         with self._alone("step"):
             placed = self._put(batch)
-            self._program.check_loss(lambda: self._kept, placed)
-            self._leaves, metrics, exhausted = self._program.step(self._leaves, placed)
+            self._program.loss_check.before_call(self._kept, placed, self._ahead)
+            # The view goes first, for a fused optimizer's holds arrays of its own.
             self._view, self._number = None, self._number + 1
+            before = self._leaves
+            self._leaves, metrics, exhausted = self._program.step(before, placed)
+            discard(before)
             watched = (metrics["loss"], metrics["skipped"], *exhausted)
             self._ahead.add(Dispatched(f"step {self._number}", *watched))
             return metrics
@@ -153,7 +152,7 @@ class Engine:
                 for leaf in jax.tree.leaves(self.layout.keep(state))
             ]
             given = jax.tree.unflatten(self._structure, leaves)
-            self._program.check_loss(lambda: given, placed)
+            self._program.loss_check.before_call(given, placed, self._ahead)
             new, metrics, _ = self._program.step(leaves, placed)
             self._ahead.add(Dispatched("a train_step", metrics["loss"]))
             kept = jax.tree.unflatten(self._structure, new)
@@ -178,6 +177,8 @@ class Engine:
             self._ahead.finish_before_others()
             parts = self.batch_spec.put_any(batch, whole=self.layout.coupled)
             kept = self._kept
+            if parts[0] is not None:
+                self._program.eval_check.before_call(kept, parts[0], self._ahead)
             used = kept.params if params is None else self._placed(params)
             metrics = self._program.evaluated(parts, used, kept, is_kept=params is None)
             self._ahead.add(Dispatched("an evaluation", metrics["loss"]))
@@ -194,10 +195,11 @@ class Engine:
           sharded as they are stored: views that the next step donates, as `state`.
         """
         self.layout.require_devices("model")
-        kept = self._kept
-        own = params is None and self.layout.update.logical(kept.params, ())[0]
-        given = (own or self._placed(params), kept.model_state), kept.key, None
-        return self._network.run(lambda model, _: model, *given, training=False)[0]
+        with self._alone("model"):
+            kept = self._kept
+            own = params is None and self.layout.update.logical(kept.params, ())[0]
+            given = (own or self._placed(params), kept.model_state), kept.key, None
+            return self._network.run(lambda model, _: model, *given, training=False)[0]
 
     def load_params(self, params: Params) -> None:
         """Take other parameters; the optimizer's state and the step stay.
@@ -212,48 +214,8 @@ class Engine:
         self.layout.require_devices("load_params")
         with self._thread.calling("load_params"):
             state = self.layout.logical(self._kept)
-            # A copy: what is stored here is donated, and must not be the user's.
-            new = jax.tree.map(jnp.copy, self._placed(params))
+            new = self._placed(params, may_alias=False)  # The next step donates it.
             self._take(dataclasses.replace(state, params=new))
-
-    def lower(self) -> jax.stages.Lowered:
-        """Lower the step for the mesh's devices (`CompiledStep.lower`)."""
-        return self._compiled.lower()
-
-    def explain(self) -> Explanation:
-        """Compile the step, and say what every leaf, axis and the memory cost.
-
-        Returns:
-          Text when printed, also in a notebook; `as_json` for programs.
-        """
-        return self._compiled.explain()
-
-    def budget(self) -> Budget:
-        """Compile the step, and record what it holds and moves now.
-
-        Returns:
-          A budget to keep in a file (`Budget.as_json`) and to `verify` against.
-        """
-        return self._compiled.budget()
-
-    def verify(self, budget: Budget | None = None) -> Budget:
-        """Compile the step, and hold it to a budget (`CompiledStep.verify`)."""
-        return self._compiled.verify(budget)
-
-    def plan(
-        self,
-        target: str,
-        *,
-        mesh: MeshShape | None = None,
-        tokens_per_step: int | None = None,
-    ) -> Plan:
-        """Compile the step for hardware like "h200:8x8" (`CompiledStep.plan`)."""
-        return self._compiled.plan(target, mesh, tokens_per_step)
-
-    @property
-    def _compiled(self) -> CompiledStep:
-        traced = self._program.step.trace(self._leaves, self.batch_spec.structs())
-        return CompiledStep(self.layout, traced, self._given)
 
     def save(
         self,
@@ -287,16 +249,16 @@ class Engine:
         self.layout.require_devices("save")
         with self._alone("save"):
             self._ahead.finish()
-        require_sound(state := self.layout.logical(self._kept))
-        checkpoints = self._opened(folder)
-        checkpoints.set_keep(keep)
-        checkpoints.save(
-            self.steps,
-            state,
-            data_state=None if data is None else data.get_state(),
-            meta={"mesh": dict(self.mesh.shape), **(meta or {})},
-            metric=metric,
-        )
+            require_sound(state := self.layout.logical(self._kept))
+            checkpoints = self._opened(folder)
+            checkpoints.set_keep(keep)
+            checkpoints.save(
+                self.steps,
+                state,
+                data_state=None if data is None else data.get_state(),
+                meta={"mesh": dict(self.mesh.shape), **(meta or {})},
+                metric=metric,
+            )
 
     def restore(
         self,
@@ -337,18 +299,20 @@ class Engine:
           UserWarning: if newer steps are damaged.
         """
         self.layout.require_devices("restore")
-        restored = self._opened(folder).restore(
-            self.layout.structs(), step=step, only=only, reset=reset, rename=rename
-        )
-        if data is not None:
-            data.set_state(restored.position(folder))
-        state = restored.tree
-        if only is not None or reset:
-            state = filled_in(state, self.state)
-        self._take(state)
-        self._ahead = RunAhead(skipped=int(state.loss_scale.skipped))
-        self._number = restored.step
-        return restored.step
+        with self._alone("restore"):
+            self._ahead.drop()
+            restored = self._opened(folder).restore(
+                self.layout.structs(), step=step, only=only, reset=reset, rename=rename
+            )
+            if data is not None:
+                data.set_state(restored.position(folder))
+            state = restored.tree
+            if only is not None or reset:
+                state = filled_in(state, self.layout.logical(self._kept))
+            self._take(state)
+            self._ahead = RunAhead(skipped=int(state.loss_scale.skipped))
+            self._number = restored.step
+            return restored.step
 
     def probe(self) -> None:
         """Compare what devices hold replicated, to the bit; waits for them.
@@ -357,11 +321,11 @@ class Engine:
           CorruptionError: if replicas differ; it names leaves and devices.
         """
         self.layout.require_devices("probe")
-        if self._probe is None:
-            self._probe = make_probe(
-                self.mesh, named_leaves(self.layout.kept_shardings)
-            )
-        self._probe.check(self._leaves)
+        with self._alone("probe"):
+            if self._probe is None:
+                shardings = named_leaves(self.layout.kept_shardings)
+                self._probe = make_probe(self.mesh, shardings)
+            self._probe.check(self._leaves)
 
     def wait(self) -> None:
         """Return when every step is done and every save is on disk."""
@@ -369,6 +333,9 @@ class Engine:
         jax.block_until_ready(self._leaves)
         for checkpoints in self._checkpoints.values():
             checkpoints.wait()
+
+    def _traced(self) -> jax.stages.Traced:
+        return self._program.step.trace(self._leaves, self.batch_spec.structs())
 
     def _put(self, batch: Batch) -> Batch:
         self.layout.require_devices("batch")
@@ -380,8 +347,8 @@ class Engine:
             self._checkpoints[path] = Checkpoints(path)
         return self._checkpoints[path]
 
-    def _placed(self, params: Params) -> Params:
-        return placed_params(params, self.layout.structs().params)
+    def _placed(self, params: Params, *, may_alias: bool | None = None) -> Params:
+        return placed_params(params, self.layout.structs().params, may_alias)
 
     def _take(self, state: TrainState) -> None:
         """Go on from another logical state."""
@@ -393,6 +360,8 @@ class Engine:
     def _alone(self, method: str) -> Iterator[None]:
         """Keep other threads out, and notice what was set in the state."""
         with self._thread.calling(method):
-            if self._view is not None:
-                self._view.require_unchanged()
+            view, self._view = self._view, None
+            if view is not None:
+                view.require_unchanged()
+                self._view = view
             yield

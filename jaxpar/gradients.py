@@ -254,16 +254,22 @@ def make_forward(
         prepared = partition.prepare(shards)
         leaves = partition.differentiated(shards, prepared)
 
-        def one(rows: Inputs) -> Sums:
-            given = (model_state, partition.shard_key(key), rows)
+        own_key = partition.shard_key(key)
+
+        def one(key: ShardKey, rows: Inputs) -> Sums:
+            given = (model_state, key, rows)
             return partition.call(loss_of, leaves, prepared, *given)[0]
 
+        def part(index: jax.Array | int) -> Sums:
+            rows = microbatch_rows(inputs, index, parts)
+            return one(own_key.fold_in(index), rows)
+
         def add(sums: Sums, index: jax.Array) -> tuple[Sums, None]:
-            return merged(sums, one(microbatch_rows(inputs, index, parts))), None
+            return merged(sums, part(index)), None
 
         if parts == 1:
-            return one(inputs)
-        like = jax.eval_shape(lambda: one(microbatch_rows(inputs, 0, parts)))
+            return one(own_key, inputs)
+        like = jax.eval_shape(lambda: part(0))
         return jax.lax.scan(add, of_no_examples(like), jnp.arange(parts))[0]
 
     return forward

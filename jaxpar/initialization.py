@@ -13,13 +13,14 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpar import tree
-from jaxpar.axis_names import bind_axes
+from jaxpar.axis_names import BoundNetwork, bind_axes
 from jaxpar.batches import BatchSpec, make_batch_spec
 from jaxpar.checks import (
     LossTrace,
     check_arguments,
+    check_callbacks,
     check_trainable,
-    trace_evaluation,
+    precision_of_check,
     trace_loss,
 )
 from jaxpar.engine import Engine
@@ -27,11 +28,12 @@ from jaxpar.gradients import Partition
 from jaxpar.inputs import Inputs, abstract_inputs, check_packed
 from jaxpar.layout import Layout
 from jaxpar.loss import Loss, as_losses
-from jaxpar.loss_check import why_not
+from jaxpar.loss_check import NoCheck, why_not
 from jaxpar.mesh import DATA, PIPE, MeshShape, as_mesh
 from jaxpar.module import Network, UnderAxisRules, make_network
 from jaxpar.optim.fused import FusedOptimizer
 from jaxpar.optim.making import make_update
+from jaxpar.optim.update import Update
 from jaxpar.pipeline.execution import Execution, make_execution
 from jaxpar.pipeline.schedule import Schedule
 from jaxpar.precision import Precision, make_precision
@@ -39,7 +41,7 @@ from jaxpar.program import Program, make_loss_check, make_program
 from jaxpar.row_draws import AsTraced, OwnRows
 from jaxpar.sharding.rules import Rules, compute_specs
 from jaxpar.sharding.zero import LeafPlan, ZeroStage, zero_stage
-from jaxpar.state import TrainState, make_init, state_shardings
+from jaxpar.state import TrainState, make_init
 from jaxpar.step import make_train_step
 from jaxpar.types import Batch, LossFn, Params
 from jaxpar.xla_settings import Value, choose_settings
@@ -133,38 +135,37 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     check_arguments(mesh, optimizer, clip_norm, seed)
     stage, precision = zero_stage(zero), make_precision(precision)
     losses = loss, _ = as_losses(loss_fn, eval_fn)
+    check_packed(sample_batch, mesh.shape[PIPE], coupled_batch=coupled_batch)
     batch_spec = make_batch_spec(sample_batch, mesh, accumulate)
     given["sample_batch"] = batch_spec.rows(batch_spec.num_rows)  # Shapes, no arrays.
-    check_packed(sample_batch, mesh.shape[PIPE], coupled_batch=coupled_batch)
     splits = batch_spec.num_calls(accumulate)
     rows = abstract_inputs(batch_spec.rows(batch_spec.num_rows // splits))
     model_network = make_network(model, loss.on_sample, rows)
     given["model"] = UnderAxisRules(model, model_network.axis_rules)
     execution = make_execution(model_network, mesh, schedule, accumulate, loss, rows)
     trace = functools.partial(_trace, optimizer, seed, precision, losses, rows)
-    network, (init, abstract, traced) = bind_axes(model_network, trace)
+    network, (init, abstract, traces) = bind_axes(model_network, trace)
     plans = _plans(network, execution, abstract.params, rules, stage, mesh, allow_whole)
-    coupled = coupled_batch or traced.changes_state or network is not model_network
-    partition = _partition(network, plans, stage, precision, mesh, coupled)
-    shapes, dtype = (abstract.params, abstract.opt_state), precision.compute_dtype
-    update = make_update(optimizer, partition.plans, mesh, shapes, dtype)
-    unchecked = why_not(
-        traced.draws, rows, coupled=coupled, splits=splits, asked=check_loss
-    )
-    how = execution, precision, accumulate, traced.flops * splits, update
+    own = traces["loss_fn"]
+    partition = _partition(network, plans, stage, precision, mesh, own, coupled_batch)
+    update = _update(optimizer, partition, abstract)
+    reasons = _reasons(traces, rows, partition, splits, asked=check_loss)
     layout = Layout(
-        mesh,
-        abstract,
-        state_shardings(abstract, plans, stage, mesh),
-        plans,
-        stage,
-        coupled,
-        choose_settings(mesh, xla_options),
-        *how,
-        _remarks(partition, coupled, traced, unchecked),
+        mesh=mesh,
+        abstract=abstract,
+        plans=plans,
+        stage=stage,
+        coupled=partition.coupled,
+        settings=choose_settings(mesh, xla_options),
+        execution=execution,
+        precision=precision,
+        accumulate=accumulate,
+        forward_flops=own.flops * splits,
+        update=update,
+        remarks=_remarks(partition, own, reasons),
     )
-    tolerance = None if unchecked else traced.tolerance
-    program = _program(layout, batch_spec, partition, losses, clip_norm, tolerance)
+    checks = _checks(layout, partition, rows, traces, reasons)
+    program = _program(layout, batch_spec, partition, losses, clip_norm, checks)
     state = layout.initial_state(init, seed)
     return Engine(model_network, layout, batch_spec, program, state, given)
 
@@ -175,9 +176,12 @@ def _partition(
     stage: ZeroStage,
     precision: Precision,
     mesh: Mesh,
-    coupled: bool,
+    trace: LossTrace,
+    coupled_batch: bool,
 ) -> Partition:
     """How the loss function is run from shards."""
+    is_bound = isinstance(network, BoundNetwork)
+    coupled = coupled_batch or trace.changes_state or is_bound
     given = network, tuple(plans.values()), stage, precision, mesh, coupled
     partition = Partition(*given, AsTraced())
     if partition.automatic:
@@ -185,14 +189,49 @@ def _partition(
     return dataclasses.replace(partition, draws=OwnRows(mesh.shape[DATA]))
 
 
+def _update(
+    optimizer: optax.GradientTransformation | FusedOptimizer,
+    partition: Partition,
+    abstract: TrainState,
+) -> Update:
+    """The optimizer, and how it keeps the state."""
+    shapes = abstract.params, abstract.opt_state
+    plans, dtype = partition.plans, partition.precision.compute_dtype
+    return make_update(optimizer, plans, partition.mesh, shapes, dtype)
+
+
+def _reasons(
+    traces: Mapping[str, LossTrace],
+    rows: Inputs,
+    partition: Partition,
+    splits: int,
+    *,
+    asked: bool,
+) -> dict[str, str | None]:
+    """Why the loss functions are not checked, by argument."""
+    mesh, coupled = partition.mesh, partition.coupled
+    return {
+        name: why_not(
+            trace.draws, rows, mesh, coupled=coupled, splits=splits, asked=asked
+        )
+        for name, trace in traces.items()
+    }
+
+
 def _remarks(
-    partition: Partition, coupled: bool, traced: LossTrace, unchecked: str | None
+    partition: Partition, traced: LossTrace, reasons: Mapping[str, str | None]
 ) -> tuple[str, ...]:
     """What an explanation says of the loss, a line each."""
-    lines = ["loss: it is checked to be a mean over rows, at steps 1, 2, 4, 8, ..."]
-    if unchecked:
-        lines = [f"loss: it is not checked, for {unchecked}."]
-    if coupled:
+    lines = [
+        f"{name}: not checked ({reason})."
+        if reason
+        else f"{name}: checked to be a mean over rows, at calls 1, 2, 4, 8, ..."
+        for name, reason in reasons.items()
+    ]
+    if isinstance(partition.network, BoundNetwork):
+        names = ", ".join(map(repr, partition.network.axis_names))
+        lines.append(f"loss: axis name {names} stands for the whole micro-batch.")
+    if partition.coupled:
         lines.append(
             "loss: it couples examples, so that accumulate changes it: every "
             "micro-batch is coupled by itself."
@@ -206,7 +245,7 @@ def _program(
     partition: Partition,
     losses: tuple[Loss, Loss],
     clip_norm: float | None,
-    tolerance: float | None,
+    checks: Mapping[str, NoCheck],
 ) -> Program:
     """What is compiled; `losses` are of training and of evaluation."""
     execution, like = layout.execution, layout.abstract.params
@@ -216,10 +255,34 @@ def _program(
         gradients, layout.update, clip_norm=clip_norm, scales_loss=scales
     )
     evaluation = execution.make_evaluation(partition, losses[1], like)
-    check = None
-    if tolerance is not None and layout.can_run:
-        check = make_loss_check(layout, partition, losses[0], tolerance)
-    return make_program(layout, batch_spec, step, evaluation, check)
+    return make_program(layout, batch_spec, step, evaluation, checks)
+
+
+def _checks(
+    layout: Layout,
+    partition: Partition,
+    rows: Inputs,
+    traces: Mapping[str, LossTrace],
+    reasons: Mapping[str, str | None],
+) -> dict[str, NoCheck]:
+    """What compares the loss functions with themselves, by argument.
+
+    Refuses what can't run on shards.
+    """
+    network, abstract, precision = partition.network, layout.abstract, layout.precision
+    checks: dict[str, NoCheck] = {}
+    if not partition.automatic:
+        check_callbacks(traces.values())
+    for name, trace in traces.items():
+        if reasons[name]:
+            checks[name] = NoCheck()
+            continue
+        exactly = precision_of_check(network, trace, abstract, precision, rows)
+        training = trace.training
+        checks[name] = make_loss_check(
+            layout, partition, trace.loss, *exactly, training=training
+        )
+    return checks
 
 
 def _trace(
@@ -229,15 +292,17 @@ def _trace(
     losses: tuple[Loss, Loss],
     rows: Inputs,
     network: Network,
-) -> tuple[Callable[[jax.Array], TrainState], TrainState, LossTrace]:
-    """What makes the state, its shapes, and what tracing the loss functions shows."""
+) -> tuple[Callable[[jax.Array], TrainState], TrainState, dict[str, LossTrace]]:
+    """What makes the state, its shapes, and what tracing shows, by loss function."""
     check_trainable(jax.eval_shape(network.init, jax.random.key(seed))[0])
     init, (loss, evaluation) = make_init(network, optimizer), losses
     abstract = jax.eval_shape(init, jax.random.key(seed))
-    traced = trace_loss(network, loss, abstract, precision, rows)
+    given = abstract, precision, rows
+    traces = {"loss_fn": trace_loss(network, loss, *given, training=True)}
     if evaluation is not loss:
-        trace_evaluation(network, evaluation, abstract, precision, rows)
-    return init, abstract, traced
+        other = trace_loss(network, evaluation, *given, training=False)
+        traces["eval_fn"] = other
+    return init, abstract, traces
 
 
 def _plans(

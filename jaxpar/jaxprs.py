@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -133,13 +133,18 @@ def _size(var: Any) -> int:
     return math.prod(shape_of(var).shape)
 
 
-def has_dtype(jaxpr: core.Jaxpr, dtypes: Sequence[Any]) -> bool:
-    """Whether an equation, also in what it calls, makes an array of one of them."""
-    return any(
-        any(getattr(var.aval, "dtype", None) in dtypes for var in eqn.outvars)
-        or any(has_dtype(inner.jaxpr, dtypes) for inner in inner_jaxprs(eqn).values())
-        for eqn in jaxpr.eqns
-    )
+def equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+    """The equations of a jaxpr, each followed by those that it calls."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn).values():
+            yield from equations(inner.jaxpr)
+
+
+def arrays_in(jaxpr: core.Jaxpr) -> Iterator[jax.ShapeDtypeStruct]:
+    """The arrays that equations make, also in what they call."""
+    for eqn in equations(jaxpr):
+        yield from (shape_of(var) for var in eqn.outvars if hasattr(var.aval, "dtype"))
 
 
 def inner_jaxprs(eqn: core.JaxprEqn) -> dict[str, core.ClosedJaxpr]:

@@ -52,7 +52,6 @@ class Layout:
     Attributes:
       mesh: the mesh.
       abstract: the train state's shapes.
-      shardings: where its leaves rest.
       plans: parameter name -> plan.
       stage: the row of the ZeRO table.
       coupled: whether the loss couples examples.
@@ -67,7 +66,6 @@ class Layout:
 
     mesh: Mesh
     abstract: TrainState
-    shardings: TrainState
     plans: dict[str, LeafPlan]
     stage: ZeroStage
     coupled: bool
@@ -78,6 +76,11 @@ class Layout:
     forward_flops: int
     update: Update
     remarks: tuple[str, ...]
+
+    @functools.cached_property
+    def shardings(self) -> TrainState:
+        """Where the state's leaves are stored."""
+        return state_shardings(self.abstract, self.plans, self.stage, self.mesh)
 
     @functools.cached_property
     def can_run(self) -> bool:
@@ -171,8 +174,7 @@ class Layout:
 
     def budget(self) -> Budget:
         """What the step holds and moves by design."""
-        ruled = state_shardings(self.abstract, self.plans, self.stage, self.mesh)
-        at_rest = state_bytes(kept_structs(self.update, self.abstract, ruled))
+        at_rest = state_bytes(self.kept)
         crossing = self.execution.crossing(list(self.plans.values()))
         return expected_budget(crossing, self.meant, sum(at_rest.values()))
 

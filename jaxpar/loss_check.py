@@ -2,63 +2,104 @@
 
 The engine gives a loss function a shard's rows of a micro-batch, and averages. That is
 the loss of the global batch only if the loss of some rows is the mean of the losses of
-their halves. So it is compared, on every data shard, before steps 1, 2, 4, 8 and so on
-(padding may first appear late): in fp32, with every random draw a constant, so that all
-rows get the same noise, and on parameters with small noise, for behind a head of zeros
-the loss of every row is the same.
+their halves. So it is compared, of rows of every data shard with as many of another
+one, before steps 1, 2, 4, 8 and so on (padding may first appear late): in fp32 where
+that takes no more room, with the same random numbers for a row in both, and on
+parameters with small noise, for behind a head of zeros all rows have the same loss.
+
+Values are compared, not gradients: what is less than a ten-thousandth of the loss, or
+has no value (a surrogate, which is always zero), is not seen.
 """
 
-import math
+import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxpar.draws import Draw
 from jaxpar.inputs import Inputs, OnePack, map_rows, num_rows
 from jaxpar.loss import Sums
-from jaxpar.mesh import DATA
-from jaxpar.row_draws import can_be_constant
+from jaxpar.mesh import DATA, are_present
+from jaxpar.row_draws import SIZE_ERRORS, can_be_of_parts
 from jaxpar.state import TrainState
 from jaxpar.types import Batch, Params
 from jaxpar.weighted import Weighted, result
 
 TOLERANCE, HALF_TOLERANCE = 1e-4, 1e-2
-"""Relative; the second where the model itself computes in bf16 or fp16."""
+"""Relative to the largest number of a shard; the second for bf16 and fp16."""
 
-_NOISE, _FLOOR = 0.1, 1e-8
-"""Noise relative to a leaf's size, and the least difference of losses that counts."""
+_NOISES, _FLOOR = (0.1, -0.1, 0.0), 1e-6
+"""Noise relative to a leaf's size, one after another where the one before says too
+little; and the least difference of losses that counts (terms that cancel to nothing,
+as on-policy ratios of 1 do, leave their rounding)."""
 
 
-class LossCheck:
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Numbers of the data shard where they differ most.
+
+    Attributes:
+      rows: of the rows.
+      halves: on average of their halves.
+      is_sum: whether on every shard the first is twice the second.
+    """
+
+    rows: float
+    halves: float
+    is_sum: bool
+
+
+@runtime_checkable
+class Queue(Protocol):
+    """Programs that may still run: a `jaxpar.run_ahead.RunAhead`."""
+
+    def finish_before_others(self) -> None:
+        """Wait for them where another program's collectives would meet theirs."""
+        ...
+
+
+class NoCheck:
+    """Checks nothing."""
+
+    def before_call(self, kept: TrainState, batch: Batch, queue: Queue) -> None:
+        """As of `LossCheck`."""
+
+
+class LossCheck(NoCheck):
     """Compares when it is due; keeps what was warned of.
 
     Args:
-      compare: ``(params, model_state, batch, step, key) -> {name: [2, data]}``: of each
-        number the one of the rows and of their halves, by data shard, replicated.
-      whole: ``(params, ...) -> {name: [2]}``: the number of the engine and of the whole
-        batch; None where that may not fit.
+      argument: "loss_fn" or "eval_fn".
+      compare: ``(params, model_state, batch, step, key, noise) -> {name: [2, data]}``:
+        of each number the one of the rows and of their halves, by data shard,
+        replicated.
+      whole: as `compare`, but ``{name: [2]}``: the number of the engine and of the
+        whole batch; None where that may not fit.
       tolerance: relative.
     """
 
     def __init__(
         self,
+        argument: str,
         compare: Callable[..., Mapping[str, jax.Array]],
         whole: Callable[..., Mapping[str, jax.Array]] | None,
         tolerance: float,
     ):
         self._compare, self._whole, self._tolerance = compare, whole, tolerance
-        self._steps, self._warned = 0, set()
+        self._argument, self._calls, self._warned = argument, 0, set()
 
-    def before_step(self, state: Callable[[], TrainState], batch: Batch) -> None:
-        """Compare before steps 1, 2, 4, 8 and so on; waits for the devices.
+    def before_call(self, kept: TrainState, batch: Batch, queue: Queue) -> None:
+        """Compare before calls 1, 2, 4, 8 and so on; waits for the devices.
 
         Args:
-          state: gives what is kept of the state.
-          batch: the step's, on the mesh.
+          kept: what is kept of the state.
+          batch: the call's, on the mesh.
+          queue: programs that were dispatched before.
 
         Raises:
           ValueError: if the loss differs, or fails on half of the rows; nothing has
@@ -67,23 +108,43 @@ class LossCheck:
         Warns:
           UserWarning: if a metric does, once for each.
         """
-        self._steps += 1
-        if self._steps & (self._steps - 1):
+        if (self._calls + 1) & self._calls:
+            self._calls += 1
             return
-        kept = state()
+        queue.finish_before_others()
         given = (kept.params, kept.model_state, batch, kept.step, kept.key)
-        found = jax.device_get(self._compare(*given))
-        wrong = {name: _worst(x, self._tolerance) for name, x in found.items()}
-        wrong = {name: pair for name, pair in wrong.items() if pair is not None}
+        wrong, noise = self._wrong(given)
         if "loss" in wrong:
-            self._steps -= 1  # A loss that was refused is not waved through next.
-            raise ValueError(self._refusal(wrong["loss"], given))
+            raise ValueError(self._refusal(wrong["loss"], (*given, noise)))
+        self._calls += 1  # A loss that was refused is not waved through next.
         for name in sorted(wrong.keys() - self._warned):
             self._warned.add(name)
-            warnings.warn(_of_metric(name, *wrong[name]), stacklevel=4)
+            text = _of_metric(self._argument, name, wrong[name])
+            warnings.warn(text, stacklevel=4)
 
-    def _refusal(self, pair: tuple[float, float], given: tuple) -> str:
-        rows, halves = pair
+    def _wrong(self, given: tuple) -> tuple[dict[str, Difference], float]:
+        """By name, the numbers that differ, and do so with another noise; the noise.
+
+        One that is near zero by cancellation differs by rounding, and noise may give
+        NaN (of the logarithm of a parameter).
+        """
+        wrong: dict[str, Difference] = {}
+        names: Collection[str] | None = None
+        last = 0.0
+        for noise in _NOISES:
+            found = jax.device_get(self._compare(*given, noise))
+            if not np.isfinite(found["loss"][0]).any():
+                continue
+            pairs = {name: _difference(found[name], self._tolerance) for name in found}
+            now = {name: pair for name, pair in pairs.items() if pair is not None}
+            wrong = {k: v for k, v in now.items() if names is None or k in names}
+            last = noise
+            if names is not None or not wrong:
+                break
+            names = wrong.keys()
+        return wrong, last
+
+    def _refusal(self, found: Difference, given: tuple) -> str:
         shown = ""
         if self._whole is not None:
             engine, whole = jax.device_get(self._whole(*given)["loss"])
@@ -92,56 +153,59 @@ class LossCheck:
                 f"train on is {engine:.6g}."
             )
         return (
-            "loss_fn: the loss is not a mean over the rows that it is given: of some "
-            f"rows of a data shard it is {rows:.6g}, of their halves {halves:.6g} on "
-            f"average.{shown} {_cause(rows, halves)} Return a mean over the rows "
-            "(.mean()); for masked or padded rows jaxpar.Weighted(total, weight) of "
-            "two sums; for a loss that couples examples pass coupled_batch=True. "
-            "check_loss=False turns this check off."
+            f"{self._argument}: the loss is not a mean over the rows that it is given: "
+            f"of rows of two data shards or micro-batches together it is "
+            f"{found.rows:.6g}, but {found.halves:.6g} on average of each alone."
+            f"{shown} {_cause(found)} "
+            "Return a mean over the rows (.mean()); for masked or padded rows "
+            "jaxpar.Weighted(total, weight) of two sums; for a loss that couples "
+            "examples pass coupled_batch=True. check_loss=False turns this check off."
         )
 
 
-def _worst(numbers: np.ndarray, tolerance: float) -> tuple[float, float] | None:
-    """The rows' number and the halves' where they differ most, if they differ."""
+def _difference(numbers: np.ndarray, tolerance: float) -> Difference | None:
+    """Where the rows' number and the halves' differ most, if they do."""
     rows, halves = numbers
-    size = np.maximum(np.abs(rows), np.abs(halves))
-    allowed = tolerance * size + _FLOOR
-    differs = np.where(np.isfinite(halves), np.abs(rows - halves) / allowed, np.inf)
-    differs = np.where(np.isfinite(rows), differs, 0.0)  # Says nothing.
-    at = int(np.argmax(differs))
-    return (float(rows[at]), float(halves[at])) if differs[at] > 1 else None
+    sound = np.isfinite(rows)  # Else they say nothing.
+    both = numbers[:, sound & np.isfinite(halves)]
+    allowed = tolerance * np.abs(both).max(initial=0.0) + _FLOOR
+    with np.errstate(invalid="ignore"):
+        off = np.where(np.isfinite(halves), np.abs(rows - halves), np.inf)
+    off = np.where(sound, off, 0.0)
+    at = int(np.argmax(off))
+    if off[at] <= allowed:
+        return None
+    is_sum = both.size > 0 and np.allclose(2 * both[1], both[0], rtol=1e-3)
+    return Difference(float(rows[at]), float(halves[at]), bool(is_sum))
 
 
-def _is_sum(rows: float, halves: float) -> bool:
-    return math.isclose(2 * halves, rows, rel_tol=1e-3)
-
-
-def _cause(rows: float, halves: float) -> str:
-    if _is_sum(rows, halves):
-        return "It looks like a sum over the rows."
+def _cause(found: Difference) -> str:
+    if found.is_sum:
+        return "It looks like a sum over the rows (or half of them have no weight)."
     return (
         "It looks like a mean over unequal weights (a mask, padding), or like "
         "examples that are coupled (in-batch negatives, numbers of the batch)."
     )
 
 
-def _of_metric(name: str, rows: float, halves: float) -> str:
+def _of_metric(argument: str, name: str, found: Difference) -> str:
     remedy = (
         f"If it is a count or a sum, return jaxpar.Sum({name})."
-        if _is_sum(rows, halves)
+        if found.is_sum
         else "Return jaxpar.Weighted(total, weight) for a mean over unequal weights, "
         "jaxpar.Max(x) for a maximum; a function of a mean, such as exp(loss), take of "
         "the mean that the step returns."
     )
     return (
-        f"loss_fn: metric {name!r} is not a mean over the rows that it is given: of "
-        f"some rows of a data shard it is {rows:.6g}, of their halves {halves:.6g} on "
-        f"average. The step returns the mean over shards and micro-batches. {remedy}"
+        f"{argument}: metric {name!r} is not a mean over the rows that it is given: of "
+        f"rows of two data shards or micro-batches together it is {found.rows:.6g}, "
+        f"but {found.halves:.6g} on average of each alone. The step returns the mean "
+        f"over shards and micro-batches. {remedy}"
     )
 
 
 def compared(
-    forward: Callable[..., Sums],
+    forward: Callable[[Inputs, int], Sums],
     inputs: Inputs,
     accumulate: int,
     neighbour: Callable[[jax.Array], jax.Array],
@@ -152,7 +216,7 @@ def compared(
       forward: ``(inputs, parts) -> Sums``, over so many micro-batches.
       inputs: this shard's.
       accumulate: micro-batches of a step.
-      neighbour: gives another shard's leaf.
+      neighbour: gives another shard's leaf; this one's own where there is no other.
 
     Returns:
       By name: [2, 1], the rows' number and the halves'.
@@ -160,7 +224,7 @@ def compared(
     Raises:
       ValueError: if the loss function fails on fewer rows than the engine gives it.
     """
-    rows = checked_rows(inputs, accumulate, neighbour)
+    rows = mixed_rows(inputs, accumulate, neighbour)
     if num_rows(rows) * accumulate == num_rows(inputs):
         one, two = forward(rows, 1), _of_fewer(forward, rows, 2)
     else:
@@ -177,9 +241,9 @@ def compared(
 def _of_fewer(forward: Callable[..., Sums], rows: Inputs, parts: int) -> Sums:
     try:
         return forward(rows, parts)
-    except (TypeError, ValueError) as error:
+    except SIZE_ERRORS as error:
         raise ValueError(
-            "loss_fn: it can't be compared with itself on half of the rows, for it "
+            "loss: it can't be compared with itself on half of the rows, for it "
             "fails on them (see above). Write no number of rows into it, or pass "
             "check_loss=False."
         ) from error
@@ -189,29 +253,38 @@ def _named(sums: Sums) -> dict[str, Any]:
     return {"loss": sums.loss, **sums.metrics}
 
 
-def checked_rows(
+def mixed_rows(
     inputs: Inputs, accumulate: int, neighbour: Callable[[jax.Array], jax.Array]
 ) -> Inputs:
-    """As many rows as a micro-batch has on a shard, but even; two where that is one."""
-    count = num_rows(inputs)
-    own = count // accumulate
-    if own >= 2:
-        return map_rows(lambda x: x[::accumulate][: own - own % 2], inputs)
-    if count >= 2:
-        return map_rows(lambda x: x[:2], inputs)
-    return map_rows(lambda x: jnp.concatenate([x, neighbour(x)]), inputs)
+    """Rows of this shard's first micro-batch, and another shard's of its second.
+
+    One after the other in turn, so that each of two micro-batches has those of one; as
+    many as a micro-batch has on a shard, but even, and two where that is one.
+    """
+    half = max(1, num_rows(inputs) // accumulate // 2)
+
+    def mixed(x: jax.Array) -> jax.Array:
+        own = x[::accumulate][:half]
+        other = neighbour(x[1 % accumulate :: accumulate][:half])
+        return jnp.stack([own, other], 1).reshape(2 * half, *x.shape[1:])
+
+    return map_rows(mixed, inputs)
 
 
-def next_shard(x: jax.Array) -> jax.Array:
-    """The leaf of the next data shard, where data is manual."""
+def another_shard(x: jax.Array) -> jax.Array:
+    """The leaf of the data shard half a round away, where data is manual."""
     size = jax.lax.axis_size(DATA)
-    return jax.lax.ppermute(x, DATA, [(i, (i + 1) % size) for i in range(size)])
+    pairs = [(i, (i + size // 2) % size) for i in range(size)]
+    return jax.lax.ppermute(x, DATA, pairs)
 
 
-def with_noise(params: Params) -> Params:
-    """Parameters in fp32, each leaf with seeded noise of a tenth of its size.
+def with_noise(params: Params, amount: jax.Array) -> Params:
+    """Parameters in fp32, each leaf with seeded noise.
 
-    A leaf's size is its root mean square, or that of an ordinary initialisation.
+    Args:
+      params: a tree of arrays.
+      amount: the noise's deviation, relative to a leaf's size: its root mean square, or
+        that of an ordinary initialisation.
     """
     leaves, structure = jax.tree.flatten(params)
 
@@ -219,7 +292,7 @@ def with_noise(params: Params) -> Params:
         leaf = leaf.astype(jnp.float32)
         usual = leaf.shape[-2] ** -0.5 if leaf.ndim > 1 and leaf.size else 0.3
         size = jnp.maximum(jnp.sqrt(jnp.mean(leaf**2)), usual)
-        return leaf + _NOISE * size * _hashed(index, leaf.shape)
+        return leaf + amount * size * _hashed(index, leaf.shape)
 
     return jax.tree.unflatten(structure, [noisy(*x) for x in enumerate(leaves)])
 
@@ -238,25 +311,34 @@ def _hashed(seed: int, shape: tuple[int, ...]) -> jax.Array:
 
 
 def why_not(
-    draws: Sequence[Draw], rows: Inputs, *, coupled: bool, splits: int, asked: bool
+    draws: Sequence[Draw],
+    rows: Inputs,
+    mesh: Mesh,
+    *,
+    coupled: bool,
+    splits: int,
+    asked: bool,
 ) -> str | None:
     """Say why a loss is not checked; None where it is.
 
     Args:
       draws: of the loss function.
       rows: what a call of it is given.
+      mesh: the mesh.
       coupled: it is given whole micro-batches.
       splits: parts that a batch is given in: data shards times micro-batches.
       asked: ``check_loss``.
     """
     if not asked:
         return "check_loss=False"
+    if not are_present(mesh):
+        return "the mesh's devices are only to compile for"
     if isinstance(rows.batch, OnePack):
         return "it is given one pack at a time"
     if coupled:
         return "it couples examples, and is given whole micro-batches"
     if splits == 1:
         return "it is given the whole batch"
-    if not can_be_constant(draws):
-        return "it draws random numbers by rejection, which no constant can stand for"
+    if not can_be_of_parts(draws):
+        return "it draws random numbers by rejection or inside a custom derivative"
     return None

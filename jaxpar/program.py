@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,10 +15,16 @@ from jaxpar.gradients import Partition
 from jaxpar.inputs import Inputs, make_inputs
 from jaxpar.layout import Layout
 from jaxpar.loss import Loss, Sums
-from jaxpar.loss_check import LossCheck, compared, next_shard, with_noise
+from jaxpar.loss_check import (
+    LossCheck,
+    NoCheck,
+    another_shard,
+    compared,
+    with_noise,
+)
 from jaxpar.mesh import DATA, PIPE
-from jaxpar.precision import make_precision
-from jaxpar.row_draws import Constant
+from jaxpar.precision import Precision
+from jaxpar.row_draws import OfParts
 from jaxpar.state import TrainState
 from jaxpar.types import Batch, Metrics, Params
 from jaxpar.weighted import mean, merged
@@ -35,23 +41,15 @@ class Program:
       evaluate: ``(params, model_state, batch, step, key, is_kept, is_left_over) ->
         Sums``; parameters as they are kept, or (`is_kept` false) the logical ones.
       results: the metrics of the `Sums` of an evaluation's parts.
-      loss_check: compares the loss of rows with that of their halves; None for not.
+      loss_check: compares the loss of rows with that of their halves.
+      eval_check: the same of eval_fn.
     """
 
     step: jax.stages.Wrapped
     evaluate: jax.stages.Wrapped
     results: jax.stages.Wrapped
-    loss_check: LossCheck | None
-
-    def check_loss(self, state: Callable[[], TrainState], batch: Batch) -> None:
-        """Refuse a loss that is not what the engine takes it for, where that is asked.
-
-        Args:
-          state: gives what is kept of the state.
-          batch: on the mesh.
-        """
-        if self.loss_check is not None:
-            self.loss_check.before_step(state, batch)
+    loss_check: NoCheck
+    eval_check: NoCheck
 
     def evaluated(
         self,
@@ -70,11 +68,14 @@ class Program:
           is_kept: whether the parameters are as they are kept.
         """
         model_state, step, key = state.model_state, state.step, state.key
-        sums = [
-            self.evaluate(params, model_state, part, step, key, is_kept, is_left_over)
-            for part, is_left_over in zip(parts, (False, True), strict=True)
-            if part is not None
-        ]
+        sums: list[Sums] = []
+        for part, is_left_over in zip(parts, (False, True), strict=True):
+            if part is None:
+                continue
+            if jax.process_count() > 1:  # As of `RunAhead.finish_before_others`.
+                jax.block_until_ready(sums)
+            given = params, model_state, part, step, key, is_kept, is_left_over
+            sums.append(self.evaluate(*given))
         return self.results(sums)
 
 
@@ -83,7 +84,7 @@ def make_program(
     batch_spec: BatchSpec,
     step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]],
     evaluation: Callable[..., Sums],
-    loss_check: LossCheck | None,
+    checks: Mapping[str, NoCheck],
 ) -> Program:
     """Name what is compiled; nothing is compiled before its first call.
 
@@ -92,7 +93,7 @@ def make_program(
       batch_spec: the shapes of a global batch.
       step: the pure training step.
       evaluation: the pure evaluation.
-      loss_check: as in `Program`.
+      checks: of "loss_fn", and of "eval_fn" where there is one.
     """
     mesh = batch_spec.mesh
     stored, structure = jax.tree.flatten(layout.kept_shardings)
@@ -120,12 +121,19 @@ def make_program(
         ),
         evaluate=jax.jit(evaluate, out_shardings=replicated, static_argnums=(5, 6)),
         results=jax.jit(_results, out_shardings=replicated),
-        loss_check=loss_check,
+        loss_check=checks["loss_fn"],
+        eval_check=checks.get("eval_fn", NoCheck()),
     )
 
 
 def make_loss_check(
-    layout: Layout, partition: Partition, loss: Loss, tolerance: float
+    layout: Layout,
+    partition: Partition,
+    loss: Loss,
+    precision: Precision,
+    tolerance: float,
+    *,
+    training: bool,
 ) -> LossCheck:
     """Name what is compiled to check a loss function.
 
@@ -133,26 +141,34 @@ def make_loss_check(
       layout: where every leaf of the state is stored.
       partition: how the loss function is run from shards.
       loss: the loss function.
+      precision: to compare in.
       tolerance: relative.
+      training: whether the model is in training mode; else the loss is eval_fn's.
     """
     execution, like, mesh = layout.execution, layout.abstract.params, layout.mesh
-    fp32, replicated = make_precision("fp32"), NamedSharding(mesh, P())
-    checked = dataclasses.replace(partition, precision=fp32, draws=Constant())
-    forward = execution.make_forward(checked, loss, like, training=True)
+    replicated = NamedSharding(mesh, P())
+    checked = dataclasses.replace(partition, precision=precision)
+    neighbour = (lambda x: x) if checked.automatic else another_shard
+
+    def forward_of(of: Partition, parts: int) -> Callable[..., Sums]:
+        own = dataclasses.replace(of, draws=OfParts(parts, mesh.shape[DATA]))
+        forward = execution.make_forward(own, loss, like, training=training)
+        return functools.partial(forward, parts=parts)
 
     def on_shard(shards, inputs, model_state, key) -> dict[str, jax.Array]:
         def run(rows: Inputs, parts: int) -> Sums:
-            return forward(shards, rows, model_state, key, parts)
+            return forward_of(checked, parts)(shards, rows, model_state, key)
 
-        return compared(run, inputs, layout.accumulate, next_shard)
+        accumulate = layout.accumulate if training else 1
+        return compared(run, inputs, accumulate, neighbour)
 
     def totals(shards, inputs, model_state, key) -> Sums:
-        sums = forward(shards, inputs, model_state, key, 1)
+        sums = forward_of(checked, 1)(shards, inputs, model_state, key)
         return sums.over_data(checked.exchange)
 
     def noisy(of: Partition, run: Callable[..., Any], *given: Any) -> Any:
-        params, model_state, batch, step, key = given
-        shards = of.views(with_noise(layout.update.computed(params)))
+        params, model_state, batch, step, key, noise = given
+        shards = of.views(with_noise(layout.update.computed(params), noise))
         return run(shards, make_inputs(batch, step), model_state, key)
 
     def compare(*given: Any) -> dict[str, jax.Array]:
@@ -162,14 +178,14 @@ def make_loss_check(
 
     def whole(*given: Any) -> dict[str, jax.Array]:
         automatic = dataclasses.replace(checked, coupled=True)
-        alone = execution.make_forward(automatic, loss, like, training=True)
         with _on(mesh):
             ours = noisy(checked, checked.mapped(totals, out_specs=P()), *given)
-            right = noisy(automatic, functools.partial(alone, parts=1), *given)
+            right = noisy(automatic, forward_of(automatic, 1), *given)
         return {"loss": jnp.stack([mean(ours.loss), mean(right.loss)])}
 
     fits = layout.accumulate == 1 and mesh.shape[PIPE] == 1
     return LossCheck(
+        "loss_fn" if training else "eval_fn",
         jax.jit(compare, out_shardings=replicated),
         jax.jit(whole, out_shardings=replicated) if fits else None,
         tolerance,

@@ -33,14 +33,19 @@ class ShardKey:
     Attributes:
       key: of the step, or of a micro-batch of it.
       shard: int32 scalar, from 0.
+      step_key: of the step; None where `key` is.
+      microbatch: its number, an int32 scalar; None for the step.
     """
 
     key: Leaf
     shard: Leaf
+    step_key: Leaf | None = None
+    microbatch: Leaf | None = None
 
     def fold_in(self, number: jax.Array | int) -> "ShardKey":
         """The key of a micro-batch."""
-        return dataclasses.replace(self, key=jax.random.fold_in(self.key, number))
+        own = jax.random.fold_in(self.key, number)
+        return ShardKey(own, self.shard, self.key, jnp.int32(number))
 
 
 @runtime_checkable
@@ -113,28 +118,46 @@ class OwnRows:
                 return None
             if dim is UNPROVED:
                 return _apart(draw, ins, key.shard)
-            return [self._own(draw, ins[0], dim, key.shard)]
+            first = key.shard * draw.shape[dim]
+            return [_own(draw, ins[0], OfAll(dim, first, 1, self.num_shards))]
 
         outs = redrawn(closed, jax.tree.leaves((own, args)), rule)
         return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
-    def _own(self, draw: Draw, key: jax.Array, dim: int, shard: jax.Array) -> jax.Array:
-        """This shard's rows of a draw along `dim`."""
-        draw_one = functools.partial(
-            own_bits if draw.eqn.primitive.name == "random_bits" else own_keys,
-            shape=draw.shape,
-            dim=dim,
-            shard=shard,
-            num_shards=self.num_shards,
-        )
-        for _ in range(key.ndim):
-            draw_one = jax.vmap(draw_one)
-        out, dtype = draw_one(key), shape_of(draw.eqn.outvars[0]).dtype
-        return out.astype(dtype) if _has_bits(draw) else out
 
+SIZE_ERRORS = (TypeError, ValueError, AssertionError, LookupError, RuntimeError)
+"""What a function raises that has a number of rows written into it, given others."""
 
 UNPROVED = -1
 """Stands for a draw's row dim where it can't be proved."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OfAll:
+    """Which rows of the array of all rows an array has.
+
+    Attributes:
+      dim: the dim that counts rows.
+      first: the first row's number, an int32 scalar.
+      stride: from one row's number to the next one's.
+      times: rows of the whole array, for each row of this one.
+    """
+
+    dim: int
+    first: Leaf
+    stride: int
+    times: int
+
+
+def _own(draw: Draw, key: jax.Array, of_all: OfAll) -> jax.Array:
+    """The rows of a draw of all rows."""
+    draw_one = functools.partial(
+        own_bits if _has_bits(draw) else own_keys, shape=draw.shape, of_all=of_all
+    )
+    for _ in range(key.ndim):
+        draw_one = jax.vmap(draw_one)
+    out, dtype = draw_one(key), shape_of(draw.eqn.outvars[0]).dtype
+    return out.astype(dtype) if _has_bits(draw) else out
 
 
 def traced(
@@ -167,7 +190,7 @@ def row_dims(
         return {}
     try:
         wide, _ = traced(fn, key, rows.twice())
-    except (TypeError, ValueError, AssertionError):  # Shapes written into the model.
+    except SIZE_ERRORS:
         return {}
     others = find_draws(wide.jaxpr)
     if [(d.path, d.eqn.primitive) for d in draws] != [
@@ -199,18 +222,22 @@ def random_notes(
         )
     unproved = [draw for draw in draws if dims[draw.path] is UNPROVED]
     if not unproved:
-        return ("random: numbers are those of one device on every mesh.",)
+        return (
+            "random: each data shard draws its own rows of the array of all rows, as "
+            "one device would.",
+        )
     return tuple(
-        f"random: {draw.eqn.primitive.name} of shape {draw.shape} at {draw.where} "
-        "depends on the data axis, for the dim of its rows can't be proved."
+        f"random: {draw.eqn.primitive.name} of shape {draw.shape} {draw.where} "
+        "depends on the data axis, for the dim of its rows can't be proved"
+        + ("." if is_keyed(draw) else "; every shard draws the same numbers.")
         for draw in unproved
     )
 
 
 def _row_dim(draw: Draw, wide: Draw, count: int) -> int | None:
     """The dim of a draw that has `count` elements, and twice as many with more rows."""
-    if len(draw.shape) != len(wide.shape):
-        return UNPROVED
+    if len(draw.shape) != len(wide.shape) or draw.lengths != wide.lengths:
+        return UNPROVED  # A scan over rows draws by its turns.
     sizes = list(zip(draw.shape, wide.shape, strict=True))
     grown = [dim for dim, (one, other) in enumerate(sizes) if one != other]
     if not grown:
@@ -239,65 +266,54 @@ def _apart(draw: Draw, ins: Sequence[Any], shard: jax.Array) -> Sequence[Any]:
 
     if draw.eqn.primitive.name == "random_fold_in":
         return [fold(key) for key in bind(draw.eqn, ins)]
-    is_key = jnp.issubdtype(ins[0].dtype, jax.dtypes.prng_key)
-    return bind(draw.eqn, [fold(ins[0]), *ins[1:]] if is_key else list(ins))
+    return bind(draw.eqn, [fold(ins[0]), *ins[1:]] if is_keyed(draw) else list(ins))
 
 
-def own_bits(
-    key: jax.Array,
-    *,
-    shape: tuple[int, ...],
-    dim: int,
-    shard: jax.Array,
-    num_shards: int,
-) -> jax.Array:
-    """This shard's rows of ``jax.random.bits(key, all_rows)``.
+def is_keyed(draw: Draw) -> bool:
+    """Whether it draws from a typed key, and not from a generator's raw state."""
+    return jnp.issubdtype(shape_of(draw.eqn.invars[0]).dtype, jax.dtypes.prng_key)
+
+
+def own_bits(key: jax.Array, *, shape: tuple[int, ...], of_all: OfAll) -> jax.Array:
+    """Some rows of ``jax.random.bits(key, all_rows)``.
 
     Args:
       key: a threefry key.
-      shape: of this shard's array.
-      dim: the dim that is split.
-      shard: this shard's number.
-      num_shards: shards along `dim`.
+      shape: of these rows.
+      of_all: which they are.
 
     Returns:
       uint32 of `shape`; of narrower bits the lower ones count.
     """
-    one, other = _hashed(key, shape, dim, shard, num_shards)
+    one, other = _hashed(key, shape, of_all)
     return one ^ other
 
 
-def own_keys(key: jax.Array, **kwargs: Any) -> jax.Array:
-    """This shard's rows of ``jax.random.split(key, all_rows)``; as `own_bits`."""
-    data = jnp.stack(_hashed(key, **kwargs), axis=-1)
+def own_keys(key: jax.Array, *, shape: tuple[int, ...], of_all: OfAll) -> jax.Array:
+    """Some rows of ``jax.random.split(key, all_rows)``; as `own_bits`."""
+    data = jnp.stack(_hashed(key, shape, of_all), axis=-1)
     return jax.random.wrap_key_data(data, impl="threefry2x32")
 
 
-def _hashed(
-    key: jax.Array,
-    shape: tuple[int, ...],
-    dim: int,
-    shard: jax.Array,
-    num_shards: int,
-) -> list[jax.Array]:
+def _hashed(key: jax.Array, shape: tuple[int, ...], of_all: OfAll) -> list[jax.Array]:
     data = jax.random.key_data(key)
-    high, low = _positions(shape, dim, shard, num_shards)
+    high, low = _positions(shape, of_all)
     k1, k2 = (jnp.broadcast_to(part, shape) for part in data)
     return threefry2x32_p.bind(k1, k2, high, low)
 
 
-def _positions(
-    shape: tuple[int, ...], dim: int, shard: jax.Array, num_shards: int
-) -> tuple[jax.Array, jax.Array]:
-    """Each element's number in the array of all shards, as two words of 32 bits."""
-    whole = [size * num_shards if i == dim else size for i, size in enumerate(shape)]
+def _positions(shape: tuple[int, ...], of_all: OfAll) -> tuple[jax.Array, jax.Array]:
+    """Each element's number in the array of all rows, as two words of 32 bits."""
+    dim = of_all.dim
+    whole = [size * of_all.times if i == dim else size for i, size in enumerate(shape)]
     is_small = math.prod(whole) <= 2**32
     high = low = jnp.zeros(shape, jnp.uint32)
     for i, size in enumerate(shape):
         stride = math.prod(whole[i + 1 :])
         index = jnp.arange(size, dtype=jnp.uint32)
         if i == dim:
-            index = index + shard.astype(jnp.uint32) * jnp.uint32(size)
+            first = jnp.asarray(of_all.first).astype(jnp.uint32)
+            index = first + index * jnp.uint32(of_all.stride)
         index = jnp.expand_dims(index, [j for j in range(len(shape)) if j != i])
         added = index * jnp.uint32(stride % 2**32)
         low = low + added
@@ -320,35 +336,56 @@ def _product_high(index: jax.Array, stride: int) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Constant:
-    """Draw the same bits everywhere, so that only the rows tell examples apart.
+class OfParts:
+    """Draw for each row the same numbers, in however many micro-batches rows are given.
 
-    A uniform number is 1/16: dropout keeps, a normal number is -1.5.
+    Of the step's key, those of one micro-batch of all rows. Where the rows of a draw
+    can't be proved every number is the same instead: a uniform one 1/16 (dropout keeps)
+    and a normal one -1.5.
+
+    Attributes:
+      parts: micro-batches; the rows of one are `parts` apart.
+      num_shards: data shards.
     """
+
+    parts: int
+    num_shards: int
 
     def call(
         self, fn: Callable[..., Any], key: ShardKey, args: tuple, rows: Rows
     ) -> Any:
         """See `Draws`."""
-        del rows
-        closed, shapes = traced(fn, key.key, args)
+        step_key = key.key if key.step_key is None else key.step_key
+        closed, shapes = traced(fn, step_key, args)
+        dims = row_dims(find_draws(closed.jaxpr), fn, step_key, rows)
+        are_proved = bool(dims) and UNPROVED not in dims.values()
+        part = jnp.int32(0) if key.microbatch is None else key.microbatch
 
         def rule(draw: Draw, ins: Sequence[Any]) -> Sequence[Any] | None:
-            del ins
-            if not _has_bits(draw):
-                return None
-            out, width = shape_of(draw.eqn.outvars[0]), draw.eqn.params["bit_width"]
-            return [jnp.full(out.shape, 1 << (width - 4), out.dtype)]
+            dim = dims[draw.path] if are_proved else None
+            if dim is not None:
+                first = key.shard * (draw.shape[dim] * self.parts) + part
+                times = self.parts * self.num_shards
+                return [_own(draw, ins[0], OfAll(dim, first, self.parts, times))]
+            return None if are_proved else _constant(draw, ins)
 
-        outs = redrawn(closed, jax.tree.leaves((key.key, args)), rule)
+        outs = redrawn(closed, jax.tree.leaves((step_key, args)), rule)
         return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
 
-def can_be_constant(draws: Sequence[Draw]) -> bool:
-    """Whether `Constant` reaches all draws, and no rejection waits for another."""
-    return not any(
-        draw.is_hidden
-        or draw.is_in_while
-        or draw.eqn.primitive.name in ("random_gamma", "rng_bit_generator")
-        for draw in draws
-    )
+def _constant(draw: Draw, ins: Sequence[Any]) -> Sequence[Any] | None:
+    """The same number everywhere; None for keys, which stay what they are."""
+    name, out = draw.eqn.primitive.name, shape_of(draw.eqn.outvars[-1])
+    if name == "random_gamma":  # 1, or its logarithm.
+        value = 0.0 if draw.eqn.params["log_space"] else 1.0
+        return [jnp.full(out.shape, value, out.dtype)]
+    if name not in ("random_bits", "rng_bit_generator"):
+        return None
+    width = 8 * out.dtype.itemsize
+    bits = jnp.full(out.shape, 1 << (width - 4), out.dtype)
+    return [*ins[: len(draw.eqn.outvars) - 1], bits]
+
+
+def can_be_of_parts(draws: Sequence[Draw]) -> bool:
+    """Whether `OfParts` reaches all draws, and no rejection waits for another."""
+    return not any(draw.is_hidden or draw.is_in_while for draw in draws)

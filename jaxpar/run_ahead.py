@@ -7,6 +7,7 @@ that it has started wait for those that it has not.
 """
 
 import collections
+import contextlib
 import dataclasses
 import warnings
 
@@ -67,6 +68,13 @@ class RunAhead:
         """Wait for all of them."""
         self._settle(0)
 
+    def drop(self) -> None:
+        """Wait for all of them, whatever they report."""
+        for dispatched in self._waiting:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                jax.block_until_ready(dispatched.output)
+        self._waiting.clear()
+
     def finish_before_others(self) -> None:
         """Wait for all of them where another program will talk to other processes.
 
@@ -81,12 +89,22 @@ class RunAhead:
             try:
                 jax.block_until_ready(oldest.output)
             except jax.errors.JaxRuntimeError as error:
-                error.add_note(f"This came of {oldest.name}, dispatched before.")
+                error.add_note(
+                    f"Raised by {oldest.name}, which was dispatched earlier."
+                )
                 raise
             if oldest.exhausted is not None:
-                require_scale(oldest.exhausted)
+                self._require_scale(oldest.exhausted)
             elif oldest.skipped is not None:
                 self._report_skipped(oldest.name, int(oldest.skipped))
+
+    def _require_scale(self, exhausted: jax.Array) -> None:
+        """Raise once: those dispatched after it would say the same again."""
+        try:
+            require_scale(exhausted)
+        except FloatingPointError:
+            self._waiting.clear()
+            raise
 
     def _report_skipped(self, name: str, skipped: int) -> None:
         """Warn at the first skipped step, and whenever their number is a power of 2."""
@@ -94,9 +112,9 @@ class RunAhead:
         self._skipped = skipped
         if is_new and count & (count - 1) == 0:
             warnings.warn(
-                f"{name} was skipped, the {count}. so far: its gradients were not "
+                f"{name} was skipped ({count} so far): its gradients were not "
                 "finite, or its loss had no weight. Parameters stay as they were. Look "
                 "for NaN or infinity in the batch, or lower the learning rate.",
                 SkippedStepWarning,
-                stacklevel=4,
+                stacklevel=5,
             )

@@ -5,7 +5,7 @@ leaf of it changes nothing in the engine, and must not pass in silence.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar import tree
+from jaxpar.module import pure_params
 from jaxpar.state import TrainState
 from jaxpar.types import Params
 
@@ -53,12 +54,14 @@ def make_view(state: TrainState) -> StateView:
     return StateView(state, tree.named_leaves(state))
 
 
-def placed_params(given: Params, structs: Params) -> Params:
+def placed_params(given: Params, structs: Params, may_alias: bool | None) -> Params:
     """Put a user's parameters where the engine's are stored.
 
     Args:
-      given: arrays by the same names, of the same shapes and any floating dtype.
+      given: arrays by the same names, of the same shapes and any floating dtype, or an
+        ``nnx.state(model, nnx.Param)``.
       structs: the engine's own shapes, dtypes and shardings.
+      may_alias: as of `jax.device_put`; False for arrays that are not the user's.
 
     Returns:
       Arrays of the engine's dtypes on its mesh, in its own tree structure.
@@ -67,7 +70,7 @@ def placed_params(given: Params, structs: Params) -> Params:
       ValueError: if leaves are missing or unknown, or of another shape or no floating
         dtype.
     """
-    own, new = tree.named_leaves(structs), tree.named_leaves(given)
+    own, new = tree.named_leaves(structs), tree.named_leaves(pure_params(given))
     missing, unknown = sorted(own.keys() - new.keys()), sorted(new.keys() - own.keys())
     if missing or unknown:
         raise ValueError(
@@ -82,11 +85,25 @@ def placed_params(given: Params, structs: Params) -> Params:
                 f"params: {name} is {dtype}{list(shape)}, but must be floating of "
                 f"shape {list(struct.shape)}."
             )
-    placed = [_placed(new[name], struct) for name, struct in own.items()]
+    placed = [_placed(new[name], own[name], may_alias) for name in own]
     return jax.tree.unflatten(jax.tree.structure(structs), placed)
 
 
-def _placed(leaf: Any, struct: jax.ShapeDtypeStruct) -> jax.Array:
-    same = getattr(leaf, "dtype", None) == struct.dtype
-    cast = leaf if same else jnp.asarray(leaf, struct.dtype)
-    return jax.device_put(cast, struct.sharding)
+def discard(donated: Sequence[jax.Array]) -> None:
+    """Delete donated arrays that are not marked so.
+
+    One that NumPy sees the memory of keeps it on the first device, and is gone on the
+    others: a program that is given it then stops for ever in its collectives.
+    """
+    for leaf in donated:
+        if not leaf.is_deleted():
+            leaf.delete()
+
+
+def _placed(
+    leaf: Any, struct: jax.ShapeDtypeStruct, may_alias: bool | None
+) -> jax.Array:
+    if not isinstance(leaf, jax.Array):
+        leaf = np.asarray(leaf)  # Cast on the host, for it may not fit one device.
+    cast = leaf.astype(struct.dtype)
+    return jax.device_put(cast, struct.sharding, may_alias=may_alias)

@@ -174,16 +174,54 @@ def test_train_step_leaves_the_engine_whole():
     assert other.step(sample())["loss"] == found["loss"]
 
 
-def test_setting_a_leaf_of_the_state_is_noticed():
-    engine = make_engine()
+CALLS_OF_THE_STATE = {
+    "step": lambda engine, folder: engine.step(sample()),
+    "train_step": lambda engine, folder: engine.train_step(engine.state, sample()),
+    "evaluate": lambda engine, folder: engine.evaluate(sample()),
+    "model": lambda engine, folder: engine.model(),
+    "save": lambda engine, folder: engine.save(folder),
+    "restore": lambda engine, folder: engine.restore(folder),
+    "probe": lambda engine, folder: engine.probe(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS_OF_THE_STATE)
+def test_setting_a_leaf_of_the_state_is_noticed_once(engine, call, tmp_path):
     before = jax.device_get(engine.state.params)
+    engine.save(tmp_path)
+    engine.wait()
     engine.state.params["kernel"] = jnp.zeros((4, 6))
     with pytest.raises(ValueError, match=r"params/kernel was set.*load_params\(params"):
-        engine.step(sample())
-    with pytest.raises(ValueError, match=r"params/kernel was set"):
-        engine.evaluate(sample())
+        CALLS_OF_THE_STATE[call](engine, tmp_path)
+    CALLS_OF_THE_STATE[call](engine, tmp_path / "other" if call == "save" else tmp_path)
     engine.load_params(before)
+
+
+def test_state_that_was_set_may_be_loaded():
+    engine = make_engine()
+    engine.state.params["kernel"] = jnp.zeros((4, 6))
+    engine.load_params(engine.state.params)
+    assert not np.any(engine.state.params["kernel"])
+
+
+def test_model_is_gone_after_the_next_step_even_if_numpy_saw_it():
+    """Of device 0 alone it was there still, and a call of it stopped for ever."""
+    engine = make_engine()
+    model = engine.model()
+    np.asarray(model.kernel[...])
     engine.step(sample())
+    with pytest.raises(RuntimeError, match="deleted"):
+        model(sample()["x"])
+    engine.step(sample())
+    engine.wait()
+
+
+def test_loaded_parameters_stay_the_users():
+    engine = make_engine()
+    given = jax.tree.map(jnp.copy, engine.state.params)
+    engine.load_params(given)
+    engine.step(sample())
+    assert np.isfinite(jax.device_get(given["kernel"])).all()
 
 
 @pytest.mark.parametrize(

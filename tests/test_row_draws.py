@@ -15,6 +15,7 @@ import jaxpar
 from jaxpar.draws import find_draws
 from jaxpar.row_draws import (
     UNPROVED,
+    OfAll,
     OwnRows,
     Rows,
     ShardKey,
@@ -36,19 +37,26 @@ def test_own_bits_are_a_slice_of_all_bits(width: int, shape: tuple, dim: int) ->
     whole = tuple(n * SHARDS if i == dim else n for i, n in enumerate(shape))
     right = jnp.split(jax.random.bits(key, whole, dtype[width]), SHARDS, dim)
     for shard in range(SHARDS):
-        found = own_bits(
-            key, shape=shape, dim=dim, shard=jnp.int32(shard), num_shards=SHARDS
-        )
+        of_all = OfAll(dim, jnp.int32(shard * shape[dim]), 1, SHARDS)
+        found = own_bits(key, shape=shape, of_all=of_all)
         np.testing.assert_array_equal(found.astype(dtype[width]), right[shard])
+
+
+def test_own_bits_may_be_of_every_other_row() -> None:
+    key = jax.random.key(7)
+    whole = jax.random.bits(key, (2 * ROWS, 5))
+    for part in range(2):
+        of_all = OfAll(0, jnp.int32(part), 2, 2)
+        found = own_bits(key, shape=(ROWS, 5), of_all=of_all)
+        np.testing.assert_array_equal(found, whole[part::2])
 
 
 def test_own_keys_are_a_slice_of_all_keys() -> None:
     key = jax.random.key(3)
     right = jax.random.key_data(jax.random.split(key, SHARDS * ROWS))
     for shard in range(SHARDS):
-        found = own_keys(
-            key, shape=(ROWS,), dim=0, shard=jnp.int32(shard), num_shards=SHARDS
-        )
+        of_all = OfAll(0, jnp.int32(shard * ROWS), 1, SHARDS)
+        found = own_keys(key, shape=(ROWS,), of_all=of_all)
         rows = slice(shard * ROWS, (shard + 1) * ROWS)
         np.testing.assert_array_equal(jax.random.key_data(found), right[rows])
 
@@ -71,7 +79,9 @@ def test_positions_count_beyond_32_bits(
     for i, index in enumerate(np.indices(shape).astype(np.uint64)):
         start = shard * shape[i] if i == dim else 0
         right += (index + np.uint64(start)) * np.uint64(strides[i])
-    high, low = jax.device_get(positions(shape, dim, jnp.int32(shard), num_shards))
+    first = jnp.uint32(shard * shape[dim] % 2**32)
+    of_all = OfAll(dim, first, 1, num_shards)
+    high, low = jax.device_get(positions(shape, of_all))
     np.testing.assert_array_equal(low, (right % 2**32).astype(np.uint32))
     np.testing.assert_array_equal(high, (right // 2**32).astype(np.uint32))
 

@@ -47,7 +47,7 @@ def test_a_program_that_failed_is_named() -> None:
     ahead = RunAhead(bound=0)
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         ahead.add(Dispatched("step 7", Output(jax.errors.JaxRuntimeError("no room"))))
-    assert caught.value.__notes__ == ["This came of step 7, dispatched before."]
+    assert caught.value.__notes__ == ["Raised by step 7, which was dispatched earlier."]
 
 
 def test_skipped_steps_are_reported_at_powers_of_two() -> None:
@@ -83,8 +83,8 @@ def test_batches_of_nan_warn_in_a_plain_loop() -> None:
         engine.wait()
     said = [str(warning.message) for warning in caught]
     assert [text.split(":")[0] for text in said] == [
-        "step 2 was skipped, the 1. so far",
-        "step 3 was skipped, the 2. so far",
+        "step 2 was skipped (1 so far)",
+        "step 3 was skipped (2 so far)",
     ]
     assert "Look for NaN or infinity in the batch" in said[0]
 

@@ -3,6 +3,7 @@
 The oracle is the loss function itself on the whole batch, on one device.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -13,7 +14,9 @@ import pytest
 from flax import nnx
 
 import jaxpar
+from jaxpar.loss_check import LossCheck
 from jaxpar.models import GPT, GPTConfig
+from jaxpar.run_ahead import RunAhead
 
 pytestmark = pytest.mark.usefixtures("checked_losses")
 
@@ -90,6 +93,36 @@ def noisy(model: Any, batch: dict, key: jax.Array) -> jax.Array:
     return mean(model, {**batch, "x": batch["x"] + noise})
 
 
+def mixed_up(model: Any, batch: dict, key: jax.Array) -> jax.Array:
+    """Mixup: each row is mixed with another of its micro-batch."""
+    other = jax.random.permutation(key, len(batch["x"]))
+    mixed = {**batch, "x": 0.7 * batch["x"] + 0.3 * batch["x"][other]}
+    return 0.7 * mean(model, mixed) + 0.3 * mean(
+        model, {**mixed, "y": batch["y"][other]}
+    )
+
+
+def drawn_rows(model: Any, batch: dict, key: jax.Array) -> jax.Array:
+    """A bootstrap: rows of its micro-batch, drawn with replacement."""
+    rows = jax.random.randint(key, (len(batch["x"]),), 0, len(batch["x"]))
+    return mean(model, jax.tree.map(lambda x: x[rows], batch))
+
+
+def scanned(model: Any, batch: dict, key: jax.Array) -> jax.Array:
+    """Row after row, each with noise from a key that the last one left."""
+
+    def one(key: jax.Array, row: dict) -> tuple[jax.Array, jax.Array]:
+        key, own = jax.random.split(key)
+        noise = jax.random.normal(own, row["x"].shape)
+        return key, mean(model, {**row, "x": row["x"] + noise})
+
+    return jax.lax.scan(one, key, batch)[1].mean()
+
+
+def beta_weighted(model: Any, batch: dict, key: jax.Array) -> jax.Array:
+    return mean(model, batch) * jax.random.beta(key, 2.0, 2.0)
+
+
 def make_engine(loss_fn: Any, **change: Any) -> jaxpar.Engine:
     given: dict[str, Any] = {
         "model": lambda rngs: Net(rngs),
@@ -107,6 +140,8 @@ REFUSED = {
     "negatives": (negatives, "examples that are coupled"),
     "normalised by the batch": (normalised, "examples that are coupled"),
     "largest": (largest, "examples that are coupled"),
+    "mixup": (mixed_up, "examples that are coupled"),
+    "bootstrap": (drawn_rows, "examples that are coupled"),
 }
 
 
@@ -140,20 +175,31 @@ def test_refusal_shows_the_number_of_the_whole_batch() -> None:
     assert whole == pytest.approx(8 * ours, rel=1e-5), "a sum over eight shards"
 
 
+def of_half(model: Any, batch: dict) -> jax.Array:
+    """As cuDNN's attention, which has no fp32."""
+    if model.body.kernel.get_value().dtype == jnp.float32:
+        raise NotImplementedError("Q must be fp16 or bf16")
+    return mean(model, batch)
+
+
+def total_of_half(model: Any, batch: dict) -> jax.Array:
+    return of_half(model, batch) * len(batch["x"])
+
+
 ROOM = {
     "mean": {"loss_fn": mean},
     "weighted": {"loss_fn": weighted, "zero": 2},
     "dropout": {"loss_fn": mean, "model": lambda rngs: Net(rngs, drop=0.5)},
     "noise": {"loss_fn": noisy, "zero": 3},
+    "noise of a scan over rows": {"loss_fn": scanned},
+    "a number by rejection": {"loss_fn": beta_weighted},
     "coupled": {"loss_fn": negatives, "coupled_batch": True},
     "asked not to": {"loss_fn": masked, "check_loss": False},
-    "one row a shard, and accumulate": {
-        "loss_fn": mean,
-        "accumulate": 2,
-        "mesh": jaxpar.MeshShape(data=8),
-    },
+    "one row a shard, and accumulate": {"loss_fn": mean, "accumulate": 2},
     "one device": {"loss_fn": total, "mesh": jaxpar.MeshShape(data=1)},
     "bf16": {"loss_fn": mean, "precision": "bf16"},
+    "bf16, and no kernel for fp32": {"loss_fn": of_half, "precision": "bf16"},
+    "bf16, one row": {"loss_fn": mean, "precision": "bf16", "accumulate": 2},
 }
 
 
@@ -174,10 +220,14 @@ def test_one_and_three_rows_a_shard_are_checked(rows: int) -> None:
         make_engine(masked, sample_batch=batch).step(batch)
 
 
-def test_sum_is_refused_on_one_device_that_accumulates() -> None:
+@pytest.mark.parametrize("case", ["one device that accumulates", "bf16 alone"])
+def test_sum_is_refused_on(case: str) -> None:
     mesh = jaxpar.make_mesh(jaxpar.MeshShape(data=1), jax.devices()[:1])
+    given = {"loss_fn": total, "mesh": mesh, "accumulate": 2}
+    if case == "bf16 alone":
+        given = {"loss_fn": total_of_half, "precision": "bf16"}
     with pytest.raises(ValueError, match="It looks like a sum over the rows"):
-        make_engine(total, mesh=mesh, accumulate=2).step(BATCH)
+        make_engine(**given).step(BATCH)
 
 
 def test_padding_that_first_appears_later_is_found() -> None:
@@ -188,6 +238,31 @@ def test_padding_that_first_appears_later_is_found() -> None:
     with pytest.raises(ValueError, match="It looks like a mean over unequal"):
         engine.step(BATCH)
     assert engine.steps == 3
+
+
+PADDINGS = {
+    "the last shards": np.arange(ROWS) < 10,
+    "rows sorted by length": np.arange(6) <= np.arange(ROWS)[:, None] // 3,
+    "every shard's last row": np.arange(ROWS) % 2 == 0,
+}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("case", PADDINGS)
+def test_padding_that_is_even_in_a_shard_is_found(case: str, accumulate: int) -> None:
+    mask = np.ones((ROWS, 6), np.float32) * PADDINGS[case].reshape(ROWS, -1)
+    batch = {**BATCH, "mask": mask}
+
+    def masked(model: Any, batch: dict) -> jax.Array:
+        losses = token_losses(model, batch) * batch["mask"]
+        return losses.sum() / jnp.maximum(batch["mask"].sum(), 1)
+
+    engine = make_engine(masked, accumulate=accumulate)
+    if case == "every shard's last row" and accumulate == 1:
+        engine.step(batch)  # Every shard's mean has the same weight.
+    else:
+        with pytest.raises(ValueError, match=r"unequal weights|half of them have no"):
+            engine.step(batch)
 
 
 def test_loss_that_fails_on_half_the_rows_says_so() -> None:
@@ -201,9 +276,52 @@ def test_loss_that_fails_on_half_the_rows_says_so() -> None:
 
 
 def test_the_pure_step_is_checked_too() -> None:
-    engine = make_engine(total)
     with pytest.raises(ValueError, match="It looks like a sum over the rows"):
-        engine.train_step(engine.state, BATCH)
+        (engine := make_engine(total)).train_step(engine.state, BATCH)
+
+
+def test_noise_that_leaves_the_losss_domain_is_left_out() -> None:
+    def barrier(model: Any, batch: dict) -> jax.Array:
+        return total(model, batch) - jnp.log(model.body.bias - 1e-3 + 0.01).sum()
+
+    engine = make_engine(barrier)
+    with pytest.raises(ValueError, match="the loss is not a mean over the rows"):
+        engine.step(BATCH)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_loss_is_refused_only_if_it_differs_with_other_noise_too() -> None:
+    """Near zero by cancellation, as policy gradients are, it differs by rounding."""
+    state = make_engine(mean, check_loss=False)._kept
+
+    def check(*numbers: list[float]) -> None:
+        found = iter({"loss": np.array(pair)[:, None]} for pair in numbers)
+        made = LossCheck("loss_fn", lambda *_: next(found), None, 1e-4)
+        made.before_call(state, BATCH, RunAhead())
+
+    check([1e-5, 3e-5], [0.2, 0.2])
+    check([math.nan, math.nan], [0.2, 0.2])
+    with pytest.raises(ValueError, match=r"together it is 0\.2, but 0\.3 on average"):
+        check([1e-5, 3e-5], [0.2, 0.3])
+    with pytest.raises(ValueError, match=r"together it is 0\.4, but 0\.2 on average"):
+        check([math.nan, math.nan], [0.2, 0.1], [0.4, 0.2])
+
+
+def test_loss_of_evaluation_is_checked_too() -> None:
+    engine = make_engine(mean, eval_fn=total)
+    assert "eval_fn: checked to be a mean over rows" in str(engine.explain())
+    engine.step(BATCH)
+    with pytest.raises(ValueError, match=r"eval_fn: the loss.*sum over the rows"):
+        engine.evaluate(BATCH)
+
+
+def test_coupled_mixup_is_one_devices() -> None:
+    found = []
+    for devices in (jax.devices(), jax.devices()[:1]):
+        mesh = jaxpar.make_mesh(jaxpar.MeshShape(data=len(devices)), devices)
+        engine = make_engine(mixed_up, coupled_batch=True, mesh=mesh)
+        found.append([float(engine.step(BATCH)["loss"]) for _ in range(3)])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 def with_metrics(model: Any, batch: dict) -> tuple[jax.Array, dict]:
@@ -270,7 +388,7 @@ def test_check_needs_no_more_memory_than_the_step(zero: int) -> None:
     check: Any = engine._program.loss_check
     kept = engine._kept
     placed = engine.batch_spec.put({"tokens": tokens})
-    given = (kept.params, kept.model_state, placed, kept.step, kept.key)
+    given = (kept.params, kept.model_state, placed, kept.step, kept.key, 0.1)
     compared = check._compare.lower(*given).compile().memory_analysis()
     step = engine.lower().compile().memory_analysis()
     opt_state = sum(x.nbytes for x in jax.tree.leaves(engine.state.opt_state))

@@ -86,3 +86,14 @@ def test_loaded_params_are_trained_on(kind: str) -> None:
     assert engine.evaluate(BATCH, params=start)["loss"] == pytest.approx(
         float(plain()(jax.tree.map(jnp.float32, start))), rel=1e-6
     )
+
+
+def test_state_of_an_nnx_model_is_taken() -> None:
+    engine = make_engine(optax.sgd(0.1))
+    model = nnx.Linear(4, 8, rngs=nnx.Rngs(7))
+    given = nnx.state(model, nnx.Param)
+    right = float(loss_fn(model, BATCH))
+    found = engine.evaluate(BATCH, params=given)["loss"]
+    assert float(found) == pytest.approx(right, rel=1e-6)
+    engine.load_params(given)
+    assert float(engine.evaluate(BATCH)["loss"]) == pytest.approx(right, rel=1e-6)

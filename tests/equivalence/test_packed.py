@@ -267,6 +267,23 @@ def test_batch_that_is_not_packed_is_refused() -> None:
         engine.step(make_packs(0))
 
 
+def test_packs_with_a_number_each_may_draw() -> None:
+    """Looking for the rows of the draw, an IndexError was raised."""
+    batch = jaxpar.Packed({"x": np.ones((8, 5, 4), np.float32), "y": np.arange(8.0)})
+
+    def loss(model: Any, pack: dict, key: jax.Array) -> jax.Array:
+        kept = jax.random.bernoulli(key, 0.5, pack["x"].shape)
+        return jnp.mean((model(pack["x"] * kept) - pack["y"]) ** 2)
+
+    engine = make_engine(
+        (4, 1),
+        model=lambda rngs: nnx.Linear(4, 1, rngs=rngs),
+        loss_fn=loss,
+        sample_batch=batch,
+    )
+    assert np.isfinite(float(engine.step(batch)["loss"]))
+
+
 @pytest.mark.slow
 def test_padded_graphs_of_jraph_are_packs() -> None:
     jraph = pytest.importorskip("jraph", reason="jraph is not installed")
