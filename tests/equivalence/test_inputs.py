@@ -85,7 +85,8 @@ def run_plainly(params: dict, steps: int) -> list[dict]:
     """One device, SGD; each step's numbers."""
     plain = {**BATCH, "scale": BATCH["scale"].value}
 
-    def loss(params: dict, step: int) -> tuple:
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def loss(params: dict, step: jax.Array) -> tuple:
         hidden = X @ params["embed"]["kernel"] + params["embed"]["bias"]
         for i in range(2):
             kernel, bias = params["blocks"]["kernel"][i], params["blocks"]["bias"][i]
@@ -93,9 +94,9 @@ def run_plainly(params: dict, steps: int) -> list[dict]:
         error = error_of(hidden * params["head"]["scale"], plain, step)
         return error.mean(), error
 
-    found = []
+    found, step_of = [], jax.jit(loss)
     for step in range(steps):
-        (value, error), grads = jax.value_and_grad(loss, has_aux=True)(params, step)
+        (value, error), grads = step_of(params, step)
         found.append({
             "loss": value,
             "count": (error > 1).sum(),
