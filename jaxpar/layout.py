@@ -174,7 +174,8 @@ class Layout:
 
     def budget(self) -> Budget:
         """What the step holds and moves by design."""
-        at_rest = state_bytes(self.kept)
+        ruled = state_shardings(self.abstract, self.plans, self.stage, self.mesh)
+        at_rest = state_bytes(kept_structs(self.update, self.abstract, ruled))
         crossing = self.execution.crossing(list(self.plans.values()))
         return expected_budget(crossing, self.meant, sum(at_rest.values()))
 

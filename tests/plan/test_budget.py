@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
-from jaxpar import initialization
+from jaxpar.layout import Layout
 from jaxpar.plan.budget import Budget, Measured, check, measure
 from jaxpar.plan.explain import LeafReport
 from jaxpar.plan.hlo import parse
@@ -360,15 +360,16 @@ def test_planted_collective_is_named_by_its_line(zero):
 
 
 def test_optimizer_state_left_whole_is_named(monkeypatch):
-    def whole_moments(abstract, plans, stage, mesh):
-        shardings = state_shardings(abstract, plans, stage, mesh)
+    def whole_moments(layout):
+        given = layout.abstract, layout.plans, layout.stage, layout.mesh
+        shardings = state_shardings(*given)
         adam = shardings.opt_state[0]
-        nowhere = jax.sharding.NamedSharding(mesh, P())
+        nowhere = jax.sharding.NamedSharding(layout.mesh, P())
         whole = adam._replace(mu=jax.tree.map(lambda _: nowhere, adam.mu))
         opt_state = (whole, *shardings.opt_state[1:])
         return dataclasses.replace(shardings, opt_state=opt_state)
 
-    monkeypatch.setattr(initialization, "state_shardings", whole_moments)
+    monkeypatch.setattr(Layout, "shardings", property(whole_moments))
     engine = make_engine()
     with pytest.raises(jaxpar.BudgetExceeded) as caught:
         engine.verify()
