@@ -124,10 +124,6 @@ class Partition:
         dtype = self.exchange.crossing_dtype(self.precision.compute_dtype)
         return [jnp.zeros(shard.shape, dtype) for shard in shards]
 
-    def seed_weight(self, weight: jax.Array) -> jax.Array:
-        """The weight that a micro-batch's backward pass is divided by."""
-        return weight if self.stage.reduce == "step" else self.exchange.total(weight)
-
     def reduced(self, grads: Sequence[jax.Array]) -> list[jax.Array]:
         """Reduce over data what the backward pass has not reduced yet."""
         if self.stage.reduce == "microbatch":
@@ -190,7 +186,9 @@ def make_gradients(
 
         leaves = partition.differentiated(shards, prepared)
         _, pull, (sums, state) = jax.vjp(total, leaves, has_aux=True)
-        weight = partition.seed_weight(sums.loss.weight)
+        # Of all shards, so that a backward pass that is not linear (clipped or rounded
+        # cotangents) sees the numbers that it does on one device.
+        weight = partition.exchange.total(sums.loss.weight)
         (grads,) = pull(jnp.where(weight > 0, scale / weight, 0.0))
         grads = [grad.astype(jnp.float32) * weight for grad in grads]
         return grads, sums, state
