@@ -181,6 +181,12 @@ def test_rows_of_all_processes_are_refused_on_each(two: Both) -> None:
         assert "this process's of 16 rows" in seen["refusal"]
 
 
+def test_batch_that_one_process_refuses_is_refused_on_each(two: Both) -> None:
+    first, second = two.seen["data4"]
+    assert "process 1 refuses its own, see there" in first["refused"]
+    assert "leaf tokens is int32[4, 6], but must be int32[4, 7]" in second["refused"]
+
+
 SLOW_CASES = (
     Case(data=4, tensor=1, zero=3, steps=1, evaluated=((5, 8), (0, 6), (3, 3))),
     Case(data=2, tensor=2, zero=1, steps=1, evaluated=((8, 5),)),

@@ -107,6 +107,7 @@ def run(case: Case, devices: list[Any]) -> dict[str, Any]:
             len(leaf.addressable_shards) for leaf in jax.tree.leaves(engine.state)
         ],
         "refusal": _refusal(engine),
+        "refused": _refused(engine),
         "evaluated": [_evaluated(engine, counts) for counts in case.evaluated],
     }
 
@@ -120,6 +121,21 @@ def _evaluated(engine: jaxpar.Engine, counts: tuple[int, int]) -> list[float]:
         last = first + counts[jax.process_index()]
     found = engine.evaluate({"tokens": tokens[first:last].astype(np.int32)})
     return [float(found["loss"]), float(found["weight"])]
+
+
+def _refused(engine: jaxpar.Engine) -> str:
+    """What is said where the second process brings batches to evaluate that are wrong.
+
+    The first one waited for it for ever.
+    """
+    if jax.process_count() == 1:
+        return ""
+    length = LENGTH + 1 - (jax.process_index() == 1)
+    try:
+        engine.evaluate({"tokens": np.zeros((4, length), np.int32)})
+    except ValueError as error:
+        return str(error)
+    return "none"
 
 
 def _refusal(engine: jaxpar.Engine) -> str:
