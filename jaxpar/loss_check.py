@@ -120,7 +120,7 @@ class LossCheck(NoCheck):
         for name in sorted(wrong.keys() - self._warned):
             self._warned.add(name)
             text = _of_metric(self._argument, name, wrong[name])
-            warnings.warn(text, stacklevel=4)
+            warnings.warn(text, stacklevel=3)
 
     def _wrong(self, given: tuple) -> tuple[dict[str, Difference], float]:
         """By name, the numbers that differ, and do so with another noise; the noise.
