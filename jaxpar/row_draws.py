@@ -128,6 +128,9 @@ class OwnRows:
 SIZE_ERRORS = (TypeError, ValueError, AssertionError, LookupError, RuntimeError)
 """What a function raises that has a number of rows written into it, given others."""
 
+_OF_KEYS = ("random_split", "random_fold_in")
+"""Draws that derive keys; all others make numbers."""
+
 UNPROVED = -1
 """Stands for a draw's row dim where it can't be proved."""
 
@@ -193,14 +196,17 @@ def row_dims(
     except SIZE_ERRORS:
         return {}
     others = find_draws(wide.jaxpr)
-    if [(d.path, d.eqn.primitive) for d in draws] != [
-        (d.path, d.eqn.primitive) for d in others
-    ]:
+    # Not by place: of one row some operations are left out.
+    if [_kind(draw) for draw in draws] != [_kind(draw) for draw in others]:
         return {}
     return {
         one.path: _row_dim(one, other, rows.count)
         for one, other in zip(draws, others, strict=True)
     }
+
+
+def _kind(draw: Draw) -> tuple[str, int]:
+    return draw.eqn.primitive.name, len(draw.path)
 
 
 def random_notes(
@@ -270,20 +276,15 @@ def _apart(draw: Draw, ins: Sequence[Any], shard: jax.Array) -> Sequence[Any]:
 
 
 def is_keyed(draw: Draw) -> bool:
-    """Whether it draws from a typed key, and not from a generator's raw state."""
+    """Whether it draws from a key, and not from a generator's raw state."""
     return jnp.issubdtype(shape_of(draw.eqn.invars[0]).dtype, jax.dtypes.prng_key)
 
 
 def own_bits(key: jax.Array, *, shape: tuple[int, ...], of_all: OfAll) -> jax.Array:
-    """Some rows of ``jax.random.bits(key, all_rows)``.
-
-    Args:
-      key: a threefry key.
-      shape: of these rows.
-      of_all: which they are.
+    """Some rows of ``jax.random.bits(key, all_rows)``, by threefry.
 
     Returns:
-      uint32 of `shape`; of narrower bits the lower ones count.
+      uint32 of `shape`, the shape of these rows; of narrower bits the lower ones count.
     """
     one, other = _hashed(key, shape, of_all)
     return one ^ other
@@ -346,10 +347,14 @@ class OfParts:
     Attributes:
       parts: micro-batches; the rows of one are `parts` apart.
       num_shards: data shards.
+      constant: whether every number is to be the same, proved or not.
+      record: told, of a function that draws numbers, whether all were proved.
     """
 
     parts: int
     num_shards: int
+    constant: bool
+    record: Callable[[bool], None]
 
     def call(
         self, fn: Callable[..., Any], key: ShardKey, args: tuple, rows: Rows
@@ -357,8 +362,11 @@ class OfParts:
         """See `Draws`."""
         step_key = key.key if key.step_key is None else key.step_key
         closed, shapes = traced(fn, step_key, args)
-        dims = row_dims(find_draws(closed.jaxpr), fn, step_key, rows)
+        draws = find_draws(closed.jaxpr)
+        dims = {} if self.constant else row_dims(draws, fn, step_key, rows)
         are_proved = bool(dims) and UNPROVED not in dims.values()
+        if any(draw.eqn.primitive.name not in _OF_KEYS for draw in draws):
+            self.record(are_proved)
         part = jnp.int32(0) if key.microbatch is None else key.microbatch
 
         def rule(draw: Draw, ins: Sequence[Any]) -> Sequence[Any] | None:

@@ -133,7 +133,7 @@ REFUSED: dict[str, tuple[Callable[[], Made], str]] = {
     "differentially_private_aggregate": (
         lambda: contrib.differentially_private_aggregate(1.0, 0.1, jax.random.key(1)),
         r"optimizer: its update fails on this model's shapes: ValueError: .*`grads` to "
-        r"have a batch dimension in the 0th axis\. It is called with gradients summed",
+        r"have a batch dimension in the 0th axis\. It is called with gradients of the",
     ),
     "dpsgd": (
         lambda: contrib.dpsgd(0.1, 1.0, 0.1, seed=1),
