@@ -297,10 +297,9 @@ def own_keys(key: jax.Array, *, shape: tuple[int, ...], of_all: OfAll) -> jax.Ar
 
 
 def _hashed(key: jax.Array, shape: tuple[int, ...], of_all: OfAll) -> list[jax.Array]:
-    data = jax.random.key_data(key)
-    high, low = _positions(shape, of_all)
-    k1, k2 = (jnp.broadcast_to(part, shape) for part in data)
-    return threefry2x32_p.bind(k1, k2, high, low)
+    # Scalars: XLA:CPU carries what is broadcast through the rounds' loop.
+    k1, k2 = jax.random.key_data(key)
+    return threefry2x32_p.bind(k1, k2, *_positions(shape, of_all))
 
 
 def _positions(shape: tuple[int, ...], of_all: OfAll) -> tuple[jax.Array, jax.Array]:
