@@ -145,21 +145,12 @@ def make_loss_check(
       tolerance: relative.
       training: whether the model is in training mode; else the loss is eval_fn's.
     """
-    execution, like, mesh = layout.execution, layout.abstract.params, layout.mesh
+    mesh, proved = layout.mesh, []
     replicated = NamedSharding(mesh, P())
     checked = dataclasses.replace(partition, precision=precision)
+    forward_of = functools.partial(_forward_of, layout, loss, proved, training=training)
     neighbour = (lambda x: x) if checked.automatic else another_shard
     accumulate = layout.accumulate if training else 1
-
-    proved: list[bool] = []
-
-    def forward_of(
-        of: Partition, parts: int, *, constant: bool = False
-    ) -> Callable[..., Sums]:
-        draws = OfParts(parts, mesh.shape[DATA], constant, proved.append)
-        own = dataclasses.replace(of, draws=draws)
-        forward = execution.make_forward(own, loss, like, training=training)
-        return functools.partial(forward, parts=parts)
 
     def on_shard(shards, inputs, model_state, key) -> dict[str, jax.Array]:
         def found(*, constant: bool) -> dict[str, jax.Array]:
@@ -202,6 +193,24 @@ def make_loss_check(
         jax.jit(whole, out_shardings=replicated) if fits else None,
         tolerance,
     )
+
+
+def _forward_of(
+    layout: Layout,
+    loss: Loss,
+    proved: list[bool],
+    of: Partition,
+    parts: int,
+    *,
+    training: bool,
+    constant: bool = False,
+) -> Callable[..., Sums]:
+    """Make the forward of so many micro-batches, each row with its own numbers."""
+    draws = OfParts(parts, layout.mesh.shape[DATA], constant, proved.append)
+    own = dataclasses.replace(of, draws=draws)
+    like = layout.abstract.params
+    forward = layout.execution.make_forward(own, loss, like, training=training)
+    return functools.partial(forward, parts=parts)
 
 
 def _results(parts: list[Sums]) -> Metrics:
