@@ -116,6 +116,21 @@ def check_trainable(params: Params) -> None:
             )
 
 
+def check_elements(params: Params, mesh: Mesh) -> None:
+    """Refuse a parameter without an element on several devices.
+
+    Raises:
+      ValueError: if there is one.
+    """
+    for name, leaf in tree.named_leaves(params).items():
+        if not leaf.size and mesh.size > 1:
+            raise ValueError(
+                f"model: parameter {name} has shape {leaf.shape}, without an element, "
+                "on which XLA crashes in programs of several devices (jax 0.11.2). "
+                "Leave it out of the model, or train on one device."
+            )
+
+
 @dataclasses.dataclass(frozen=True)
 class LossTrace:
     """What tracing a loss function shows.

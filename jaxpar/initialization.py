@@ -19,6 +19,7 @@ from jaxpar.checks import (
     LossTrace,
     check_arguments,
     check_callbacks,
+    check_elements,
     check_trainable,
     precision_of_check,
     trace_loss,
@@ -315,6 +316,7 @@ def _plans(
     allow_whole: Sequence[str],
 ) -> dict[str, LeafPlan]:
     """Where every leaf is stored, and what the rules split of it."""
+    check_elements(params, mesh)
     leaves, sizes = tree.named_leaves(params), mesh.shape
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
     names, flax_rules = network.dim_names(), network.axis_rules

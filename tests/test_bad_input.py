@@ -68,6 +68,10 @@ def test_right_call_compiles_the_initialisation_alone(compiled):
     assert len(compiled) == 1
 
 
+def of_nothing(model, batch):
+    return model.w[...].sum() + batch["x"].mean()
+
+
 def weight_by_parameters(model, batch):
     return jaxpar.Weighted(loss(model, batch), model(batch["x"]).sum())
 
@@ -97,6 +101,10 @@ ARGUMENTS = {
     "integer loss": (
         {"loss_fn": lambda model, batch: (model(batch["x"]) > 0).sum()},
         r"loss_fn: the loss is int32, which has no gradient; it must be floating",
+    ),
+    "parameter of no element": (
+        {"model": lambda rngs: Annotated(None, (0, 6)), "loss_fn": of_nothing},
+        r"model: parameter w has shape \(0, 6\), without an element",
     ),
     "more devices than there are": (
         {"mesh": jaxpar.MeshShape(data=16)},

@@ -211,9 +211,8 @@ def plan_leaves(
       leaf name -> plan.
 
     Raises:
-      ValueError: if a leaf has no element and the mesh several devices, or a large leaf
-        cannot be sharded over data and is not allowed to stay whole, or `allow_whole`
-        is one string, or a pattern of it matches nothing.
+      ValueError: if a large leaf cannot be sharded over data and is not allowed to
+        stay whole, or `allow_whole` is one string, or a pattern of it matches nothing.
     """
     if isinstance(allow_whole, str):
         raise ValueError(
@@ -229,12 +228,6 @@ def plan_leaves(
     ways = (sizes[DATA], sizes[PIPE], sizes[TENSOR])
     plans = {}
     for name, leaf in leaves.items():
-        if not leaf.size and max(ways) > 1:
-            raise ValueError(
-                f"model: parameter {name} has shape {leaf.shape}, without an element, "
-                "on which XLA crashes in programs of several devices (jax 0.11.2). "
-                "Leave it out of the model, or train on one device."
-            )
         plan = _plan_leaf(
             name, leaf, compute[name], stage, ways, regroups=name in regrouped
         )

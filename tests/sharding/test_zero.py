@@ -237,12 +237,6 @@ def test_allow_whole_as_one_string_raises():
         plan_of((8, 8), 4, 1, allow="w")
 
 
-def test_leaf_of_no_element_is_for_one_device_alone():
-    with pytest.raises(ValueError, match=r"w has shape \(0, 6\), without an element"):
-        plan_of((0, 6), 4, 1)
-    assert plan_of((0, 6), 1, 1).data_dim is None
-
-
 def test_stages_are_the_rows_of_the_table():
     assert [zero_stage(number) for number in range(4)] == list(STAGES)
     assert [(s.rest, s.gather, s.reduce) for s in STAGES] == [
