@@ -122,7 +122,9 @@ class Engine(CompiledStep):
         """
         with self._alone("step"):
             placed = self._put(batch)
-            self._program.loss_check.before_call(self._kept, placed, self._ahead)
+            self._program.loss_check.before_call(
+                lambda: self._kept, placed, self._ahead
+            )
             # The view goes first, for a fused optimizer's holds arrays of its own.
             self._view, self._number = None, self._number + 1
             before = self._leaves
@@ -152,7 +154,7 @@ class Engine(CompiledStep):
                 for leaf in jax.tree.leaves(self.layout.keep(state))
             ]
             given = jax.tree.unflatten(self._structure, leaves)
-            self._program.loss_check.before_call(given, placed, self._ahead)
+            self._program.loss_check.before_call(lambda: given, placed, self._ahead)
             new, metrics, _ = self._program.step(leaves, placed)
             self._ahead.add(Dispatched("a train_step", metrics["loss"]))
             kept = jax.tree.unflatten(self._structure, new)
@@ -178,7 +180,9 @@ class Engine(CompiledStep):
             parts = self.batch_spec.put_any(batch, whole=self.layout.coupled)
             kept = self._kept
             if parts[0] is not None:
-                self._program.eval_check.before_call(kept, parts[0], self._ahead)
+                self._program.eval_check.before_call(
+                    lambda: kept, parts[0], self._ahead
+                )
             used = kept.params if params is None else self._placed(params)
             metrics = self._program.evaluated(parts, used, kept, is_kept=params is None)
             self._ahead.add(Dispatched("an evaluation", metrics["loss"]))

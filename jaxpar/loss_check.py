@@ -66,7 +66,9 @@ class Queue(Protocol):
 class NoCheck:
     """Checks nothing."""
 
-    def before_call(self, kept: TrainState, batch: Batch, queue: Queue) -> None:
+    def before_call(
+        self, state: Callable[[], TrainState], batch: Batch, queue: Queue
+    ) -> None:
         """As of `LossCheck`."""
 
 
@@ -93,11 +95,13 @@ class LossCheck(NoCheck):
         self._compare, self._whole, self._tolerance = compare, whole, tolerance
         self._argument, self._calls, self._warned = argument, 0, set()
 
-    def before_call(self, kept: TrainState, batch: Batch, queue: Queue) -> None:
+    def before_call(
+        self, state: Callable[[], TrainState], batch: Batch, queue: Queue
+    ) -> None:
         """Compare before calls 1, 2, 4, 8 and so on; waits for the devices.
 
         Args:
-          kept: what is kept of the state.
+          state: gives what is kept of the state; asked only when a call is checked.
           batch: the call's, on the mesh.
           queue: programs that were dispatched before.
 
@@ -112,6 +116,7 @@ class LossCheck(NoCheck):
             self._calls += 1
             return
         queue.finish_before_others()
+        kept = state()
         given = (kept.params, kept.model_state, batch, kept.step, kept.key)
         wrong, noise = self._wrong(given)
         if "loss" in wrong:

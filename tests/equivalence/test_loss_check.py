@@ -304,7 +304,7 @@ def test_loss_is_refused_only_if_it_differs_with_other_noise_too() -> None:
     def check(*numbers: list[float]) -> None:
         found = iter({"loss": np.array(pair)[:, None]} for pair in numbers)
         made = LossCheck("loss_fn", lambda *_: next(found), None, 1e-4)
-        made.before_call(state, BATCH, RunAhead())
+        made.before_call(lambda: state, BATCH, RunAhead())
 
     check([1e-5, 3e-5], [0.2, 0.2])
     check([math.nan, math.nan], [0.2, 0.2])
