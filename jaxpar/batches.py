@@ -119,6 +119,8 @@ class BatchSpec:
         num_rows = sum(counts)
         if not num_rows:
             raise ValueError("batch: it has no rows, on any process; pass one or more.")
+        own = counts[jax.process_index() if len(counts) > 1 else 0]
+        self._check(leaves, own, num_rows)
         left = num_rows % self.mesh.shape[DATA]
         if not left and len(set(counts)) == 1:
             return self._placed(leaves, num_rows), None
@@ -158,7 +160,10 @@ class BatchSpec:
             own = next((x for x in rows if not isinstance(x, jax.Array)), rows[0])
             num_own = (*np.shape(own), 0)[0]
             if np.ndim(own):  # A scalar is no rows.
-                self._check(leaves, num_own, num_own)
+                hosts = {
+                    k: x for k, x in leaves.items() if not isinstance(x, jax.Array)
+                }
+                self._check(hosts, num_own, num_own)
         except ValueError as error:
             refused = error
         wholes = replicated_names(batch)
