@@ -8,6 +8,9 @@ from pathlib import Path
 
 from jaxpar.exit_codes import STOPPED
 
+# Slurm warns up to a minute early: a task that does not listen yet would be killed.
+_UNTIL_IT_LISTENS = """bash -c 'trap "" USR1; exec "$@"' jaxpar"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
@@ -83,7 +86,7 @@ def write_script(batch: Batch, command: Sequence[str], folder: Path) -> str:
             "",
             f"mkdir -p {shlex.quote(str(folder))}",
             f"srun --ntasks-per-node=1 --output={log} --open-mode=append \\",
-            f"  {shlex.join(command)}",
+            f"  {_UNTIL_IT_LISTENS} {shlex.join(command)}",
             "code=$?",
             f"if [ $code -eq {STOPPED} ]; then",
             "  # Saved at the warning: go on when there is time again.",

@@ -1,6 +1,8 @@
 """Is a scheduler's place understood, and is a job's script what Slurm takes?"""
 
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,9 +76,24 @@ def test_script_asks_for_what_was_asked_and_requeues() -> None:
     assert "#SBATCH --requeue" in asked
     assert "#SBATCH --account=us" in asked
     assert "%t" in text, "a log for each task"
-    srun = text.split("srun ")[1].split("\ncode=")[0].replace("\\\n", "")
-    assert shlex.split(srun)[-len(command) :] == command
+    assert _task(text)[-len(command) :] == command
     assert text.index("code=$?") < text.index("-eq 75") < text.index('requeue "$SLURM')
+
+
+def _task(text: str) -> list[str]:
+    """What `srun` is given as each node's task."""
+    srun = text.split("srun ")[1].split("\ncode=")[0].replace("\\\n", "")
+    words = shlex.split(srun)
+    return words[[word.startswith("-") for word in words].index(False) :]
+
+
+def test_warning_before_a_task_listens_does_not_kill_it() -> None:
+    """Slurm sends it up to a minute early, while Python still starts."""
+    signals = "import os, signal; os.kill(os.getpid(), signal.SIGUSR1); print('lives')"
+    command = [sys.executable, "-c", signals]
+    task = _task(write_script(Batch("early"), command, Path("runs/early/launch")))
+    said = subprocess.run(task, capture_output=True, text=True, check=False)
+    assert (said.returncode, said.stdout) == (0, "lives\n")
 
 
 @pytest.mark.parametrize(

@@ -172,9 +172,9 @@ def test_requeued_job_goes_on_to_the_same_bits(whole: Path, tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("slurm")
 def test_warning_signal_saves_in_time_and_requeues(tmp_path: Path) -> None:
-    """A limit of one minute; the warning comes with it nearly used up."""
+    """A limit of two minutes; the warning comes up to a minute early."""
     out = tmp_path / "run"
-    asks = ("--batch.time=00:01:00", "--batch.warn-seconds=30")
+    asks = ("--batch.time=00:02:00", "--batch.warn-seconds=30")
     job = submit(out, "--pause=0.5", "--steps=1000", "--save-every=1000", script=asks)
     until = time.monotonic() + LIMIT_SECONDS
     while not ((out / "events.jsonl").exists() and events(out, "stopped")):
