@@ -39,7 +39,7 @@ from jaxpar.checkpoint import Checkpoints
 from jaxpar.checkpoint import folder as files
 from jaxpar.checkpoint.arrays import ARRAYS
 from jaxpar.checkpoint.logs import quiet_orbax
-from jaxpar.config import parse
+from jaxpar.cli.recipe_flags import parse
 from jaxpar.mesh import MeshShape, make_mesh
 
 LEAVES, WIDTH, DEVICES = 24, 1024, 8

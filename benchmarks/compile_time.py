@@ -115,6 +115,6 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    from jaxpar.config import parse
+    from jaxpar.cli.recipe_flags import parse
 
     main(parse(Config, __doc__))

@@ -22,10 +22,10 @@ from rich.table import Table
 
 import jaxpar
 from benchmarks.record import write_result
+from jaxpar.compiled.program import read_program
 from jaxpar.mesh import MeshShape, make_mesh
 from jaxpar.models import GPT, GPTConfig, gpt_loss, pipeline_gpt
-from jaxpar.plan.deviceless import gpu_devices, prepare_process
-from jaxpar.plan.program import read_program
+from jaxpar.planner.absent_devices import gpu_devices, prepare_process
 from jaxpar.tree import num_elements
 
 THRESHOLD = "xla_gpu_reduce_scatter_combine_threshold_bytes"

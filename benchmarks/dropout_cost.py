@@ -26,7 +26,7 @@ from rich.console import Console
 import jaxpar
 from benchmarks.record import write_result
 from jaxpar.models import GPT, gpt_config, gpt_loss
-from jaxpar.row_draws import AsTraced
+from jaxpar.step.row_draws import AsTraced
 
 DEVICES, ROWS, TURNS = 8, 16, 31
 MODEL = dataclasses.replace(gpt_config("tiny"), dropout=0.1)
@@ -48,7 +48,7 @@ def make_engine() -> jaxpar.Engine:
 def main() -> None:
     """Measure, print, write."""
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    with mock.patch("jaxpar.initialization.OwnRows", return_value=AsTraced()):
+    with mock.patch("jaxpar.engine.initialize.OwnRows", return_value=AsTraced()):
         engines = {"as_traced": make_engine()}
     engines["own_rows"] = make_engine()
     rng = np.random.default_rng(0)

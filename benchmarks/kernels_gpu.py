@@ -37,8 +37,8 @@ from benchmarks.kernels import attention, longest, optimizers
 from benchmarks.kernels.timing import copy_bandwidth
 from benchmarks.record import write_result
 from benchmarks.train_gpu import gpu_name
-from jaxpar.config import parse
-from jaxpar.plan.deviceless import prepare_process
+from jaxpar.cli.recipe_flags import parse
+from jaxpar.planner.absent_devices import prepare_process
 
 Rows = Iterator[tuple[str, dict[str, float]]]
 PARTS = (*attention.PARTS, *optimizers.MODELS, "longest")

@@ -31,13 +31,13 @@ from rich.table import Table
 
 import jaxpar
 from benchmarks.record import write_result
-from jaxpar.config import parse
+from jaxpar.cli.recipe_flags import parse
+from jaxpar.compiled.program import read_program
 from jaxpar.mesh import DATA, PIPE
+from jaxpar.model.proxies import Call, ModelProxy, inputs_of
 from jaxpar.models import GPTConfig, gpt_loss, pipeline_gpt
-from jaxpar.parts.calls import Call, ModelProxy, inputs_of
-from jaxpar.pipeline.catalog import make_schedule
-from jaxpar.pipeline.schedule import cost, kept
-from jaxpar.plan.program import read_program
+from jaxpar.pipeline.schedules.catalog import make_schedule
+from jaxpar.pipeline.schedules.table import cost, kept
 
 STAGES, WAYS = 4, 2
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")

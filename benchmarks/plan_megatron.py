@@ -2,7 +2,7 @@
 
 Every row is planned with benchmarks/megatron_gpt.py on the row's GPUs: tensor and pipe
 as there, every layer run again, attention's scores written, 1F1B, bf16. Nothing is
-fitted: the error is what the rates of `jaxpar.plan.hardware` and the compiled step
+fitted: the error is what the rates of `jaxpar.planner.hardware` and the compiled step
 give. Needs the compilers (`.ci/setup --compilers yes`); no GPU.
 
     python benchmarks/plan_megatron.py
@@ -27,13 +27,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.record import write_result
-from jaxpar.config import parse
-from jaxpar.models.presets import gpt_config
-from jaxpar.plan.apart import ApartError
-from jaxpar.plan.hardware import load_hardware
-from jaxpar.plan.plan import Plan
-from jaxpar.plan.roofline import Estimate
-from jaxpar.planner import plan_apart
+from jaxpar.cli.recipe_flags import parse
+from jaxpar.models.gpt.presets import gpt_config
+from jaxpar.planner.hardware import load_hardware
+from jaxpar.planner.plan import Plan
+from jaxpar.planner.recipe import plan_apart
+from jaxpar.planner.roofline import Estimate
+from jaxpar.planner.subprocess import ApartError
 
 RECIPE = Path(__file__).resolve().parent / "megatron_gpt.py"
 GPUS_PER_HOST = 8

@@ -18,14 +18,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 
 from benchmarks.record import write_result
-from jaxpar.config import parse
-from jaxpar.plan.apart import ApartError
-from jaxpar.plan.choices import KNOBS, Choice
-from jaxpar.plan.plan import Plan
-from jaxpar.plan.search import seconds_of
-from jaxpar.plan.show_search import show_search
-from jaxpar.planner import plan_apart
-from jaxpar.searcher import search_recipe
+from jaxpar.cli.recipe_flags import parse
+from jaxpar.planner.choices import KNOBS, Choice
+from jaxpar.planner.plan import Plan
+from jaxpar.planner.recipe import plan_apart
+from jaxpar.planner.recipe_search import search_recipe
+from jaxpar.planner.search import seconds_of
+from jaxpar.planner.subprocess import ApartError
+from jaxpar.show.search import show_search
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "gpt_3d.py"
 SETS: dict[str, Any] = dict.fromkeys(KNOBS)

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.record import write_result
-from jaxpar.planner import plan_apart
+from jaxpar.planner.recipe import plan_apart
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "gpt.py"
 FLAGS = ("--precision", "bf16", "--remat", "full", "--zero", "3")

@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.record import write_result
-from jaxpar.config import parse
+from jaxpar.cli.recipe_flags import parse
+from jaxpar.compiled.program import read_program
 from jaxpar.mesh import MeshShape, make_mesh
-from jaxpar.plan.program import read_program
-from jaxpar.planner import load_recipe, plan_apart
+from jaxpar.planner.recipe import load_recipe, plan_apart
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "gpt.py"
 CASES: dict[str, tuple[str, ...]] = {

@@ -104,20 +104,19 @@ def comparable(text: str) -> str:
 def _kernel(quoted: str) -> str:
     """A checksum of a kernel that a program holds as bytes, without its locations."""
     # Only for text with kernels; jax has no public way to read one.
-    from jax._src.interpreters import mlir  # noqa: PLC0415
-    from jax._src.lib import mosaic_gpu_dialect  # noqa: PLC0415
-    from jax._src.lib.mlir import ir  # noqa: PLC0415
-
+    mlir = importlib.import_module("jax._src.interpreters.mlir")
+    lib = importlib.import_module("jax._src.lib")
+    ir = importlib.import_module("jax._src.lib.mlir.ir")
     code = re.sub(
         rb"\\([0-9A-F]{2}|.)",
         lambda c: bytes.fromhex(c[1].decode()) if len(c[1]) == 2 else c[1],
         quoted[1:-1].encode(),
     )
     context = mlir.make_ir_context()
-    mosaic_gpu_dialect.register_dialect(context)
+    lib.mosaic_gpu_dialect.register_dialect(context)
     context.allow_unregistered_dialects = True
     module = ir.Module.parse(code, context)
-    plain = module.operation.get_asm(enable_debug_info=False)
+    plain = str(module.operation.get_asm(enable_debug_info=False))
     return f'"{hashlib.sha256(plain.encode()).hexdigest()}"'
 
 
@@ -241,11 +240,11 @@ def compare(before: Path, after: Path) -> int:
 
 
 def _same(before: Path, after: Path) -> bool:
-    texts = [
+    old, new = (
         path.read_text().splitlines() if path.exists() else []
         for path in (before, after)
-    ]
-    changes = list(difflib.unified_diff(*texts, "before", "after", n=0, lineterm=""))
+    )
+    changes = list(difflib.unified_diff(old, new, "before", "after", n=0, lineterm=""))
     print(f"{before.name}: {f'{len(changes)} lines differ' if changes else 'the same'}")
     for line in changes[:8]:
         print(f"  {line[:200]}")
@@ -254,7 +253,7 @@ def _same(before: Path, after: Path) -> bool:
 
 def main() -> None:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("write", help="compile and run this commit's cases")
     one.add_argument("folder", type=Path)

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jaxpar
 from benchmarks.record import write_result
-from jaxpar.config import parse
+from jaxpar.cli.recipe_flags import parse
 from jaxpar.models import GPT, GPTConfig, gpt_loss
 
 CLIP = 1.0

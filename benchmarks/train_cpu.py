@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.contestants.runner import HERE, Contestant
 from benchmarks.record import write_result
-from jaxpar.config import parse
+from jaxpar.cli.recipe_flags import parse
 
 SHAPE = "10.8m"
 

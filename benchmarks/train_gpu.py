@@ -34,10 +34,10 @@ from benchmarks.contestants.jaxpar_gpt import make_engine
 from benchmarks.contestants.protocol import SHAPES, Shape
 from benchmarks.contestants.runner import HERE, Contestant
 from benchmarks.record import write_result
-from jaxpar.config import parse
+from jaxpar.cli.recipe_flags import parse
+from jaxpar.compiled.program import read_program
 from jaxpar.mesh import MeshShape, make_mesh
-from jaxpar.plan.deviceless import gpu_devices, prepare_process
-from jaxpar.plan.program import read_program
+from jaxpar.planner.absent_devices import gpu_devices, prepare_process
 
 PEAK_FLOPS = {"A100": 312e12, "H100": 989.4e12, "H200": 989.4e12, "B200": 2250e12}
 """bf16, dense, a second. Source: NVIDIA's data sheets of the SXM modules."""

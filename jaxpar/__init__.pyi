@@ -1,21 +1,27 @@
 """Public names, each with the module that it is loaded from when it is first used."""
 
-from . import data, optim
+from . import data, models, optim, sparse_attention
 from .checkpoint import DamagedError, Keep
-from .engine import Engine
-from .initialization import initialize
-from .inputs import Packed, Replicated
+from .cli.recipe_flags import parse
+from .compiled.budget import Budget, BudgetExceeded
+from .compiled.explain import Explanation
+from .engine.engine import Engine
+from .engine.initialize import initialize
+from .engine.replicas import CorruptionError
+from .launch.devices import choose_mesh, scaled_accumulation
 from .mesh import MeshShape, make_mesh
-from .parts.model import PipelineModel
-from .pipeline.schedule import Schedule
-from .plan.budget import Budget, BudgetExceeded
-from .plan.explain import Explanation
-from .precision import Precision, make_precision
-from .remat_policy import remat
-from .replicas import CorruptionError
+from .model.blocks import PipelineModel
+from .model.remat import remat
+from .pipeline.schedules.table import Schedule
+from .planner.plan_step import plan
 from .sharding.constrain import constrain
-from .state import TrainState
-from .weighted import Max, Sum, Weighted
+from .step.inputs import Packed, Replicated
+from .step.precision import Precision, make_precision
+from .step.state import TrainState
+from .step.weighted import Max, Sum, Weighted
+from .training.loop import train
+from .training.recovery import Recovery
+from .training.run import check_reopened, mean_loss, open_run
 
 __all__ = [
     "Budget",
@@ -30,16 +36,27 @@ __all__ = [
     "Packed",
     "PipelineModel",
     "Precision",
+    "Recovery",
     "Replicated",
     "Schedule",
     "Sum",
     "TrainState",
     "Weighted",
+    "check_reopened",
+    "choose_mesh",
     "constrain",
     "data",
     "initialize",
     "make_mesh",
     "make_precision",
+    "mean_loss",
+    "models",
+    "open_run",
     "optim",
+    "parse",
+    "plan",
     "remat",
+    "scaled_accumulation",
+    "sparse_attention",
+    "train",
 ]

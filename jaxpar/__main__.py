@@ -1,5 +1,5 @@
 """``python -m jaxpar``: the command, where its script is not on the path."""
 
-from jaxpar.cli import main
+from jaxpar.cli.main import main
 
 main()

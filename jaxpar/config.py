@@ -2,21 +2,21 @@
 
 Field names are flags (``--mesh.data 2``), docstrings are the help, and a misspelt flag
 is answered with the near one. ``--mesh auto --target h200:1x8`` has the mesh, and what
-goes with it, searched by ``jaxpar plan --search`` before the config is read.
+goes with it, searched before the config is read, by whoever the caller names.
 """
 
 import dataclasses
-import json
-import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import tyro
 
 Config = TypeVar("Config")
+
+Search = Callable[[Path, str, Sequence[str]], Sequence[str]]
+"""``(recipe, target, flags) -> flags``: of the best mesh, and of what goes with it."""
 
 _AUTO = (
     "--mesh auto --target h200:1x8 picks the mesh, and the stage, micro-batches, "
@@ -31,6 +31,7 @@ def parse(
     args: Sequence[str] | None = None,
     *,
     prog: str | None = None,
+    search: Search | None = None,
 ) -> Config:
     """Read a config from the command line.
 
@@ -39,6 +40,7 @@ def parse(
       description: what the program does, for ``--help``.
       args: the arguments; None for the process's own.
       prog: the program's name; None for the process's own.
+      search: finds what ``--mesh auto`` stands for; None where that can't be given.
 
     Returns:
       The config.
@@ -52,9 +54,9 @@ def parse(
       MeshShape(data=2, pipe=1, tensor=1)
     """
     given = list(sys.argv[1:] if args is None else args)
-    if _has_mesh(config):
+    if search is not None and _has_mesh(config):
         description = "\n\n".join(filter(None, (description, _AUTO)))
-        given = _searched(config, given)
+        given = _searched(config, given, search)
     return tyro.cli(config, prog=prog, description=description, args=given)
 
 
@@ -63,7 +65,7 @@ def _has_mesh(config: Any) -> bool:
     return any(field.name == "mesh" for field in fields)
 
 
-def _searched(config: Any, given: list[str]) -> list[str]:
+def _searched(config: Any, given: list[str], search: Search) -> list[str]:
     """The arguments, with the flags of the best choice where ``--mesh auto`` is."""
     mesh, others = _taken(given, "--mesh")
     if mesh != "auto":
@@ -79,13 +81,7 @@ def _searched(config: Any, given: list[str]) -> list[str]:
             f"--mesh auto: {config.__qualname__} must be in a file, the recipe that is "
             "planned; of a notebook, give the mesh in numbers."
         )
-    with tempfile.TemporaryDirectory(prefix="jaxpar-mesh-") as folder:
-        file = Path(folder, "search.json")
-        command = [sys.executable, "-m", "jaxpar", "plan", str(recipe), "--search"]
-        command += ["--target", str(target), "--json", str(file), "--", *others]
-        if subprocess.run(command, check=False).returncode:
-            _stop("--mesh auto: no mesh was found; what was tried is said above.")
-        flags = json.loads(file.read_text())["ranking"][0]["flags"]
+    flags = search(Path(recipe), target, others)
     print(f"--mesh auto: {' '.join(flags)}", flush=True)
     return [*others, *flags]
 
@@ -101,6 +97,6 @@ def _taken(args: list[str], flag: str) -> tuple[str | None, list[str]]:
     return None, args
 
 
-def _stop(message: str) -> None:
+def _stop(message: str) -> NoReturn:
     print(message, file=sys.stderr)
     raise SystemExit(2)

@@ -237,3 +237,8 @@ def lowering_platform(mesh: Mesh) -> str:
     """The name by which `jax.jit`'s lowering knows the mesh's devices."""
     platform = mesh.devices.flat[0].platform
     return "cuda" if platform == "gpu" else platform
+
+
+def on_abstract_mesh(mesh: Mesh) -> contextlib.AbstractContextManager[object]:
+    """Trace what is inside on a mesh whose axes are named and not its devices."""
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)

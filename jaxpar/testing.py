@@ -19,8 +19,8 @@ from collections.abc import Callable
 
 import pytest
 
-from jaxpar.engine import Engine
-from jaxpar.plan.budget import Budget
+from jaxpar.compiled.budget import Budget
+from jaxpar.engine.engine import Engine
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

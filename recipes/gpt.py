@@ -15,13 +15,8 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 import jaxpar
-from jaxpar.config import parse
 from jaxpar.data import Loader, open_splits
-from jaxpar.launch import choose_mesh, scaled_accumulation
 from jaxpar.models import GPT, continue_text, gpt_config, gpt_loss
-from jaxpar.run import check_reopened, mean_loss, open_run
-from jaxpar.training import train
-from jaxpar.watch import Recovery
 
 CPU_MESH = jaxpar.MeshShape(data=2, tensor=2)
 
@@ -62,7 +57,7 @@ class Config:
     """Steps between checkpoints."""
     keep: int = 3
     """Checkpoints that stay, the newest."""
-    recovery: Recovery = dataclasses.field(default_factory=Recovery)
+    recovery: jaxpar.Recovery = dataclasses.field(default_factory=jaxpar.Recovery)
     """What is done about bad numbers, failed saves and corrupt replicas."""
     seed: int = 0
     """Of the parameters and of the data's order."""
@@ -86,10 +81,10 @@ def build(config: Config, mesh: Mesh | None = None) -> jaxpar.Engine:
         loss_fn=gpt_loss,
         optimizer=optax.inject_hyperparams(optax.adamw)(schedule, weight_decay=0.1),
         sample_batch={"tokens": jax.ShapeDtypeStruct(shape, np.int32)},
-        mesh=mesh or choose_mesh(config.mesh, on_cpu=CPU_MESH),
+        mesh=mesh or jaxpar.choose_mesh(config.mesh, on_cpu=CPU_MESH),
         zero=config.zero,
         precision=config.precision,
-        accumulate=scaled_accumulation(config.accumulate),
+        accumulate=jaxpar.scaled_accumulation(config.accumulate),
         clip_norm=config.clip_norm,
         seed=config.seed,
     )
@@ -103,9 +98,9 @@ def tokens_per_step(config: Config) -> int:
 def main(config: Config) -> None:
     """Train, evaluate, save, reopen on one device, sample."""
     console = Console(highlight=False, soft_wrap=True)
-    mesh = choose_mesh(config.mesh, on_cpu=CPU_MESH)
+    mesh = jaxpar.choose_mesh(config.mesh, on_cpu=CPU_MESH)
     corpus, heldout = open_splits(config.data, config.heldout)
-    run = open_run(config.out, config, {"corpus_sha256": corpus.sha256})
+    run = jaxpar.open_run(config.out, config, {"corpus_sha256": corpus.sha256})
     seq_len = gpt_config(config.model).seq_len
     rows = config.batch_size
     loader = Loader(corpus, batch_size=rows, seq_len=seq_len, seed=config.seed)
@@ -115,14 +110,14 @@ def main(config: Config) -> None:
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     console.print(f"corpus   {len(corpus):,} tokens, sha256 {corpus.sha256}")
     console.print(f"mesh     {shape} on {mesh.devices.flat[0].device_kind} devices")
-    loss = train(
+    loss = jaxpar.train(
         engine,
         loader,
         run,
         steps=config.steps,
         save_every=config.save_every,
         keep=config.keep,
-        evaluate=lambda: mean_loss(engine, held_batches),
+        evaluate=lambda: jaxpar.mean_loss(engine, held_batches),
         recovery=config.recovery,
         tokens_per_step=tokens_per_step(config),
         tensorboard=config.tensorboard,
@@ -132,7 +127,7 @@ def main(config: Config) -> None:
         return  # One device is then another process's for all but one.
     one = jaxpar.make_mesh(jaxpar.MeshShape(data=1), jax.devices()[:1])
     reopened = build(dataclasses.replace(config, accumulate=1), one)
-    console.print(check_reopened(reopened, run, held_batches, loss))
+    console.print(jaxpar.check_reopened(reopened, run, held_batches, loss))
     console.rule("200 bytes by the model")
     text = continue_text(reopened.model(), heldout.read(0, 64), 200)
     console.print(text, markup=False)
@@ -141,4 +136,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(parse(Config, __doc__))
+    main(jaxpar.parse(Config, __doc__))

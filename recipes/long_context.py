@@ -15,14 +15,9 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 import jaxpar
-from jaxpar.config import parse
 from jaxpar.data import Loader, open_splits
-from jaxpar.launch import choose_mesh, scaled_accumulation
 from jaxpar.models import GPT, GPTConfig, gpt_config, gpt_loss, plan_of
-from jaxpar.run import check_reopened, mean_loss, open_run
 from jaxpar.sparse_attention import SparsityPattern, causal_pattern
-from jaxpar.training import train
-from jaxpar.watch import Recovery
 
 CPU_MESH = jaxpar.MeshShape(data=2, tensor=2)
 
@@ -65,7 +60,7 @@ class Config:
     """Held-out batches to evaluate on."""
     save_every: int = 50
     """Steps between checkpoints."""
-    recovery: Recovery = dataclasses.field(default_factory=Recovery)
+    recovery: jaxpar.Recovery = dataclasses.field(default_factory=jaxpar.Recovery)
     """What is done about bad numbers, failed saves and corrupt replicas."""
     seed: int = 0
     """Of the parameters, of the data's order and of random blocks."""
@@ -99,10 +94,10 @@ def build(config: Config, mesh: Mesh | None = None) -> jaxpar.Engine:
         loss_fn=gpt_loss,
         optimizer=optax.inject_hyperparams(optax.adamw)(schedule, weight_decay=0.1),
         sample_batch={"tokens": jax.ShapeDtypeStruct(shape, np.int32)},
-        mesh=mesh or choose_mesh(config.mesh, on_cpu=CPU_MESH),
+        mesh=mesh or jaxpar.choose_mesh(config.mesh, on_cpu=CPU_MESH),
         zero=config.zero,
         precision=config.precision,
-        accumulate=scaled_accumulation(1),
+        accumulate=jaxpar.scaled_accumulation(1),
         clip_norm=1.0,
         seed=config.seed,
     )
@@ -117,9 +112,9 @@ def main(config: Config) -> None:
     """Train, evaluate, save, reopen on one device."""
     console = Console(highlight=False, soft_wrap=True)
     model, pattern = model_of(config)
-    mesh = choose_mesh(config.mesh, on_cpu=CPU_MESH)
+    mesh = jaxpar.choose_mesh(config.mesh, on_cpu=CPU_MESH)
     corpus, heldout = open_splits(config.data, config.heldout)
-    run = open_run(config.out, config, {"corpus_sha256": corpus.sha256})
+    run = jaxpar.open_run(config.out, config, {"corpus_sha256": corpus.sha256})
     rows, length = config.batch_size, config.seq_len
     loader = Loader(corpus, batch_size=rows, seq_len=length, seed=config.seed)
     held = Loader(heldout, batch_size=rows, seq_len=length, repeat=False)
@@ -129,13 +124,13 @@ def main(config: Config) -> None:
     console.print(f"mesh     {shape} on {mesh.devices.flat[0].device_kind} devices")
     plan = plan_of(pattern, model.seq_len, model.num_heads)
     console.print(f"pattern  {config.pattern}: {plan.active_tiles:.1%} of tiles active")
-    loss = train(
+    loss = jaxpar.train(
         engine,
         loader,
         run,
         steps=config.steps,
         save_every=config.save_every,
-        evaluate=lambda: mean_loss(engine, held_batches),
+        evaluate=lambda: jaxpar.mean_loss(engine, held_batches),
         recovery=config.recovery,
         tokens_per_step=tokens_per_step(config),
     )
@@ -143,8 +138,8 @@ def main(config: Config) -> None:
     if jax.process_count() > 1:
         return  # One device is then another process's for all but one.
     reopened = build(config, jaxpar.make_mesh(jaxpar.MeshShape(), jax.devices()[:1]))
-    console.print(check_reopened(reopened, run, held_batches, loss))
+    console.print(jaxpar.check_reopened(reopened, run, held_batches, loss))
 
 
 if __name__ == "__main__":
-    main(parse(Config, __doc__))
+    main(jaxpar.parse(Config, __doc__))

@@ -15,12 +15,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jaxpar.config import parse
+import jaxpar
+from jaxpar.compiled.collectives import Collective
+from jaxpar.compiled.hlo import ArrayType
 from jaxpar.mesh import DATA
-from jaxpar.plan.hlo import ArrayType
-from jaxpar.plan.plan import Plan
-from jaxpar.plan.traffic import Collective
-from jaxpar.planner import plan_apart
+from jaxpar.planner.plan import Plan
+from jaxpar.planner.recipe import plan_apart
 
 DEEPSPEEDS_ELEMENTS = (2, 2, 2, 3)
 """What crosses in a step for each parameter, by stage."""
@@ -143,4 +143,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(parse(Config, __doc__))
+    main(jaxpar.parse(Config, __doc__))

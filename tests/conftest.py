@@ -13,7 +13,7 @@ import pytest
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
 CACHE_BYTES = 4 * 1024**3
 # By name, for jaxpar is imported after the plugin that checks its annotations.
-WHY_NOT = "jaxpar.initialization.why_not"
+WHY_NOT = "jaxpar.engine.initialize.why_not"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -90,7 +90,9 @@ def unchecked_losses() -> Iterator[None]:
 @pytest.fixture
 def checked_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check loss functions as users' are."""
-    monkeypatch.setattr(WHY_NOT, importlib.import_module("jaxpar.loss_check").why_not)
+    monkeypatch.setattr(
+        WHY_NOT, importlib.import_module("jaxpar.step.loss_check").why_not
+    )
 
 
 @pytest.fixture

@@ -18,12 +18,12 @@ from flax import nnx
 
 import jaxpar
 from jaxpar.data import Loader, Tokens
-from jaxpar.metrics import read_metrics
-from jaxpar.run import Run, open_run
-from jaxpar.run_ahead import RunAhead
-from jaxpar.training import train
+from jaxpar.engine.run_ahead import RunAhead
+from jaxpar.training.loop import train
+from jaxpar.training.metrics import read_metrics
+from jaxpar.training.recovery import Recovery
+from jaxpar.training.run import Run, open_run
 from jaxpar.tree import named_leaves
-from jaxpar.watch import Recovery
 
 ROWS, LENGTH, VOCAB, WIDTH = 16, 8, 40, 16
 STEPS, SAVE_EVERY = 40, 6

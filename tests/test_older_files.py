@@ -17,8 +17,8 @@ import pytest
 from flax import nnx
 
 import jaxpar
-from jaxpar.metrics import read_metrics
-from jaxpar.run import Run, open_run
+from jaxpar.training.metrics import read_metrics
+from jaxpar.training.run import Run, open_run
 from tests import runs
 
 WRITTEN = Path(__file__).parent / "fixtures" / "run_of_2026_11"

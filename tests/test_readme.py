@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.cli import main
+from jaxpar.cli.main import main
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 FIRST_STEP = "metrics = engine.step(batch)"

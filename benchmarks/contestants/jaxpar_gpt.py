@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import jaxpar
 from benchmarks.contestants import protocol
+from jaxpar.compiled.program import read_program
 from jaxpar.models import GPT, GPTConfig, gpt_loss
-from jaxpar.plan.program import read_program
 
 
 def make_engine(

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import optax
 
 import jaxpar
+from jaxpar.compiled.program import read_program
 from jaxpar.models import GPT, GPTConfig, gpt_loss
-from jaxpar.plan.deviceless import gpu_devices
-from jaxpar.plan.hardware import load_hardware
-from jaxpar.plan.program import read_program
+from jaxpar.planner.absent_devices import gpu_devices
+from jaxpar.planner.hardware import load_hardware
 from jaxpar.sparse_attention import causal_pattern
 
 SIZES = {"bert-base": (12, 768, 12), "bert-large": (24, 1024, 16)}

@@ -17,11 +17,11 @@ from flax import nnx
 
 import jaxpar
 from benchmarks.kernels.timing import compile_for_h200, seconds_of_steps
+from jaxpar.compiled.hlo import parse
 from jaxpar.models import GPT, gpt_config, gpt_loss
 from jaxpar.optim import fused_adamw
-from jaxpar.plan.deviceless import gpu_devices
-from jaxpar.plan.hlo import parse
-from jaxpar.plan.work import memory_traffic
+from jaxpar.planner.absent_devices import gpu_devices
+from jaxpar.planner.work import memory_traffic
 from kernels_pallas.fused_optimizers import (
     TILE,
     AdamW,

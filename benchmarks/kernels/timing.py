@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.plan.deviceless import gpu_devices
-from jaxpar.plan.hlo import parse
-from jaxpar.plan.work import memory_traffic
+from jaxpar.compiled.hlo import parse
+from jaxpar.planner.absent_devices import gpu_devices
+from jaxpar.planner.work import memory_traffic
 
 IN_A_ROW = 10
 """Calls that are waited for together, so that the device is timed, not the host."""

@@ -19,7 +19,7 @@ import jax
 from jax._src import distributed
 from jax.experimental import multihost_utils
 
-from jaxpar.launch.contract import current
+from jaxpar.launch.worker_environment import current
 
 _SHOWN = 3
 _EXCHANGES: dict[str, int] = {}

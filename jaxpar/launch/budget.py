@@ -7,7 +7,7 @@ _HOUR = 3600.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 
 
-class Budget:
+class RestartBudget:
     """Restarts within an hour; pauses that double while nothing is gained.
 
     Args:

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpar.launch.agreement import exchange
-from jaxpar.launch.contract import Worker, current
+from jaxpar.launch.worker_environment import Worker, current
 from jaxpar.mesh import MeshShape, make_mesh
 
 

@@ -2,7 +2,7 @@
 
 import json
 
-from jaxpar.launch.contract import Worker
+from jaxpar.launch.worker_environment import Worker
 
 
 def say_error(worker: Worker, error: str) -> None:

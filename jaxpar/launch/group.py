@@ -11,10 +11,10 @@ from pathlib import Path
 
 import psutil
 
-from jaxpar.launch.contract import Worker
 from jaxpar.launch.errors import read_error
-from jaxpar.launch.pulse import Beat, read_pulse
+from jaxpar.launch.heartbeat import Beat, read_pulse
 from jaxpar.launch.rendezvous import WorkerEnd
+from jaxpar.launch.worker_environment import Worker
 
 STACKS_SIGNAL = signal.SIGUSR2
 """Makes a worker write down its stacks, in whatever code it hangs."""

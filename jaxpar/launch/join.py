@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import psutil
 
-from jaxpar.launch.contract import Worker
 from jaxpar.launch.errors import say_error
 from jaxpar.launch.gloo import listen_on
+from jaxpar.launch.worker_environment import Worker
 
 _TRY_SECONDS = 0.2
 

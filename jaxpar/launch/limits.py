@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from jaxpar.launch.pulse import Beat
+from jaxpar.launch.heartbeat import Beat
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ _PREFIX = "ray-"
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class RayPlan:
     """What all workers are to do.
 
     Attributes:

@@ -21,7 +21,7 @@ from typing import Any
 from jaxpar.exit_codes import GAVE_UP, STOPPED
 from jaxpar.launch.limits import Limits
 from jaxpar.launch.ray_cluster import connected
-from jaxpar.launch.ray_plan import Plan, attempt_folder, attempts
+from jaxpar.launch.ray_plan import RayPlan, attempt_folder, attempts
 from jaxpar.launch.rendezvous import (
     POLL_SECONDS,
     Attempt,
@@ -103,7 +103,7 @@ def launch_ray(args: Ray) -> int:
     return _Launcher(plan, args, processes).run()
 
 
-def make_plan(args: Ray) -> Plan:
+def make_plan(args: Ray) -> RayPlan:
     """Check what was asked for; nothing is started.
 
     Raises:
@@ -116,7 +116,7 @@ def make_plan(args: Ray) -> Plan:
         raise ValueError(f"--restarts {args.restarts}: must be at least 0")
     out = (args.out or Path("runs", args.script.stem)).absolute()
     script = str(args.script.absolute())
-    return Plan(
+    return RayPlan(
         command=(script, "--out", str(out), *args.flags),
         folder=out,
         working_folder=Path.cwd(),
@@ -164,7 +164,7 @@ class _Launcher:
       processes: workers.
     """
 
-    def __init__(self, plan: Plan, args: Ray, processes: int):
+    def __init__(self, plan: RayPlan, args: Ray, processes: int):
         self._plan, self._args, self._processes = plan, args, processes
         self._before = max(attempts(plan.folder), default=0)
         self._told = self._before

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.exit_codes import REFUSED
-from jaxpar.launch.contract import Worker
 from jaxpar.launch.group import Group
-from jaxpar.launch.ray_plan import Plan, attempt_folder, attempts
+from jaxpar.launch.ray_plan import RayPlan, attempt_folder, attempts
 from jaxpar.launch.rendezvous import Attempt, Board, Outcome, wait_until
 from jaxpar.launch.security import read_tls, require_secure
 from jaxpar.launch.supervisor import free_port
 from jaxpar.launch.watchdog import Watchdog
+from jaxpar.launch.worker_environment import Worker
 
 _TELL_SECONDS = 5.0
 
@@ -33,7 +33,7 @@ def run_worker(config: dict[str, Any]) -> None:
     """Be one of Ray Train's workers.
 
     Args:
-      config: ``plan``, the `Plan`.
+      config: ``plan``, the `RayPlan`.
 
     Raises:
       WorkerFailedError: if starting all workers again may help.
@@ -44,7 +44,7 @@ def run_worker(config: dict[str, Any]) -> None:
         collective,
     )
 
-    plan: Plan = config["plan"]
+    plan: RayPlan = config["plan"]
     context = ray.train.get_context()
     index, address = context.get_world_rank(), ray.util.get_node_ip_address()
     total = context.get_world_size()
@@ -65,7 +65,7 @@ def run_worker(config: dict[str, Any]) -> None:
         raise WorkerFailedError(outcome.why)
 
 
-def _announce(plan: Plan, address: str, total: int) -> tuple[int, str | None, int]:
+def _announce(plan: RayPlan, address: str, total: int) -> tuple[int, str | None, int]:
     """Number the attempt and tell what it is; the first worker does."""
     number = max(attempts(plan.folder), default=0) + 1
     planned = Board(plan.folder / "launch", 0, total, address).planned(total)
@@ -91,7 +91,7 @@ def _attempt(number: int, coordinator: str | None, planned: int, total: int) -> 
     )
 
 
-def _attend(plan: Plan, board: Board, attempt: Attempt) -> Outcome:
+def _attend(plan: RayPlan, board: Board, attempt: Attempt) -> Outcome:
     """Start this worker and watch it until it has ended."""
     try:
         worker = _contract(plan, board, attempt)
@@ -108,7 +108,7 @@ def _attend(plan: Plan, board: Board, attempt: Attempt) -> Outcome:
     return Outcome(kind, code, why, group.ends())
 
 
-def _contract(plan: Plan, board: Board, attempt: Attempt) -> Worker:
+def _contract(plan: RayPlan, board: Board, attempt: Attempt) -> Worker:
     """Check what this host has.
 
     Raises:
@@ -139,7 +139,7 @@ def _contract(plan: Plan, board: Board, attempt: Attempt) -> Worker:
     )
 
 
-def _asked(plan: Plan) -> int | None:
+def _asked(plan: RayPlan) -> int | None:
     return signal.SIGTERM if plan.stop.exists() else None
 
 

@@ -3,7 +3,7 @@
 import ipaddress
 from pathlib import Path
 
-from jaxpar.launch.contract import Tls
+from jaxpar.launch.worker_environment import Tls
 
 AUTHORITY, CERTIFICATE, KEY = "ca.pem", "cert.pem", "key.pem"
 

@@ -4,9 +4,9 @@ import dataclasses
 import re
 from pathlib import Path
 
-from jaxpar.launch.contract import Tls, Worker
 from jaxpar.launch.limits import Limits
 from jaxpar.launch.rendezvous import Attempt
+from jaxpar.launch.worker_environment import Tls, Worker
 
 
 @dataclasses.dataclass(frozen=True)

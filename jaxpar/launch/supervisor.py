@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from jaxpar.exit_codes import GAVE_UP, STOPPED
-from jaxpar.launch.budget import Budget
+from jaxpar.launch.budget import RestartBudget
 from jaxpar.launch.group import Group
 from jaxpar.launch.rendezvous import (
     Attempt,
@@ -70,7 +70,7 @@ class _Supervisor:
         folder = launch.folder / "launch"
         self.board = Board(folder, launch.host, launch.processes, launch.address)
         self.report = Report(launch.folder, launch.host)
-        self.budget = Budget(launch.restarts)
+        self.budget = RestartBudget(launch.restarts)
         self.asked: int | None = None
         self.is_head = launch.host == 0
         before = self.board.attempt()

@@ -18,10 +18,10 @@ from pathlib import Path
 from types import TracebackType
 
 from jaxpar.exit_codes import REFUSED
-from jaxpar.launch.contract import Worker, current
 from jaxpar.launch.errors import say_error
 from jaxpar.launch.group import STACKS_SIGNAL
-from jaxpar.launch.own_pulse import own_pulse
+from jaxpar.launch.own_heartbeat import own_pulse
+from jaxpar.launch.worker_environment import Worker, current
 
 _PR_SET_PDEATHSIG = 1
 

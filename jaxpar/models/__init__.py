@@ -1,10 +1,17 @@
-"""The repo's own models: a GPT, its presets, its loss, and sampling from it."""
+"""The repo's own models: a folder a family, and the layers that they share."""
 
-from jaxpar.models.gpt import GPT, gpt_loss
-from jaxpar.models.gpt_config import GPTConfig, num_params
-from jaxpar.models.gpt_pipeline import pipeline_gpt
-from jaxpar.models.presets import PRESETS, gpt_config
-from jaxpar.models.sampling import continue_text, generate
+from jaxpar.models.gpt import (
+    GPT,
+    PRESETS,
+    GPTConfig,
+    as_gpt,
+    continue_text,
+    generate,
+    gpt_config,
+    gpt_loss,
+    num_params,
+    pipeline_gpt,
+)
 from jaxpar.models.sparse_attention import (
     SparseSelfAttention,
     plan_of,
@@ -16,6 +23,7 @@ __all__ = [
     "PRESETS",
     "GPTConfig",
     "SparseSelfAttention",
+    "as_gpt",
     "continue_text",
     "generate",
     "gpt_config",

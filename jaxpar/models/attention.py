@@ -14,9 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.mesh import DATA, TENSOR
+from jaxpar.models.attention_placeholder import planned_attention
 from jaxpar.models.causal_attention import causal_attention
-from jaxpar.models.layers import Dense
-from jaxpar.models.planned_attention import planned_attention
+from jaxpar.models.layers import Linear
 from jaxpar.models.sparse_attention import sparse_attention
 from jaxpar.sharding.constrain import constrain
 from jaxpar.sparse_attention import SparsityPattern
@@ -35,7 +35,7 @@ def attention_implementation(
     8.0 and the kernel takes the dtype and the head size; else XLA. With a mask other
     than the causal one a GPU means XLA: cuDNN wants such a mask as a bias, [T, S] per
     row of the batch. Where no GPU is here, a call stands for cuDNN's kernel, which only
-    a GPU can compile (`jaxpar.models.planned_attention`).
+    a GPU can compile (`jaxpar.models.attention_placeholder`).
 
     Args:
       choice: "auto", or the answer itself.
@@ -188,7 +188,7 @@ class Attention(nnx.Module):
       num_kv_heads: key and value heads; divides num_heads.
       bias: whether the projections of queries, values and output have one.
       output_stddev: of the output projection, whose result joins the residual.
-      flatten: as in `Dense`.
+      flatten: as in `Linear`.
       implementation: "auto", "xla", "cudnn" or "blocked"; or a pattern of
         `jaxpar.sparse_attention`, whose blocks alone are attended to.
       pattern_len: tokens that the pattern is laid out for; a shorter sequence has its
@@ -214,9 +214,9 @@ class Attention(nnx.Module):
         self.pattern_len = pattern_len
         kv_width = num_kv_heads * self.head_size
 
-        def projection(out: int, name: str, bias: bool) -> Dense:
+        def projection(out: int, name: str, bias: bool) -> Linear:
             names = ("embed", name)
-            return Dense((width, out), names, bias=bias, flatten=flatten, rngs=rngs)
+            return Linear((width, out), names, bias=bias, flatten=flatten, rngs=rngs)
 
         self.query = projection(width, "heads", bias)
         # Without rotary positions a key bias adds the same number to all of a query's
@@ -224,7 +224,7 @@ class Attention(nnx.Module):
         # full steps of noise.
         self.key = projection(kv_width, "kv_heads", bias=False)
         self.value = projection(kv_width, "kv_heads", bias)
-        self.output = Dense(
+        self.output = Linear(
             (width, width),
             ("heads", "embed"),
             bias=bias,

@@ -47,7 +47,7 @@ def named_param(value: jax.Array, names: Names) -> nnx.Param:
     return nnx.Param(value, out_sharding=names, eager_sharding=False)
 
 
-class Dense(nnx.Module):
+class Linear(nnx.Module):
     """A matrix product over the last dim: ``x @ kernel + bias``.
 
     The kernel [in, out] is drawn from a normal distribution; the bias starts at zero.
@@ -225,7 +225,7 @@ def project_to_logits(
     Args:
       x_BTD: activations.
       kernel_DV: the head, or the transposed embedding table.
-      flatten: as in `Dense`.
+      flatten: as in `Linear`.
 
     Returns:
       Logits, fp32, with the vocabulary on the tensor axis (and pipe's).

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxpar.models.pieces import Split, on_pieces, split_of
+from jaxpar.models.shard_kernel import Split, on_pieces, split_of
 from jaxpar.sparse_attention import SparsityPattern, make_layout
 from jaxpar.sparse_attention.layouts import first_blocks
 from kernels_pallas.backend import Choice

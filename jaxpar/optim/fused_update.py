@@ -30,7 +30,7 @@ _WITH_MOMENTS = (optax.ScaleByAdamState, optax.ScaleByLionState)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FusedUpdate:
-    """A fused optimizer on a mesh; see `jaxpar.optim.update.Update`.
+    """A fused optimizer on a mesh; see `jaxpar.step.update.Update`.
 
     Parameters are kept as ``{"masters": buckets, "copies": buckets}``, the latter where
     the compute dtype is another, and the optimizer's state as its logical one with

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.jaxprs import bind, inlined, inner_jaxprs, read, shape_of
+from jaxpar.jaxprs.evaluate import bind, inlined, inner_jaxprs, read, shape_of
 from jaxpar.mesh import DATA
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxpar.jaxprs import bind, flops, inlined, read, shape_of
+from jaxpar.jaxprs.evaluate import bind, flops, inlined, read, shape_of
 from jaxpar.types import Params, PyTree
 
 BlockFn = Callable[..., PyTree]

@@ -12,15 +12,15 @@ from typing import Any
 
 import jax
 
-from jaxpar.inputs import Inputs
 from jaxpar.pipeline.backward import Pullback, run_and_keep, trace_pullback
-from jaxpar.pipeline.trunk import Trunk
-from jaxpar.row_draws import ShardKey
+from jaxpar.pipeline.stage_functions import Trunk
+from jaxpar.step.inputs import Inputs
+from jaxpar.step.row_draws import ShardKey
 from jaxpar.types import Params, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class ChunkWork:
     """One micro-batch on one virtual stage.
 
     Attributes:
@@ -52,7 +52,7 @@ class Chunks:
     splits: bool
 
     def forward(
-        self, blocks: Params, hidden: PyTree, work: Work
+        self, blocks: Params, hidden: PyTree, work: ChunkWork
     ) -> tuple[PyTree, PyTree]:
         """Run a chunk; its output, and what is kept for the backward."""
         if self.keeps and self.trunk.training:
@@ -73,7 +73,7 @@ class Chunks:
         hidden: PyTree,
         kept: PyTree,
         cotangent: PyTree,
-        work: Work,
+        work: ChunkWork,
     ) -> tuple[Params, PyTree, PyTree]:
         """Run a chunk backwards.
 
@@ -107,7 +107,7 @@ class Chunks:
         return made[0], cotangent, made[1]
 
     def weights(
-        self, blocks: Params, hidden: PyTree, products: PyTree, work: Work
+        self, blocks: Params, hidden: PyTree, products: PyTree, work: ChunkWork
     ) -> Params:
         """Make the gradients that `backward` left; zeros for the others."""
         pullback = self._pullback(blocks, hidden, work)
@@ -119,7 +119,7 @@ class Chunks:
         return jax.lax.scan(step, None, products, length=places)[1]
 
     def _run_and_keep(
-        self, blocks: Params, hidden: PyTree, work: Work
+        self, blocks: Params, hidden: PyTree, work: ChunkWork
     ) -> tuple[PyTree, PyTree]:
         own, shared = self._arguments(work)
         block = self._block(work)
@@ -130,14 +130,14 @@ class Chunks:
 
         return jax.lax.scan(step, hidden, (blocks, *own))
 
-    def _arguments(self, work: Work) -> tuple[tuple, tuple]:
+    def _arguments(self, work: ChunkWork) -> tuple[tuple, tuple]:
         return self.trunk.places(work.virtual, work.inputs, work.index, work.key)
 
-    def _pullback(self, blocks: Params, hidden: PyTree, work: Work) -> Pullback:
+    def _pullback(self, blocks: Params, hidden: PyTree, work: ChunkWork) -> Pullback:
         own, shared = self._arguments(work)
         first = jax.tree.map(lambda x: x[0], (blocks, own))
         block = self._block(work)
         return trace_pullback(block, first[0], hidden, *first[1], *shared)
 
-    def _block(self, work: Work) -> Callable[..., PyTree]:
+    def _block(self, work: ChunkWork) -> Callable[..., PyTree]:
         return self.trunk.block_on(self.trunk.rows(work.inputs, work.index))

@@ -11,27 +11,23 @@ from typing import Protocol, runtime_checkable
 import jax
 from jax.sharding import Mesh
 
-from jaxpar.gradients import (
+from jaxpar.mesh import PIPE
+from jaxpar.model.bridge import Network
+from jaxpar.model.network import PipelineNetwork
+from jaxpar.pipeline.block_cost import BlockWork, check_split
+from jaxpar.pipeline.gradients import Pipeline
+from jaxpar.pipeline.schedules.catalog import make_schedule
+from jaxpar.pipeline.schedules.table import Schedule
+from jaxpar.pipeline.stages import Stages
+from jaxpar.sharding.rules import Spec
+from jaxpar.sharding.zero import LeafPlan, ZeroStage, plan_leaves
+from jaxpar.step.gradients import (
     Partition,
     make_evaluation,
     make_forward,
     make_gradients,
 )
-from jaxpar.inputs import Inputs
-from jaxpar.loss import Loss, Sums
-from jaxpar.mesh import PIPE
-from jaxpar.module import Network
-from jaxpar.parts.network import PipelineNetwork
-from jaxpar.pipeline.catalog import make_schedule
-from jaxpar.pipeline.schedule import Schedule
-from jaxpar.pipeline.staged import Pipeline
-from jaxpar.pipeline.stages import Stages
-from jaxpar.pipeline.work import (
-    check_split,
-    trace_microbatch,
-)
-from jaxpar.sharding.rules import Spec
-from jaxpar.sharding.zero import LeafPlan, ZeroStage, plan_leaves
+from jaxpar.step.loss import Loss, Sums
 from jaxpar.types import Params, PyTree
 
 
@@ -57,19 +53,19 @@ class Execution(Protocol):
         params_like: Params,
         accumulate: int,
     ) -> Callable[..., tuple[Params, Sums, PyTree]]:
-        """As `jaxpar.gradients.make_gradients`."""
+        """As `jaxpar.step.gradients.make_gradients`."""
         ...
 
     def make_evaluation(
         self, partition: Partition, loss: Loss, params_like: Params
     ) -> Callable[..., Sums]:
-        """As `jaxpar.gradients.make_evaluation`."""
+        """As `jaxpar.step.gradients.make_evaluation`."""
         ...
 
     def make_forward(
         self, partition: Partition, loss: Loss, params_like: Params, *, training: bool
     ) -> Callable[..., Sums]:
-        """As `jaxpar.gradients.make_forward`."""
+        """As `jaxpar.step.gradients.make_forward`."""
         ...
 
     def crossing(self, plans: Sequence[LeafPlan]) -> list[LeafPlan]:
@@ -116,26 +112,24 @@ def make_execution(
     mesh: Mesh,
     schedule: str | Schedule,
     accumulate: int,
-    loss: Loss,
-    rows: Inputs,
+    block: BlockWork | None,
 ) -> Execution:
     """Choose how a model runs on a mesh.
 
     Args:
       network: the model.
       mesh: the mesh.
-      schedule: a name of `jaxpar.pipeline.catalog`, or a table.
+      schedule: a name of `jaxpar.pipeline.schedules.catalog`, or a table.
       accumulate: micro-batches.
-      loss: the loss function.
-      rows: shapes of one micro-batch on one data shard.
+      block: what a block costs, traced; of a PipelineModel on several stages.
 
     Returns:
       What the engine asks.
 
     Raises:
       ValueError: if the mesh has several stages and the model is no PipelineModel, has
-        too few blocks, or is called twice; or if the schedule does not fit, or, chosen
-        by name, gains nothing by splitting the backward.
+        too few blocks; or if the schedule does not fit, or, chosen by name, gains
+        nothing by splitting the backward.
     """
     num_stages = mesh.shape[PIPE]
     made = make_schedule(schedule, num_stages, accumulate)
@@ -155,7 +149,7 @@ def make_execution(
             f"pieces, but the model has num_blocks={network.num_blocks}; use at most "
             f"pipe={network.num_blocks // made.num_chunks or 1}."
         )
-    block = trace_microbatch(network, loss, rows)
+    assert block is not None, "traced where there are stages"
     if made.splits_backward and isinstance(schedule, str):
         check_split(made, block.deferred)
     return Pipeline(network, made, stages, block)

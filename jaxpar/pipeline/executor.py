@@ -15,22 +15,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.inputs import Inputs
-from jaxpar.loss import Sums
+from jaxpar.pipeline.buffers import from_stage, unused_like
 from jaxpar.pipeline.chunks import Chunks
-from jaxpar.pipeline.rings import from_stage, unused_like
-from jaxpar.pipeline.rows import Plan, Rows
-from jaxpar.pipeline.schedule import IDLE
+from jaxpar.pipeline.schedules.table import IDLE
 from jaxpar.pipeline.slots import Rings, Slots
-from jaxpar.pipeline.trunk import Trunk
-from jaxpar.row_draws import ShardKey
+from jaxpar.pipeline.stage_functions import Trunk
+from jaxpar.pipeline.tick_table import TickRows, TickTable
+from jaxpar.step.inputs import Inputs
+from jaxpar.step.loss import Sums
+from jaxpar.step.row_draws import ShardKey
+from jaxpar.step.weighted import merged, of_no_examples
 from jaxpar.types import Params, PyTree
-from jaxpar.weighted import merged, of_no_examples
 
 
 def run_schedule(
     chunks: Chunks,
-    plan: Plan,
+    plan: TickTable,
     params: Params,
     inputs: Inputs,
     key: ShardKey,
@@ -58,7 +58,7 @@ def run_schedule(
 
 
 def run_forwards(
-    chunks: Chunks, plan: Plan, params: Params, inputs: Inputs, key: ShardKey
+    chunks: Chunks, plan: TickTable, params: Params, inputs: Inputs, key: ShardKey
 ) -> Sums:
     """Run a schedule's forwards; the losses' and metrics' sums over micro-batches."""
     executor = _Executor(chunks, params, inputs, key, jnp.float32(1))
@@ -114,7 +114,7 @@ class _Executor:
         """The head's own parameters, and those it shares."""
         return self.params["head"], self.trunk.network.tied(self.params["embed"])
 
-    def initial(self, plan: Plan, *, training: bool = True) -> _Carry:
+    def initial(self, plan: TickTable, *, training: bool = True) -> _Carry:
         """Empty rings and zero sums."""
         first = jnp.int32(0)
         hidden = jax.eval_shape(
@@ -133,7 +133,7 @@ class _Executor:
             **zeros,
         )
 
-    def tick(self, carry: _Carry, row: Rows) -> tuple[_Carry, None]:
+    def tick(self, carry: _Carry, row: TickRows) -> tuple[_Carry, None]:
         """A tick of a training step."""
         out, rings = self.slots.forwards(carry.rings, self._embedded(row), row)
         carry, cotangent = self._losses(carry, out, row)
@@ -144,7 +144,7 @@ class _Executor:
         rings = self.slots.send(rings, out, sent_back, row)
         return dataclasses.replace(carry, rings=rings, embed=embed, blocks=blocks), None
 
-    def forward_tick(self, carry: _Carry, row: Rows) -> tuple[_Carry, None]:
+    def forward_tick(self, carry: _Carry, row: TickRows) -> tuple[_Carry, None]:
         """A tick of an evaluation."""
         out, rings = self.slots.forwards(carry.rings, self._embedded(row), row)
 
@@ -160,7 +160,7 @@ class _Executor:
         rings = self.slots.send(rings, out, None, row)
         return dataclasses.replace(carry, rings=rings, sums=sums), None
 
-    def _embedded(self, row: Rows) -> PyTree:
+    def _embedded(self, row: TickRows) -> PyTree:
         """The hidden state of the micro-batch that enters."""
 
         def embed() -> PyTree:
@@ -174,7 +174,9 @@ class _Executor:
             row.embed != IDLE, embed, lambda: unused_like(jax.eval_shape(embed))
         )
 
-    def _losses(self, carry: _Carry, out: PyTree, row: Rows) -> tuple[_Carry, PyTree]:
+    def _losses(
+        self, carry: _Carry, out: PyTree, row: TickRows
+    ) -> tuple[_Carry, PyTree]:
         """Add the loss of the micro-batch that leaves; and its hidden's cotangent."""
         params = self.head_params
 
@@ -211,7 +213,9 @@ class _Executor:
         )
         return after, cotangent
 
-    def _embed_backward(self, carry: _Carry, sent_back: PyTree, row: Rows) -> Params:
+    def _embed_backward(
+        self, carry: _Carry, sent_back: PyTree, row: TickRows
+    ) -> Params:
         """Add the gradient of the embedding whose cotangent the first stage has."""
 
         def run() -> Params:
@@ -239,7 +243,7 @@ class _Executor:
         return from_stage(values, last, platform=self.trunk.platform)
 
 
-def _as_arrays(rows: Rows) -> Rows:
+def _as_arrays(rows: TickRows) -> TickRows:
     return jax.tree.map(jnp.asarray, rows)
 
 

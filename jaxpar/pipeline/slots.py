@@ -12,9 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpar.inputs import Inputs
-from jaxpar.pipeline.chunks import Chunks, Work
-from jaxpar.pipeline.rings import (
+from jaxpar.pipeline.buffers import (
     arrived,
     on_stages,
     over_pipe,
@@ -23,10 +21,12 @@ from jaxpar.pipeline.rings import (
     take_before,
     unused_like,
 )
-from jaxpar.pipeline.rows import Plan, Rows
-from jaxpar.pipeline.schedule import IDLE
+from jaxpar.pipeline.chunks import Chunks, ChunkWork
+from jaxpar.pipeline.schedules.table import IDLE
 from jaxpar.pipeline.stages import Stages
-from jaxpar.row_draws import ShardKey
+from jaxpar.pipeline.tick_table import TickRows, TickTable
+from jaxpar.step.inputs import Inputs
+from jaxpar.step.row_draws import ShardKey
 from jaxpar.types import Params, PyTree
 
 
@@ -64,7 +64,7 @@ class Slots:
     inputs: Inputs
     key: ShardKey
 
-    def empty_rings(self, plan: Plan, hidden: PyTree, *, training: bool) -> Rings:
+    def empty_rings(self, plan: TickTable, hidden: PyTree, *, training: bool) -> Rings:
         """Make rings for a schedule.
 
         Args:
@@ -96,7 +96,7 @@ class Slots:
         )
 
     def forwards(
-        self, rings: Rings, entered: PyTree, row: Rows
+        self, rings: Rings, entered: PyTree, row: TickRows
     ) -> tuple[PyTree, Rings]:
         """Run each stage's forward.
 
@@ -139,7 +139,7 @@ class Slots:
         grads: Params,
         cotangent: PyTree,
         weights: jax.Array,
-        row: Rows,
+        row: TickRows,
     ) -> tuple[Rings, Params, PyTree]:
         """Run each stage's backward, and its gradients of weights.
 
@@ -195,7 +195,7 @@ class Slots:
         return rings, grads, sent_back
 
     def send(
-        self, rings: Rings, out: PyTree, sent_back: PyTree | None, row: Rows
+        self, rings: Rings, out: PyTree, sent_back: PyTree | None, row: TickRows
     ) -> Rings:
         """Send activations on and cotangents back, and put away what arrives.
 
@@ -246,9 +246,9 @@ class Slots:
         inputs: Inputs,
         index: jax.Array,
         key: ShardKey,
-    ) -> Work:
+    ) -> ChunkWork:
         virtual = jnp.maximum(chunk, 0) * self._stages.num_stages + stage
-        return Work(virtual, inputs, index, key)
+        return ChunkWork(virtual, inputs, index, key)
 
     def _late(
         self,
@@ -256,7 +256,7 @@ class Slots:
         hidden: PyTree,
         index: jax.Array,
         blocks: Params,
-        work: Work,
+        work: ChunkWork,
     ) -> Params:
         """The gradients of weights of one slot; of `hidden` only the shape counts."""
         return _if_busy(
@@ -280,7 +280,7 @@ class Slots:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), own)
 
 
-def _of_stages(row: Rows) -> Rows:
+def _of_stages(row: TickRows) -> TickRows:
     """A row without what is the same for all stages."""
     none = {"embed": None, "head": None, "head_place": None, "embed_backward": None}
     return dataclasses.replace(row, **none)

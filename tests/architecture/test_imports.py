@@ -11,16 +11,22 @@ ROOT = Path(__file__).resolve().parents[2]
 # library: the files that may import it, as patterns from the root
 HOMES = {
     "orbax": ("jaxpar/checkpoint/*",),
-    "flax": ("jaxpar/linen.py", "jaxpar/module.py", "jaxpar/models/*", "recipes/*"),
-    "tensorboardX": ("jaxpar/metrics.py", "jaxpar/metrics/*"),
-    "tyro": ("jaxpar/config.py", "jaxpar/config/*", "jaxpar/cli*.py", "recipes/*"),
+    "flax": (
+        "jaxpar/model/linen.py",
+        "jaxpar/model/bridge.py",
+        "jaxpar/models/*",
+        "jaxpar/models/*/*",
+        "recipes/*",
+    ),
+    "tensorboardX": ("jaxpar/training/metrics.py",),
+    "tyro": ("jaxpar/config.py", "jaxpar/cli/*", "recipes/*"),
 }
-ENVIRONMENT_HOMES = ("jaxpar/launch/*", "jaxpar/plan/*")
+ENVIRONMENT_HOMES = ("jaxpar/launch/*", "jaxpar/planner/*")
 # file: the condition under which its use of JAX's internals goes away
 JAX_INTERNALS: dict[str, str] = {
     "jaxpar/launch/agreement.py": "a public client of the coordination service",
     "jaxpar/launch/gloo.py": "a public setting for the address of CPU collectives",
-    "jaxpar/plan/deviceless.py": "jax issue 23971: lowering for a platform not here",
+    "jaxpar/planner/absent_devices.py": "jax issue 23971: lowering elsewhere",
 }
 
 SOURCES = [

@@ -68,7 +68,7 @@ def test_function_lines_leave_out_the_docstring():
     [
         ("kernels_pallas/adamw/kernel.py", KERNEL_LINES),
         ("kernels_pallas/adamw/api.py", FUNCTION_LINES),
-        ("jaxpar/step.py", FUNCTION_LINES),
+        ("jaxpar/step/train_step.py", FUNCTION_LINES),
     ],
 )
 def test_function_limit_is_wider_for_kernels_only(name, limit):

@@ -17,7 +17,7 @@ import pytest
 
 from jaxpar.checkpoint import Checkpoints, SaveFailedError
 from jaxpar.exit_codes import SAVE_FAILED
-from jaxpar.stopping import RunStopped
+from jaxpar.training.signals import RunStopped
 from tests.runs import RULES, STEPS, Data, events, fresh, go, run_in
 
 

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from jaxpar.checkpoint import folder as files
-from jaxpar.metrics import read_metrics
+from jaxpar.training.metrics import read_metrics
 from tests.runs import Data, bits, fresh, go, run_in
 
 SAVE_EVERY = 4

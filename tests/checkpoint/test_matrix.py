@@ -17,7 +17,7 @@ import optax
 import pytest
 
 import jaxpar
-from tests.parts.toys import BATCHES, loss_fn, make_model
+from tests.model.toys import BATCHES, loss_fn, make_model
 
 LAYERS = 4
 

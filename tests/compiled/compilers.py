@@ -31,6 +31,6 @@ def _prepare() -> None:
         "XLA_FLAGS": "--xla_gpu_autotune_level=0 "
         "--xla_force_host_platform_device_count=8",
     }
-    from jaxpar.plan.deviceless import prepare_process  # noqa: PLC0415 - see above
+    from jaxpar.planner.absent_devices import prepare_process  # noqa: PLC0415 - see above
 
     prepare_process()

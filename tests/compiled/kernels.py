@@ -9,7 +9,7 @@ import dataclasses
 import json
 import warnings
 
-from jaxpar.plan import deviceless
+from jaxpar.planner import absent_devices as deviceless
 
 SEQ_LEN, HEADS, KV_HEADS = 4096, 4, 2
 

@@ -8,7 +8,7 @@ Prints a line of JSON after what the assembler says of each configuration's kern
 import itertools
 import json
 
-from jaxpar.plan import deviceless
+from jaxpar.planner import absent_devices as deviceless
 
 TILES = 4096
 RULES = ("adamw", "lamb", "lion")

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import optax
 
 import jaxpar
+from jaxpar.compiled.program import CompiledProgram, read_program
 from jaxpar.mesh import MeshShape, make_mesh
 from jaxpar.models import GPTConfig, gpt_loss, pipeline_gpt
-from jaxpar.plan.deviceless import gpu_devices
-from jaxpar.plan.program import Program, read_program
+from jaxpar.planner.absent_devices import gpu_devices
 from jaxpar.tree import named_leaves, num_elements
 from tests.memory import most_bytes
 
@@ -56,7 +56,7 @@ class CompiledPipe:
 
     psi: int
     psi_blocks: int
-    program: Program
+    program: CompiledProgram
     rings: tuple[int, ...]
     stashes: tuple[int, ...]
     seconds: float

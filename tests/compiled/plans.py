@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from jaxpar.planner import plan_recipe
+from jaxpar.planner.recipe import plan_recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 

@@ -22,16 +22,17 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 import jaxpar
-from jaxpar.gradients import Partition
+from jaxpar.compiled.budget import Budget
+from jaxpar.compiled.program import CompiledProgram, read_program
 from jaxpar.mesh import DATA, TENSOR, MeshShape, lowering_platform, make_mesh
-from jaxpar.models import gpt
-from jaxpar.models.gpt import GPT, gpt_loss
-from jaxpar.models.gpt_config import GPTConfig
+from jaxpar.models.gpt import model as gpt
+from jaxpar.models.gpt.config import GPTConfig
+from jaxpar.models.gpt.model import GPT, gpt_loss
 from jaxpar.optim import fused_adamw, fused_lamb
-from jaxpar.plan.budget import Budget
-from jaxpar.plan.deviceless import gpu_devices, tpu_devices
-from jaxpar.plan.program import Program, read_program
-from jaxpar.sharding import exchange, zero
+from jaxpar.planner.absent_devices import gpu_devices, tpu_devices
+from jaxpar.sharding import collectives as exchange
+from jaxpar.sharding import zero
+from jaxpar.step.gradients import Partition
 from jaxpar.tree import num_elements
 
 
@@ -94,7 +95,7 @@ class Compiled:
     psi: int
     num_devices: int
     data: int
-    program: Program
+    program: CompiledProgram
     copied: int
     kernels: int
     seconds: float
@@ -150,7 +151,7 @@ def _copied(text: str) -> int:
 def plan_notes(run: Run) -> tuple[str, ...]:
     """What a plan of the step for its devices remarks."""
     engine = jaxpar.initialize(**_arguments(run))
-    return engine.plan(f"h200:{run.hosts}x8").notes
+    return jaxpar.plan(engine, f"h200:{run.hosts}x8").notes
 
 
 def verify(run: Run) -> tuple[int, Budget | None, tuple[str, ...]]:
@@ -202,7 +203,7 @@ def _arguments(run: Run) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _constraint_dropped() -> Iterator[None]:
-    """Gradients without the layout that their leaves were computed on."""
+    """Gradients without the placement that their leaves were computed on."""
     with mock.patch.object(
         exchange, "_as_made", lambda plan, grad: grad.reshape(plan.view_shape)
     ):
@@ -308,7 +309,7 @@ def _known(x: jax.Array, kernels: jax.Array, y: jax.Array) -> tuple:
     return scattered, turned, swapped, total
 
 
-def read_known(platform: str) -> Program:
+def read_known(platform: str) -> CompiledProgram:
     """Compile the known program for 4 x 2 devices of a platform, and read it."""
     devices = {
         "cpu": lambda: jax.devices()[:8],

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxpar.pipeline.catalog import make_schedule
-from jaxpar.pipeline.schedule import kept
+from jaxpar.pipeline.schedules.catalog import make_schedule
+from jaxpar.pipeline.schedules.table import kept
 from tests.compiled.pipelines import CompiledPipe, Pipe, compile_pipe
 
 SCHEDULES = ("1f1b", "interleaved", "zero_bubble")

@@ -17,8 +17,8 @@ import pytest
 from flax import nnx
 
 import jaxpar
-from jaxpar.models.gpt import GPT
-from jaxpar.models.gpt_config import GPTConfig
+from jaxpar.models.gpt.config import GPTConfig
+from jaxpar.models.gpt.model import GPT
 
 ROWS, LENGTH, VOCAB, CLIP = 32, 16, 64, 0.5
 GPT_CONFIG = GPTConfig(

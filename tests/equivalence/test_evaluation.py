@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import jaxpar
-from tests.parts import toys
+from tests.model import toys
 
 ROWS, WIDTH = 16, 4
 EXACT = 1e-6

@@ -17,12 +17,12 @@ import optax
 import pytest
 
 import jaxpar
+from jaxpar.compiled.explain import state_bytes
 from jaxpar.data import Loader, open_splits
 from jaxpar.models import GPT, gpt_config, gpt_loss, pipeline_gpt
 from jaxpar.optim import fused_adamw, fused_lamb, fused_lion
-from jaxpar.plan.explain import state_bytes
-from jaxpar.run import mean_loss
-from jaxpar.state import kept_structs
+from jaxpar.step.state import kept_structs
+from jaxpar.training.run import mean_loss
 from jaxpar.tree import named_leaves
 from tests.equivalence import problems
 
@@ -191,9 +191,9 @@ def test_state_is_kept_flat_and_comes_back_to_the_bit(bits: int) -> None:
     engine = make_engine(fused_adamw(1e-3, bits=bits), precision="bf16")
     for batch in batches()[:3]:
         engine.step(batch)
-    layout, kept = engine.layout, engine._kept
+    placement, kept = engine.placement, engine._kept
     assert set(kept.params["masters"]) == {"over_data", "whole"}
-    again = layout.keep(layout.logical(kept))
+    again = placement.keep(placement.logical(kept))
     for name, leaf in named_leaves(kept).items():
         if name == "key":
             continue
@@ -328,12 +328,12 @@ def test_leaves_without_elements_are_kept() -> None:
 def test_state_of_another_stage_is_known_without_it() -> None:
     """As a search for a mesh asks."""
     whole, split = (make_engine(fused_adamw(1e-3, bits=8), zero=z) for z in (0, 1))
-    plans = tuple(split.layout.plans.values())
-    update = whole.layout.update.laid_out(plans)
-    layout = split.layout
-    told = kept_structs(update, whole.layout.abstract, layout.shardings)
-    assert state_bytes(told) == state_bytes(layout.kept)
-    assert state_bytes(told) != state_bytes(whole.layout.kept)
+    plans = tuple(split.placement.plans.values())
+    update = whole.placement.update.laid_out(plans)
+    placement = split.placement
+    told = kept_structs(update, whole.placement.abstract, placement.shardings)
+    assert state_bytes(told) == state_bytes(placement.kept)
+    assert state_bytes(told) != state_bytes(whole.placement.kept)
 
 
 def test_step_stays_within_the_budget_of_its_stage() -> None:

@@ -15,8 +15,8 @@ import pytest
 
 import jaxpar
 from jaxpar.data import Loader, stdlib_source
-from jaxpar.models.gpt import GPT, gpt_loss
-from jaxpar.models.gpt_config import GPTConfig
+from jaxpar.models.gpt.config import GPTConfig
+from jaxpar.models.gpt.model import GPT, gpt_loss
 
 CONFIG = GPTConfig(seq_len=64, num_layers=2, num_heads=2, width=32)
 STEPS = 200

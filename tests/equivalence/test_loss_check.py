@@ -14,8 +14,8 @@ import pytest
 from flax import nnx
 
 import jaxpar
-from jaxpar.loss_check import LossCheck
-from jaxpar.run_ahead import RunAhead
+from jaxpar.engine.run_ahead import RunAhead
+from jaxpar.step.loss_check import LossCheck
 
 pytestmark = pytest.mark.usefixtures("checked_losses")
 

@@ -19,7 +19,9 @@ from flax import nnx
 import jaxpar
 from jaxpar.checkpoint import Checkpoints
 
-pytestmark = pytest.mark.filterwarnings("ignore::jaxpar.run_ahead.SkippedStepWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::jaxpar.engine.run_ahead.SkippedStepWarning"
+)
 
 ROWS, WIDTH = 16, 24
 # Finite values whose gradients are not: in fp32, and in fp16 with the loss scaled.

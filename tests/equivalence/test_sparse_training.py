@@ -11,8 +11,8 @@ import pytest
 import jaxpar
 from jaxpar.data import Loader, open_splits
 from jaxpar.models import GPT, gpt_config, gpt_loss
-from jaxpar.run import mean_loss
 from jaxpar.sparse_attention import SparsityPattern, causal_pattern
+from jaxpar.training.run import mean_loss
 
 ROWS, LENGTH, STEPS = 8, 256, 200
 NAMES = ("fixed", "variable", "bigbird", "longformer", "sliding")

@@ -17,7 +17,7 @@ from flax import nnx
 import jaxpar
 from jaxpar import tree
 from jaxpar.sharding.zero import WHOLE_BELOW_BYTES
-from jaxpar.state import make_init
+from jaxpar.step.state import make_init
 
 ROWS, WIDTH, HIDDEN, LAYERS = 16, 128, 512, 3
 DEVICES = 8
@@ -131,8 +131,8 @@ def test_no_stack_of_layers_is_whole_while_the_step_runs(
 
 
 def test_init_makes_shards_only(engine: jaxpar.Engine) -> None:
-    init = make_init(engine._network, optax.adamw(1e-3))
-    shardings = engine.layout.shardings
+    init = make_init(engine._network, optax.adamw(1e-3).init)
+    shardings = engine.placement.shardings
     compiled = jax.jit(init, out_shardings=shardings).lower(jax.random.key(0)).compile()
     made = jax.tree.leaves(compiled.output_shardings)
     for one, other, leaf in zip(

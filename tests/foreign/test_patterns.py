@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import jaxpar
-from jaxpar.module import make_network
+from jaxpar.model.bridge import make_network
 from jaxpar.sharding.rules import compute_specs
 from jaxpar.tree import named_leaves
 from tests.foreign.patterns import CASES, make_batches
@@ -99,7 +99,7 @@ def plain_nnx(name: str) -> Callable[..., tuple]:
 
 def check(name: str, mesh: jaxpar.MeshShape, zero: int) -> None:
     engine = make_engine(name, mesh, zero)
-    assert engine.layout.coupled == CASES[name].coupled
+    assert engine.spec.coupled == CASES[name].coupled
     before = jax.device_get((engine.state.params, engine.state.model_state))
     losses, after = train(engine)
     right, expected = train_plainly(name, before)

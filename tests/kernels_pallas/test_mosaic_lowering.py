@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
-from jaxpar.jaxprs import flops
+from jaxpar.jaxprs.evaluate import flops
 from kernels_pallas.block_sparse_attention import (
     BlockLayout,
     block_sparse_attention,

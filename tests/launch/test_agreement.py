@@ -10,7 +10,7 @@ import pytest
 
 from jaxpar.launch.agreement import differences, own_code, require_same
 from jaxpar.launch.join import JoinError, join
-from tests.launch.test_contract import WORKER
+from tests.launch.test_worker_environment import WORKER
 
 
 def facts(**changes) -> dict:

@@ -16,13 +16,13 @@ import pytest
 import tyro
 import yaml
 
-from jaxpar.cli_launch import Local
+from jaxpar.cli.launch import Local
 from jaxpar.exit_codes import DIVERGED, FINAL, GAVE_UP, STOPPED
 from jaxpar.launch import watchdog
-from jaxpar.launch.contract import Tls
 from jaxpar.launch.k8s import K8s, manifest, objects, write_manifest
 from jaxpar.launch.limits import Limits
 from jaxpar.launch.security import read_tls, require_secure
+from jaxpar.launch.worker_environment import Tls
 
 ROOT = Path(__file__).resolve().parents[2]
 ALONE = K8s(script=Path("/app/gpt.py"), name="gpt", image="team/train:1", claim="runs")

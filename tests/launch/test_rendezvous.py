@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.launch.budget import Budget
+from jaxpar.launch.budget import RestartBudget
 from jaxpar.launch.rendezvous import (
     Attempt,
     Board,
@@ -83,7 +83,7 @@ def test_budget_pauses_longer_while_nothing_is_gained(
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    budget = Budget(4)
+    budget = RestartBudget(4)
     assert [budget.spend(progressed=p) for p in (False, False, True, False)] == [
         2.0,
         4.0,
@@ -94,7 +94,7 @@ def test_budget_pauses_longer_while_nothing_is_gained(
     now[0] += 3601
     assert budget.spend(progressed=True) == 1.0
     with pytest.raises(ValueError, match="restarts is -1; it must be at least 0"):
-        Budget(-1)
+        RestartBudget(-1)
 
 
 def test_what_is_final_decides_then_what_failed_by_itself() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from jaxpar.launch.cache import use_private_cache
 from jaxpar.launch.certificates import make_certificates
-from jaxpar.launch.contract import Tls
 from jaxpar.launch.security import is_loopback, read_tls, require_secure
+from jaxpar.launch.worker_environment import Tls
 
 TLS = Tls("cert", "key", "ca")
 

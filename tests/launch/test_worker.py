@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.exit_codes import REFUSED
-from jaxpar.launch.contract import Worker
+from jaxpar.launch.worker_environment import Worker
 
 ROOT = Path(__file__).resolve().parents[2]
 

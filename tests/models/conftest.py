@@ -6,8 +6,8 @@ import jax
 import pytest
 from flax import nnx
 
-from jaxpar.models.gpt import GPT
-from jaxpar.models.gpt_config import GPTConfig
+from jaxpar.models.gpt.config import GPTConfig
+from jaxpar.models.gpt.model import GPT
 
 
 def _randomise(model: nnx.Module, seed: int = 0, scale: float = 0.2) -> None:

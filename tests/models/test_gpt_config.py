@@ -4,8 +4,8 @@ import jax
 import pytest
 from flax import nnx
 
-from jaxpar.models.gpt import GPT
-from jaxpar.models.gpt_config import GPTConfig, num_params
+from jaxpar.models.gpt.config import GPTConfig, num_params
+from jaxpar.models.gpt.model import GPT
 
 # fields that do not fit, and what the error says
 WRONG = [

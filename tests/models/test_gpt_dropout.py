@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpar.models.gpt import GPT
-from jaxpar.models.gpt_config import GPTConfig
+from jaxpar.models.gpt.config import GPTConfig
+from jaxpar.models.gpt.model import GPT
 
 CONFIG = GPTConfig(
     vocab_size=17, seq_len=6, num_layers=3, num_heads=4, width=16, dropout=0.5

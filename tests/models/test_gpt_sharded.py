@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.mesh import MeshShape, make_mesh
-from jaxpar.models.gpt import GPT, gpt_loss
-from jaxpar.models.gpt_config import GPTConfig
+from jaxpar.models.gpt.config import GPTConfig
+from jaxpar.models.gpt.model import GPT, gpt_loss
 from jaxpar.models.layers import project_to_logits
 
 # Sizes that no other dim has, so that a shape in the program tells what it is.

@@ -7,9 +7,9 @@ import pytest
 from flax import nnx
 
 from jaxpar.models.layers import (
-    Dense,
     Embedding,
     LayerNorm,
+    Linear,
     RMSNorm,
     named_param,
     project_to_logits,
@@ -35,7 +35,7 @@ def test_named_param_wrong_number_of_names_raises():
 @pytest.mark.parametrize("flatten", [True, False])
 @pytest.mark.parametrize("dims", [(5,), (2, 5), (2, 3, 5)])
 def test_dense_is_a_product_and_a_bias(flatten: bool, dims: tuple[int, ...]):
-    dense: Any = Dense((5, 7), ("embed", "mlp"), flatten=flatten, rngs=nnx.Rngs(0))
+    dense: Any = Linear((5, 7), ("embed", "mlp"), flatten=flatten, rngs=nnx.Rngs(0))
     dense.bias[...] = jnp.asarray(normal(7, seed=1))
     x = normal(*dims)
     want = x @ np.asarray(dense.kernel[...]) + normal(7, seed=1)
@@ -44,7 +44,7 @@ def test_dense_is_a_product_and_a_bias(flatten: bool, dims: tuple[int, ...]):
 
 def test_dense_flatten_changes_no_gradient():
     def grads(flatten: bool) -> list[jax.Array]:
-        dense = Dense((5, 7), ("embed", "mlp"), flatten=flatten, rngs=nnx.Rngs(0))
+        dense = Linear((5, 7), ("embed", "mlp"), flatten=flatten, rngs=nnx.Rngs(0))
         graphdef, state = nnx.split(dense)
         x = jnp.asarray(normal(2, 3, 5))
 
@@ -58,13 +58,13 @@ def test_dense_flatten_changes_no_gradient():
 
 
 def test_dense_bias_takes_the_output_name():
-    dense: Any = Dense((5, 7), ("embed", "mlp"), rngs=nnx.Rngs(0))
+    dense: Any = Linear((5, 7), ("embed", "mlp"), rngs=nnx.Rngs(0))
     assert dense.bias.get_metadata("out_sharding") == ("mlp",)
-    assert Dense((5, 7), ("embed", "mlp"), bias=False, rngs=nnx.Rngs(0)).bias is None
+    assert Linear((5, 7), ("embed", "mlp"), bias=False, rngs=nnx.Rngs(0)).bias is None
 
 
 def test_dense_kernel_has_its_standard_deviation():
-    dense = Dense((100, 100), (None, None), stddev=0.3, rngs=nnx.Rngs(0))
+    dense = Linear((100, 100), (None, None), stddev=0.3, rngs=nnx.Rngs(0))
     assert float(dense.kernel[...].std()) == pytest.approx(0.3, rel=0.02)
 
 

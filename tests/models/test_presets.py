@@ -2,9 +2,9 @@ import jax
 import pytest
 from flax import nnx
 
-from jaxpar.models.gpt import GPT
-from jaxpar.models.gpt_config import num_params
-from jaxpar.models.presets import PRESETS, gpt_config
+from jaxpar.models.gpt.config import num_params
+from jaxpar.models.gpt.model import GPT
+from jaxpar.models.gpt.presets import PRESETS, gpt_config
 
 # Megatron-LM's table: parameters in 1e9, hidden size, layers
 MEGATRON = [

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpar.models.gpt import GPT
-from jaxpar.models.gpt_config import GPTConfig
-from jaxpar.models.sampling import generate
+from jaxpar.models.gpt.config import GPTConfig
+from jaxpar.models.gpt.model import GPT
+from jaxpar.models.gpt.sampling import generate
 
 CONFIG = GPTConfig(vocab_size=17, seq_len=6, num_layers=2, num_heads=4, width=16)
 PROMPT = jnp.array([[1, 2, 3], [4, 5, 6]])

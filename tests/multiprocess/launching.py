@@ -14,7 +14,7 @@ import jax
 import psutil
 import pytest
 
-from jaxpar.launch.pulse import Beat, read_pulse
+from jaxpar.launch.heartbeat import Beat, read_pulse
 from tests.multiprocess.test_training import ROOT
 
 SCRIPT = ROOT / "tests/multiprocess/script.py"

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxpar.config import parse
+from jaxpar.cli.recipe_flags import parse
 from jaxpar.data import Loader, Tokens
 from tests.multiprocess import script
 

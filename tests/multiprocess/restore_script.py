@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpar
 from jaxpar.checkpoint import Checkpoints
-from jaxpar.config import parse
+from jaxpar.cli.recipe_flags import parse
 from tests.memory import most_bytes
 
 LEAVES, ROWS, WIDTH = 10, 4096, 4096

@@ -12,14 +12,14 @@ import numpy as np
 import optax
 
 import jaxpar
-from jaxpar.config import parse
+from jaxpar.cli.recipe_flags import parse
 from jaxpar.data import Loader, Tokens
 from jaxpar.launch import choose_mesh, scaled_accumulation
-from jaxpar.launch.contract import current
+from jaxpar.launch.worker_environment import current
 from jaxpar.models import GPT, GPTConfig, gpt_loss, pipeline_gpt
-from jaxpar.run import open_run
-from jaxpar.training import train
-from jaxpar.watch import Recovery
+from jaxpar.training.loop import train
+from jaxpar.training.recovery import Recovery
+from jaxpar.training.run import open_run
 
 ROWS, LENGTH = 16, 16
 MODEL = GPTConfig(

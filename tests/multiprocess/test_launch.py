@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from jaxpar.exit_codes import REFUSED, STOPPED
-from jaxpar.goodput import read_account, total
-from jaxpar.metrics import read_metrics
+from jaxpar.training.goodput import read_account, total
+from jaxpar.training.metrics import read_metrics
 from tests.multiprocess.launching import (
     Launched,
     command,
@@ -144,8 +144,8 @@ def test_worker_that_differs_is_refused_by_name(kind: str, tmp_path: Path) -> No
     script.write_text(
         "import dataclasses, pathlib\n"
         "import numpy as np\n"
-        "from jaxpar.config import parse\n"
-        "from jaxpar.launch.contract import current\n"
+        "from jaxpar.cli.recipe_flags import parse\n"
+        "from jaxpar.launch.worker_environment import current\n"
         "from tests.multiprocess import script\n"
         f"if current().index == 1 and {kind == 'code'}:\n"
         "    # As if this host had another version of the script.\n"
@@ -198,7 +198,7 @@ def test_worker_that_waits_for_its_data_is_named(tmp_path: Path) -> None:
     """Its batches take as long as a step; the others wait for it in the step."""
     script = tmp_path / "waits.py"
     script.write_text(
-        "from jaxpar.config import parse\n"
+        "from jaxpar.cli.recipe_flags import parse\n"
         "from tests.multiprocess import script\n"
         "script.main(parse(script.Config, 'x'), pauses={1: 0.5})\n"
     )

@@ -24,12 +24,12 @@ import psutil
 import pytest
 
 from jaxpar.exit_codes import GAVE_UP, REFUSED, STOPPED
-from jaxpar.goodput import read_account
-from jaxpar.launch.contract import VARIABLE
-from jaxpar.launch.pulse import Beat, read_pulse
+from jaxpar.launch.heartbeat import Beat, read_pulse
 from jaxpar.launch.ray_plan import attempt_folder, attempts
 from jaxpar.launch.security import is_loopback
 from jaxpar.launch.supervisor import free_port
+from jaxpar.launch.worker_environment import VARIABLE
+from jaxpar.training.goodput import read_account
 from tests.multiprocess.launching import (
     LIMIT_SECONDS,
     Launched,

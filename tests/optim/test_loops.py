@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
+from jaxpar.compiled.program import read_program
 from jaxpar.mesh import DATA
 from jaxpar.optim.loops import has_loops, with_divided_loops
-from jaxpar.plan.program import read_program
 
 WAYS, TURNS = 8, 4
 SHAPES = {

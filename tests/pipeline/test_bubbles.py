@@ -8,11 +8,11 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpar.pipeline import rings
-from jaxpar.pipeline.catalog import make_schedule
-from jaxpar.pipeline.interleaved import make_interleaved
-from jaxpar.pipeline.schedule import IDLE, Schedule
-from tests.parts.toys import (
+from jaxpar.pipeline import buffers as rings
+from jaxpar.pipeline.schedules.catalog import make_schedule
+from jaxpar.pipeline.schedules.interleaved import make_interleaved
+from jaxpar.pipeline.schedules.table import IDLE, Schedule
+from tests.model.toys import (
     BATCHES,
     Block,
     RecurrentBlock,

@@ -1,7 +1,7 @@
 """Does an evaluation by a schedule's forwards give what one stage does?
 
 To 1e-6 relative of one stage, in which a batch is one sum; and of the plain model
-(`tests.parts.toys`) to 1e-5. Batches have other numbers of rows than the training
+(`tests.model.toys`) to 1e-5. Batches have other numbers of rows than the training
 batch, so that they are cut into fewer micro-batches than a step, down to one.
 """
 
@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import jaxpar
-from tests.parts.toys import (
+from tests.model.toys import (
     LENGTH,
     TIE,
     VOCAB,

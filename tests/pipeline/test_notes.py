@@ -2,12 +2,12 @@
 
 import pytest
 
-from jaxpar.pipeline.catalog import make_schedule
+from jaxpar.pipeline.block_cost import BlockWork
 from jaxpar.pipeline.execution import OneStage, Pipeline
+from jaxpar.pipeline.schedules.catalog import make_schedule
 from jaxpar.pipeline.stages import Stages
-from jaxpar.pipeline.work import BlockWork
 from jaxpar.sharding.zero import STAGES
-from tests.parts.toys import BATCHES, loss_fn, make_engine, make_mesh, make_model
+from tests.model.toys import BATCHES, loss_fn, make_engine, make_mesh, make_model
 
 
 def explained(**change) -> str:

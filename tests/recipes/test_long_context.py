@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.config import parse
+from jaxpar.cli.recipe_flags import parse
 from jaxpar.models import plan_of
 from recipes import long_context
 from tests.recipes.programs import small_run, start, told

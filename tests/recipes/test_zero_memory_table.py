@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from jaxpar.plan.traffic import Collective
+from jaxpar.compiled.collectives import Collective
 from recipes.zero_memory_table import (
     DEEPSPEEDS_ELEMENTS,
     Config,

@@ -1,0 +1,352 @@
+"""``jaxpar launch``: what starts a run's processes, and keeps them up."""
+
+import dataclasses
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from jaxpar.launch.group import variables, worker_command
+from jaxpar.launch.k8s import K8s, write_manifest
+from jaxpar.launch.limits import Limits
+from jaxpar.launch.ray_trainer import Ray, launch_ray
+from jaxpar.launch.rendezvous import Attempt
+from jaxpar.launch.sbatch import Batch, write_script
+from jaxpar.launch.scheduler import (
+    Place,
+    has_slurm_job,
+    mpi_place,
+    require_program,
+    slurm_place,
+)
+from jaxpar.launch.security import read_tls, require_secure
+from jaxpar.launch.start import Launch, host_gpus, workers_of
+from jaxpar.launch.supervisor import supervise
+from jaxpar.launch.worker_environment import VARIABLE
+
+Script = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SCRIPT")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Supervised:
+    """What each host's supervisor starts, and how it keeps it up.
+
+    Attributes:
+      script: what every worker runs; its own flags follow after ``--``. It is given
+        ``--out`` too.
+      out: the run's folder; runs/ and the script's name if not given. All hosts must
+        see it.
+      processes: workers on this host; if not given, one for each GPU, else one.
+      gpus: the host's GPUs to use, by number; if not given, all.
+      local_devices: CPU devices of each worker; if not given, what the mesh needs.
+      address: of this host, as the other hosts reach it. On any but a loopback address
+        --tls or --insecure is needed.
+      port: that the coordinator listens on; if not given, a free one.
+      tls: folder of this host's certificates, or of all hosts', by `jaxpar launch
+        certs`.
+      insecure: listen on an address that others reach, without certificates.
+      limits: how long a worker may be at one thing before the group is started again.
+      restarts: of the group within an hour, at most.
+      heartbeat: seconds without a sign of a worker, after which JAX takes it for dead.
+      dry_run: print what would be started, and start nothing.
+      flags: of the script.
+    """
+
+    script: Script
+    out: Path | None = None
+    processes: int | None = None
+    gpus: tuple[int, ...] = ()
+    local_devices: int | None = None
+    address: str = "127.0.0.1"
+    port: int | None = None
+    tls: Path | None = None
+    insecure: bool = False
+    limits: Limits = dataclasses.field(default_factory=Limits)
+    restarts: int = 10
+    heartbeat: int = 30
+    dry_run: bool = False
+    flags: tyro.conf.Suppress[tuple[str, ...]] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Local(Supervised):
+    """Start a run's workers on this host, and keep them up.
+
+    Start it again to go on with the run, with fewer or more workers if need be: the
+    global batch stays the same. On several hosts without a scheduler, start it on each.
+
+    Attributes:
+      hosts: of the run.
+      host: the number of this one, from 0.
+      least_hosts: go on with so many where others do not come; all if not given.
+    """
+
+    hosts: int = 1
+    host: int = 0
+    least_hosts: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Slurm(Supervised):
+    """Start a run in a Slurm allocation, or write a job's script for one.
+
+    Within a task of srun this is the supervisor of its node; within an allocation it
+    starts such a task on each node.
+
+    Attributes:
+      script_out: write a script for sbatch into this file, and start nothing.
+      batch: what the script asks Slurm for.
+    """
+
+    script_out: Annotated[Path | None, tyro.conf.arg(name="sbatch")] = None
+    batch: Batch = dataclasses.field(default_factory=lambda: Batch("jaxpar"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Mpi(Supervised):
+    """Start a run's supervisors by mpiexec, one a host.
+
+    Within a process that mpiexec started, this is a supervisor.
+
+    Attributes:
+      hosts: processes that mpiexec starts.
+      mpiexec: more flags for it, such as "-f hosts.txt".
+    """
+
+    hosts: int = 1
+    mpiexec: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Certs:
+    """Make a private authority and a certificate for each host, for mutual TLS.
+
+    Attributes:
+      hosts: names or addresses, as --address will give them.
+      out: a new folder; each host's own in it is to be copied there.
+      days: that they are good for.
+    """
+
+    hosts: tyro.conf.Positional[tuple[str, ...]]
+    out: Path = Path("certs")
+    days: int = 30
+
+
+@dataclasses.dataclass(frozen=True)
+class K8sManifest(K8s):
+    """Write a manifest that starts a run in a Kubernetes cluster.
+
+    Nothing is started: kubectl apply does that. The image has jaxpar and the script.
+
+    Attributes:
+      dry_run: print the manifest, and write no file.
+    """
+
+    script: Script
+    dry_run: bool = False
+    flags: tyro.conf.Suppress[tuple[str, ...]] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class OnRay(Ray):
+    """Start a run's workers by Ray Train, on a cluster or on this host alone.
+
+    Start it again to go on with the run, with fewer or more workers if need be: the
+    global batch stays the same.
+    """
+
+    script: Script
+    flags: tyro.conf.Suppress[tuple[str, ...]] = ()
+
+
+Commands = (
+    Annotated[Local, tyro.conf.subcommand("local")]
+    | Annotated[Slurm, tyro.conf.subcommand("slurm")]
+    | Annotated[Mpi, tyro.conf.subcommand("mpi")]
+    | Annotated[OnRay, tyro.conf.subcommand("ray")]
+    | Annotated[K8sManifest, tyro.conf.subcommand("k8s")]
+    | Annotated[Certs, tyro.conf.subcommand("certs")]
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class StartRun:
+    """Start a run's processes on one host or many, and keep them up."""
+
+    where: tyro.conf.OmitSubcommandPrefixes[Commands]
+
+    def with_flags(self, flags: tuple[str, ...]) -> "StartRun":
+        """With what followed ``--``."""
+        if not isinstance(self.where, Supervised | K8sManifest | OnRay):
+            raise ValueError("launch certs takes no flags after --.")
+        return StartRun(dataclasses.replace(self.where, flags=flags))
+
+
+def start_run(args: StartRun) -> None:
+    """Start what was asked for; the process ends with the run's code."""
+    where = args.where
+    if isinstance(where, Certs):
+        _make_certificates(where)
+    elif isinstance(where, K8sManifest):
+        write_manifest(
+            dataclasses.replace(where, file=None) if where.dry_run else where
+        )
+    elif isinstance(where, OnRay):
+        code = launch_ray(where)
+        if code:
+            raise SystemExit(code)
+    elif isinstance(where, Slurm):
+        _start_slurm(where)
+    elif isinstance(where, Mpi):
+        _start_mpi(where)
+    else:
+        _start_here(where, where.host, where.hosts, where.least_hosts)
+
+
+def _start_here(
+    args: Supervised, host: int, hosts: int, least_hosts: int | None = None
+) -> None:
+    """Be the supervisor of this host."""
+    launch = make_launch(args, host=host, hosts=hosts, least_hosts=least_hosts)
+    if args.dry_run:
+        _print_what_starts(launch)
+        return
+    raise SystemExit(supervise(launch))
+
+
+def _start_at(args: Supervised, place: Place) -> None:
+    """Be the supervisor of the host that a scheduler says this is."""
+    if place.name is not None and args.address == Supervised.address:
+        args = dataclasses.replace(args, address=place.name)
+    _start_here(args, place.host, place.hosts)
+
+
+def _start_slurm(args: Slurm) -> None:
+    place = slurm_place()
+    if args.script_out is not None:
+        if args.batch.nodes > 1 and args.tls is None and not args.insecure:
+            raise ValueError(
+                f"--batch.nodes {args.batch.nodes}: workers on several nodes listen "
+                "where others can connect. Give the folder of the nodes' certificates "
+                "(--tls DIR, by `jaxpar launch certs`), or --insecure on a network "
+                "that is yours alone"
+            )
+        launch = make_launch(
+            dataclasses.replace(args, tls=None), host=0, hosts=args.batch.nodes
+        )
+        logs = launch.folder / "launch"
+        text = write_script(args.batch, _again(without="--sbatch"), logs)
+        args.script_out.write_text(text, encoding="utf-8")
+        print(f"written: submit it by `sbatch {args.script_out}`")
+    elif place is not None:
+        _start_at(args, place)
+    elif has_slurm_job():
+        srun = require_program("srun", "start this where Slurm is installed")
+        _hand_over([srun, "--ntasks-per-node=1", *_again()], args)
+    else:
+        raise ValueError(
+            "this is in no Slurm allocation: write a job's script (--sbatch FILE) and "
+            "submit it, or start this within salloc or srun"
+        )
+
+
+def _start_mpi(args: Mpi) -> None:
+    place = mpi_place()
+    if place is not None:
+        _start_at(args, place)
+        return
+    remedy = "install an MPI (`pip install mpich`, say), or use `jaxpar launch local`"
+    mpiexec = require_program("mpiexec", remedy)
+    more = shlex.split(args.mpiexec)
+    _hand_over([mpiexec, "-n", str(args.hosts), *more, *_again()], args)
+
+
+def _again(without: str | None = None) -> list[str]:
+    """This very command, for others to run; without one flag and its value."""
+    given = sys.argv[1:]
+    for i, each in enumerate(given):
+        if without and each == without:
+            given = [*given[:i], *given[i + 2 :]]
+        elif without and each.startswith(f"{without}="):
+            given = [*given[:i], *given[i + 1 :]]
+    return [sys.executable, "-m", "jaxpar", *given]
+
+
+def _hand_over(command: Sequence[str], args: Supervised) -> None:
+    """Become another program; its code is this one's."""
+    if args.dry_run:
+        print(shlex.join(command))
+        return
+    os.execv(command[0], list(command))
+
+
+def make_launch(
+    args: Supervised, *, host: int, hosts: int, least_hosts: int | None = None
+) -> Launch:
+    """Check what was asked for; nothing is started.
+
+    Raises:
+      ValueError: if it can't be done; the message names the flag.
+      FileNotFoundError: if the script, or a certificate, is not there.
+    """
+    if not args.script.is_file():
+        raise FileNotFoundError(f"{str(args.script)!r}: there is no such script")
+    if not 0 <= host < hosts:
+        raise ValueError(f"--host {host}: must be from 0 to --hosts - 1 ({hosts - 1})")
+    tls = None if args.tls is None else read_tls(args.tls, args.address)
+    require_secure(args.address, tls, insecure=args.insecure)
+    gpus = args.gpus or host_gpus()
+    processes = args.processes or max(len(gpus), 1)
+    if gpus and len(gpus) % processes:
+        raise ValueError(
+            f"--processes {processes}: {len(gpus)} GPUs can't be shared out evenly; "
+            "choose a divisor, or name the GPUs (--gpus)"
+        )
+    out = args.out or Path("runs", args.script.stem)
+    return Launch(
+        command=(str(args.script), "--out", str(out), *args.flags),
+        folder=out,
+        processes=processes,
+        host=host,
+        hosts=hosts,
+        least_hosts=least_hosts,
+        address=args.address,
+        port=args.port,
+        local_devices=args.local_devices,
+        gpus=gpus,
+        tls=tls,
+        limits=args.limits,
+        restarts=args.restarts,
+        heartbeat_seconds=args.heartbeat,
+    )
+
+
+def _print_what_starts(launch: Launch) -> None:
+    """Print each worker's variable and command, as a shell would take them."""
+    total = launch.processes * launch.hosts
+    port = launch.port or "PORT"
+    attempt = Attempt(
+        number=1,
+        state="run",
+        coordinator=None if total == 1 else f"{launch.address}:{port}",
+        members=dict.fromkeys(range(launch.hosts), ""),
+        processes=dict.fromkeys(range(launch.hosts), launch.processes),
+        planned=total,
+    )
+    for worker in workers_of(launch, attempt):
+        contract = variables(worker)[VARIABLE]
+        command = shlex.join(worker_command(launch.command))
+        print(f"{VARIABLE}={shlex.quote(contract)} {command}")
+
+
+def _make_certificates(args: Certs) -> None:
+    from jaxpar.launch.certificates import make_certificates  # noqa: PLC0415 - an extra
+
+    console = Console(highlight=False, soft_wrap=True)
+    for place in make_certificates(args.out, args.hosts, days=args.days):
+        console.print(f"{place.name}: copy {place} there, and launch with --tls")

@@ -1,0 +1,148 @@
+"""What does the command ``jaxpar`` do: one dataclass and one function a subcommand.
+
+The fields of the dataclass are the flags; `COMMANDS` lists them all. What only one
+subcommand needs is imported by its function, so that the others start without.
+"""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+
+from jaxpar.cli.ckpt import Ckpt, run_ckpt
+from jaxpar.cli.launch import StartRun, start_run
+from jaxpar.cli.layout import ShowLayout, show_layout
+from jaxpar.cli.plan import ShowPlan, show_plan
+from jaxpar.show.schedule import draw, report
+
+
+@dataclasses.dataclass(frozen=True)
+class ShowSchedule:
+    """Show a pipeline schedule: who does what when, the bubble, what is kept.
+
+    Times are what a micro-batch takes on one stage, through all its chunks, in any
+    unit; a tick lasts as long as its slowest stage.
+
+    Attributes:
+      name: gpipe, 1f1b, interleaved or zero_bubble.
+      stages: devices on the pipe axis.
+      microbatches: micro-batches a step.
+      chunks: pieces of the trunk on each stage, for interleaved; 2 if not given.
+      forward: time of a forward.
+      backward: time of a backward; if not given 2, or 1 for zero_bubble, where
+        gradients of weights are made apart.
+      weight: time of the gradients of weights, for zero_bubble; 1 if not given.
+      png: draw it to scale into this file too (needs matplotlib).
+    """
+
+    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
+    stages: int
+    microbatches: int
+    chunks: int | None = None
+    forward: float = 1.0
+    backward: float | None = None
+    weight: float | None = None
+    png: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+
+
+def show_schedule(args: ShowSchedule) -> None:
+    """Print a schedule, and draw it where a file is named."""
+    from jaxpar.pipeline.schedules.catalog import make_schedule  # noqa: PLC0415 - imports jax
+
+    name = args.name if args.chunks is None else f"{args.name}:{args.chunks}"
+    schedule = make_schedule(name, args.stages, args.microbatches)
+    times = _times(args, splits_backward=schedule.splits_backward)
+    if args.png is not None:
+        draw(schedule, times, args.png)
+    console = Console(highlight=False)
+    console.print(report(schedule, times, console.width), soft_wrap=True)
+
+
+def _times(args: ShowSchedule, *, splits_backward: bool) -> dict[str, float]:
+    if args.weight is not None and not splits_backward:
+        raise ValueError(
+            f"--weight {args.weight:g}: {args.name} makes the gradients of weights in "
+            "its backward; leave --weight out and give --backward the time of both."
+        )
+    usual = (1.0, 1.0) if splits_backward else (2.0, 0.0)
+    given = {"forward": args.forward, "backward": args.backward, "weight": args.weight}
+    for flag, time in given.items():
+        if time is not None and not 0 < time < math.inf:
+            raise ValueError(f"--{flag} {time:g} must be a time above 0.")
+    return {
+        "forward": args.forward,
+        "backward": usual[0] if args.backward is None else args.backward,
+        "weight": usual[1] if args.weight is None else args.weight,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class ShowEnvironment:
+    """Show versions, devices and what can be planned here: for a bug report."""
+
+
+def show_environment(args: ShowEnvironment) -> None:
+    """Print the environment."""
+    from jaxpar.planner.environment import describe  # noqa: PLC0415 - imports jax
+
+    del args
+    for name, value in describe().items():
+        print(f"{name:<20} {value}")
+
+
+COMMANDS: dict[str, tuple[type, Callable[[Any], None]]] = {
+    "ckpt": (Ckpt, run_ckpt),
+    "env": (ShowEnvironment, show_environment),
+    "launch": (StartRun, start_run),
+    "layout": (ShowLayout, show_layout),
+    "plan": (ShowPlan, show_plan),
+    "schedule": (ShowSchedule, show_schedule),
+}
+"""Subcommand -> its arguments, and what is done with them."""
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command.
+
+    Args:
+      args: the arguments; None for the process's own.
+
+    Raises:
+      SystemExit: for ``--help`` (0) and for what can't be done (2), after saying why.
+    """
+    given = list(sys.argv[1:] if args is None else args)
+    own, flags = _cut(given)
+    chosen = tyro.extras.subcommand_cli_from_dict(
+        {name: config for name, (config, _) in COMMANDS.items()},
+        prog="jaxpar",
+        description="Tools beside a training run.",
+        args=own,
+    )
+    run = dict(COMMANDS.values())[type(chosen)]
+    try:
+        run(_with_flags(chosen, tuple(flags)))
+    except (ValueError, OSError, ModuleNotFoundError, RuntimeError) as error:
+        print(f"jaxpar: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _with_flags(chosen: Any, flags: tuple[str, ...]) -> Any:
+    """Hand on what followed ``--``."""
+    if not flags:
+        return chosen
+    if isinstance(chosen, ShowPlan):
+        return dataclasses.replace(chosen, flags=flags)
+    if isinstance(chosen, StartRun):
+        return chosen.with_flags(flags)
+    raise ValueError("only plan and launch take flags after --.")
+
+
+def _cut(args: list[str]) -> tuple[list[str], list[str]]:
+    """Arguments before and after ``--``."""
+    at = args.index("--") if "--" in args else len(args)
+    return args[:at], args[at + 1 :]

@@ -1,0 +1,163 @@
+"""What does ``jaxpar plan`` do: one recipe on a target, or the best of many choices."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from jaxpar.planner.choices import Choice
+    from jaxpar.planner.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class ShowPlan:
+    """Plan a recipe on hardware that you don't have: memory, traffic, time.
+
+    Compiles the recipe's own training step for the target, in a process of its own, and
+    reads the program; nothing runs, and nothing is allocated. Flags of the recipe
+    follow after --:
+    jaxpar plan recipes/gpt.py --target h200:8x8 -- --model 7b --precision bf16
+
+    With --search, ranks meshes, ZeRO stages, micro-batches, schedules and remat
+    policies by the estimated tokens per second of those that fit: closed forms prune,
+    the most promising are compiled. What you set after -- is not searched.
+
+    Attributes:
+      recipe: a Python file with a dataclass Config and build(config, mesh).
+      target: a100, h100, h200 or b200:HOSTSxGPUS; v5e or v6e:XxY, v5p:XxYxZ; cpu:N.
+      tokens: of the whole run, to say its device-hours.
+      json: write the plan, or the search, into this file too.
+      png: draw the plan into this file (.png, .svg or .pdf; needs matplotlib).
+      html: write the plan, with its pictures, into this file (needs matplotlib).
+      search: rank choices instead; the pictures are then of the best.
+      compiles: steps to compile at most, in a search.
+      fix: where the plan does not fit, compile up to four changes that would make it.
+    """
+
+    recipe: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RECIPE")]
+    target: str
+    tokens: float | None = None
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    png: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    search: bool = False
+    compiles: int = 16
+    fix: bool = True
+    flags: tyro.conf.Suppress[tuple[str, ...]] = ()
+
+
+def show_plan(args: ShowPlan) -> None:
+    """Print a plan or a search, and write it where files are named."""
+    from jaxpar.planner.targets import parse_target  # noqa: PLC0415 - imports jax
+
+    parse_target(args.target)
+    for path in (args.json, args.png, args.html):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(
+                f"{path}: there is no folder {path.parent}; make it first."
+            )
+    (_search if args.search else _plan)(args, Console())
+
+
+def _check_files(args: ShowPlan) -> None:
+    """Before anything compiles: that what is asked for can be written."""
+    from jaxpar.show.picture import check_path  # noqa: PLC0415
+    from jaxpar.show.report import SUFFIXES  # noqa: PLC0415
+
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise FileNotFoundError(
+            f"--json {args.json}: there is no folder {args.json.parent}; make it first."
+        )
+    if args.png is not None:
+        check_path(args.png)
+    if args.html is not None:
+        check_path(args.html, SUFFIXES)
+
+
+def _plan(args: ShowPlan, console: Console) -> None:
+    from jaxpar.planner.recipe import plan_apart  # noqa: PLC0415
+    from jaxpar.planner.recipe_search import what_would_fit  # noqa: PLC0415
+    from jaxpar.show.plan import show_plan as show  # noqa: PLC0415
+    from jaxpar.show.search import show_tried  # noqa: PLC0415
+
+    with console.status(f"compiling {args.recipe.name} for {args.target}"):
+        plan = plan_apart(args.recipe, args.target, args.flags)
+    _write(args, plan, plan.as_json())
+    show(plan, console, tokens=args.tokens)
+    if plan.fits is False and args.fix:
+        with console.status("compiling what may fit") as status:
+            tried = what_would_fit(
+                args.recipe, plan, args.flags, tell=_teller(status.update)
+            )
+        show_tried(tried, plan.device_memory_bytes or 0, console)
+
+
+def _search(args: ShowPlan, console: Console) -> None:
+    from jaxpar.planner.recipe_search import search_recipe, smallest_target  # noqa: PLC0415
+    from jaxpar.show.plan import show_plan as show  # noqa: PLC0415
+    from jaxpar.show.search import as_json, show_search  # noqa: PLC0415
+
+    with console.status(f"surveying {args.recipe.name} on {args.target}") as status:
+        found = search_recipe(
+            args.recipe,
+            args.target,
+            args.flags,
+            compiles=args.compiles,
+            tell=_teller(
+                lambda line: (console.print(line), status.update("compiling"))
+            ),
+        )
+    show_search(found, console)
+    if found.ranking:
+        choice, plan = found.ranking[0]
+        console.print(f"the fastest: {' '.join(choice.flags(found.survey.knobs))}\n")
+        _write(args, plan, as_json(found))
+        show(plan, console, tokens=args.tokens)
+        return
+    _write(args, None, as_json(found))
+    with console.status("looking for the smallest target that would do") as status:
+        larger = smallest_target(
+            args.recipe, args.target, args.flags, tell=_teller(status.update)
+        )
+    if larger is None:
+        raise ValueError(f"{args.recipe.name} does not fit {args.target}, nor larger.")
+    raise ValueError(
+        f"{args.recipe.name} does not fit {args.target}, whatever is chosen; the "
+        f"smallest target that would do is {larger[0]}: "
+        f"{' '.join(larger[1].flags(found.survey.knobs))}"
+    )
+
+
+def _teller(say: Callable[[str], object]) -> "Callable[[Choice, Plan | str], None]":
+    """What is said of each step as it is compiled."""
+
+    def tell(choice: "Choice", found: "Plan | str") -> None:
+        if isinstance(found, str):
+            say(f"{choice}: failed: {found.splitlines()[0][:160]}")
+            return
+        own = found.estimate
+        time = f"{own.step_seconds:.4g} s a step, " if own else ""
+        fits = "fits" if found.fits else "does not fit"
+        say(f"{choice}: {time}{found.memory.peak / 1e9:.1f} GB, {fits}")
+
+    return tell
+
+
+def _write(args: ShowPlan, plan: "Plan | None", text: str) -> None:
+    """Write the files that were named."""
+    if args.json is not None:
+        args.json.write_text(text + "\n", encoding="utf-8")
+    if plan is None:
+        return
+    if args.png is not None or args.html is not None:
+        from jaxpar.show.picture import draw  # noqa: PLC0415 - matplotlib
+        from jaxpar.show.report import write_html  # noqa: PLC0415
+
+        if args.png is not None:
+            draw(plan, args.png)
+        if args.html is not None:
+            write_html(plan, args.html, tokens=args.tokens)

@@ -1,0 +1,59 @@
+"""How does a recipe read its flags: `jaxpar.config`, with the search of a mesh."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxpar import config as flags
+from jaxpar.config import Config
+
+
+def parse(
+    config: type[Config],
+    description: str | None,
+    args: Sequence[str] | None = None,
+    *,
+    prog: str | None = None,
+) -> Config:
+    """Read a recipe's config from the command line.
+
+    Field names are flags (``--mesh.data 2``), docstrings are the help. ``--mesh auto
+    --target h200:1x8`` takes the fastest mesh for those devices, with the ZeRO stage,
+    micro-batches and schedule that go with it, by ``jaxpar plan --search``.
+
+    Args:
+      config: a frozen dataclass, every field with a default.
+      description: what the program does, for ``--help``.
+      args: the arguments; None for the process's own.
+      prog: the program's name; None for the process's own.
+
+    Returns:
+      The config.
+
+    Raises:
+      SystemExit: for ``--help`` (0) and for wrong arguments (2), after saying why.
+
+    Example:
+      >>> from jaxpar.mesh import MeshShape
+      >>> parse(MeshShape, None, ["--data", "2"])
+      MeshShape(data=2, pipe=1, tensor=1)
+    """
+    return flags.parse(config, description, args, prog=prog, search=_search)
+
+
+def _search(recipe: Path, target: str, others: Sequence[str]) -> list[str]:
+    """Search a recipe's mesh, in a process of its own that prints what it does."""
+    with tempfile.TemporaryDirectory(prefix="jaxpar-mesh-") as folder:
+        file = Path(folder, "search.json")
+        command = [sys.executable, "-m", "jaxpar", "plan", str(recipe), "--search"]
+        command += ["--target", target, "--json", str(file), "--", *others]
+        if subprocess.run(command, check=False).returncode:
+            print(
+                "--mesh auto: no mesh was found; what was tried is said above.",
+                file=sys.stderr,
+            )
+            raise SystemExit(2)
+        return json.loads(file.read_text())["ranking"][0]["flags"]

@@ -1,0 +1,7 @@
+"""What a compiled program holds and moves, read from the program itself.
+
+Read `hlo` (the text, parsed), `collectives` (what it communicates over which axis),
+`source_lines` (for which line), `program` (memory and traffic), then `budget`,
+`closed_form` (what the ZeRO table predicts) and `explain`. `xla_flags` are the options
+that the step is compiled with.
+"""

@@ -1,0 +1,329 @@
+"""Does a compiled step keep to its budget: what it holds, and what crosses which axis?
+
+A budget is small and plain, so that users keep one in a file beside their tests. What
+breaks it is named: the leaf that rests too large, the operation whose collective moves
+too much.
+"""
+
+import collections
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxpar.compiled.explain import Explanation, LeafReport
+from jaxpar.compiled.hlo import Module
+from jaxpar.compiled.source_lines import Operation, read_operations
+
+REDUCTION = "reduction"
+"""A kind of a budget: all-reduces and reduce-scatters together."""
+
+_REDUCTIONS = frozenset({"all-reduce", "reduce-scatter", REDUCTION})
+_SHOWN = 5
+_SMALL_BYTES = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """What a compiled step may hold and move, on one device.
+
+    Attributes:
+      state_bytes: of the train state at rest, without padding.
+      crossing: axes, such as "data" or "data x tensor" -> kind of collective, such as
+        "all-gather" -> bytes of the whole arrays that cross in a step. The kind
+        "reduction" stands for all-reduces and reduce-scatters together; on CPUs they
+        are counted together always, for XLA:CPU makes all-reduces where GPUs make
+        reduce-scatters.
+      peak_bytes: the most alive at once; None for any.
+      tolerance: fraction by which each number may be exceeded.
+      small_bytes: what may cross more than is named, whatever it is: losses, norms.
+      unbounded: axes over which anything may cross.
+    """
+
+    state_bytes: int
+    crossing: Mapping[str, Mapping[str, int]]
+    peak_bytes: int | None = None
+    tolerance: float = 0.05
+    small_bytes: int = _SMALL_BYTES
+    unbounded: tuple[str, ...] = ()
+
+    def as_json(self) -> str:
+        """The same as a JSON object, to be kept in a file."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Budget":
+        """Read what `as_json` wrote.
+
+        Args:
+          text: the JSON object; what has a default may be missing.
+
+        Returns:
+          The budget.
+
+        Raises:
+          ValueError: if it is not a budget's.
+
+        Example:
+          >>> budget = Budget(64, {"data": {"all-gather": 128}})
+          >>> Budget.from_json(budget.as_json()) == budget
+          True
+        """
+        found: dict[str, Any] = json.loads(text)
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = sorted(found.keys() - set(known))
+        missing = sorted({"state_bytes", "crossing"} - found.keys())
+        if unknown or missing:
+            raise ValueError(
+                f"budget: the JSON object has no {missing} and unknown {unknown}; its "
+                f"keys are {', '.join(known)}. Write it with Budget.as_json()."
+            )
+        return cls(**{**found, "unbounded": tuple(found.get("unbounded", ()))})
+
+
+class BudgetExceeded(AssertionError):  # noqa: N818 - what happened, as pytest says it
+    """A compiled step that holds or moves more than its budget.
+
+    Args:
+      violations: what is exceeded, and by what.
+    """
+
+    def __init__(self, violations: Sequence[str]):
+        self.violations = tuple(violations)
+        super().__init__(
+            "verify: the compiled step exceeds its budget.\n\n"
+            + "\n\n".join(self.violations)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What a compiled step holds and moves, with what it comes from.
+
+    Attributes:
+      mesh: axis -> devices.
+      leaves: the train state's leaves, their bytes those of the program.
+      operations: the collectives, most bytes first.
+      peak_bytes: the most alive at once.
+      on_cpu: whether it is XLA:CPU's program.
+    """
+
+    mesh: Mapping[str, int]
+    leaves: tuple[LeafReport, ...]
+    operations: tuple[Operation, ...]
+    peak_bytes: int
+    on_cpu: bool
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the train state at rest, without padding."""
+        return sum(leaf.bytes_per_device for leaf in self.leaves)
+
+    @property
+    def small_bytes(self) -> int:
+        """What is too small to be looked at: 0.1 % of the parameters, or 64 KiB."""
+        params = [leaf for leaf in self.leaves if leaf.name.startswith("params/")]
+        return max(_SMALL_BYTES, sum(map(_whole_bytes, params)) // 1000)
+
+    @property
+    def crossing(self) -> dict[str, dict[str, int]]:
+        """Axes -> kind -> bytes, as of a `Budget`; most bytes first."""
+        found: dict[str, dict[str, int]] = {}
+        for operation in self.operations:
+            if operation.axes:
+                kinds = found.setdefault(" x ".join(operation.axes), {})
+                total = kinds.get(operation.kind, 0) + operation.bytes
+                kinds[operation.kind] = total
+        return found
+
+    def budget(self) -> Budget:
+        """What is measured as a budget, without what is too small to be looked at."""
+        large = {
+            axes: {kind: n for kind, n in kinds.items() if n > self.small_bytes}
+            for axes, kinds in self.crossing.items()
+        }
+        return Budget(
+            state_bytes=self.state_bytes,
+            crossing={axes: kinds for axes, kinds in large.items() if kinds},
+            peak_bytes=self.peak_bytes,
+            small_bytes=self.small_bytes,
+        )
+
+
+def measure(
+    explanation: Explanation, module: Module, text: str, *, on_cpu: bool
+) -> Measured:
+    """Measure a compiled step.
+
+    Args:
+      explanation: of the step.
+      module: its program, parsed; the state's leaves are ``state[0]``, ``state[1]`` and
+        so on.
+      text: what that was parsed from.
+      on_cpu: whether XLA:CPU made it.
+
+    Returns:
+      What it holds and moves.
+    """
+    held: dict[str, int] = collections.defaultdict(int)
+    for instruction in module.entry.instructions.values():
+        if instruction.opcode == "parameter":
+            held[instruction.op_name] += sum(a.bytes for a in instruction.types)
+    names = {f"state[{i}]": leaf.name for i, leaf in enumerate(explanation.leaves)}
+    return Measured(
+        mesh=explanation.mesh,
+        leaves=tuple(
+            dataclasses.replace(leaf, bytes_per_device=held[argument])
+            for argument, leaf in zip(names, explanation.leaves, strict=True)
+        ),
+        operations=tuple(
+            # What moves a leaf as it rests has the argument's name.
+            dataclasses.replace(found, name=names.get(found.name, found.name))
+            for found in read_operations(module, text, explanation.mesh)
+        ),
+        peak_bytes=explanation.program.memory.peak,
+        on_cpu=on_cpu,
+    )
+
+
+def check(budget: Budget, measured: Measured) -> list[str]:
+    """Hold a step to a budget.
+
+    Args:
+      budget: what it may hold and move.
+      measured: what it does.
+
+    Returns:
+      What is exceeded and by which leaves and operations, for people; empty if nothing
+      is.
+    """
+    return [
+        *_check_state(budget, measured),
+        *_check_crossing(budget, measured),
+        *_check_peak(budget, measured),
+    ]
+
+
+def _check_state(budget: Budget, measured: Measured) -> list[str]:
+    held, allowed = measured.state_bytes, budget.state_bytes
+    if held <= allowed * (1 + budget.tolerance):
+        return []
+    num_devices = math.prod(measured.mesh.values())
+    shares = {leaf: -(-_whole_bytes(leaf) // num_devices) for leaf in measured.leaves}
+    over = {leaf: leaf.bytes_per_device - share for leaf, share in shares.items()}
+    worst = sorted(measured.leaves, key=lambda leaf: -over[leaf])[:_SHOWN]
+    lines = [
+        f"{leaf.name} ({leaf.dtype}{list(leaf.shape)}) rests as {leaf.spec}: "
+        f"{leaf.bytes_per_device:,} bytes, {shares[leaf]:,} if spread over "
+        f"{num_devices} devices{_why(leaf, measured.leaves)}"
+        for leaf in worst
+        if over[leaf] * 100 >= held - allowed
+    ]
+    return [
+        _violation(
+            f"state: {held:,} bytes per device at rest, but the budget is {allowed:,}.",
+            lines
+            or ["every leaf is spread over all devices: the state itself is larger"],
+            "Raise zero=, or give a large leaf a dim that the axes divide; if it is "
+            "meant, record the budget anew (engine.budget()).",
+        )
+    ]
+
+
+def _check_crossing(budget: Budget, measured: Measured) -> list[str]:
+    found = []
+    for axes, moved in measured.crossing.items():
+        if set(axes.split(" x ")) <= set(budget.unbounded):
+            continue
+        named = dict(budget.crossing.get(axes, {}))
+        if measured.on_cpu or REDUCTION in named:
+            named, moved = _merged(named), _merged(moved)
+        for kind, number in moved.items():
+            allowed = named.get(kind, 0)
+            spare = max(budget.tolerance * allowed, budget.small_bytes)
+            if number - allowed > spare:
+                causes = _causes(measured.operations, axes, kind)
+                found.append(_over_axis(axes, kind, number, allowed, causes))
+    return found
+
+
+def _check_peak(budget: Budget, measured: Measured) -> list[str]:
+    peak, allowed = measured.peak_bytes, budget.peak_bytes
+    if allowed is None or peak <= allowed * (1 + budget.tolerance):
+        return []
+    return [
+        _violation(
+            f"peak: {peak:,} bytes per device, but the budget is {allowed:,}.",
+            (),
+            "Use remat= or more micro-batches (accumulate=); engine.explain() says "
+            "what the memory is; if it is meant, record the budget anew "
+            "(engine.budget()).",
+        )
+    ]
+
+
+def _over_axis(
+    axes: str, kind: str, number: int, allowed: int, causes: Sequence[str]
+) -> str:
+    if allowed:
+        than = f"but the budget is {allowed:,} ({number / allowed:.1f} times as much)."
+    else:
+        than = "which the budget does not name."
+    told = "all-reduce and reduce-scatter" if kind == REDUCTION else kind
+    return _violation(
+        f"{axes}: {told} moves {number:,} bytes a step, {than}",
+        causes,
+        "Where that is an activation, say how it lies where it is made: "
+        'jaxpar.constrain(x, "data"). If it is meant, record the budget anew '
+        "(engine.budget()).",
+    )
+
+
+def _causes(operations: Iterable[Operation], axes: str, kind: str) -> list[str]:
+    """The operations of a kind over some axes, alike ones together, largest first."""
+    kinds = _REDUCTIONS if kind == REDUCTION else {kind}
+    alike: dict[Operation, list[int]] = collections.defaultdict(lambda: [0, 0])
+    for operation in operations:
+        if operation.kind in kinds and " x ".join(operation.axes) == axes:
+            entry = alike[dataclasses.replace(operation, times=0, bytes=0)]
+            entry[0] += operation.times
+            entry[1] += operation.bytes
+    rows = [
+        dataclasses.replace(operation, times=times, bytes=number)
+        for operation, (times, number) in alike.items()
+    ]
+    rows.sort(key=lambda row: -row.bytes)
+    left = len(rows) - _SHOWN
+    more = [f"and {left} smaller ones"] if left > 0 else []
+    return [*map(str, rows[:_SHOWN]), *more]
+
+
+def _merged(kinds: Mapping[str, int]) -> dict[str, int]:
+    """All-reduces and reduce-scatters as one kind."""
+    others = {kind: n for kind, n in kinds.items() if kind not in _REDUCTIONS}
+    return others | {
+        REDUCTION: sum(n for kind, n in kinds.items() if kind in _REDUCTIONS)
+    }
+
+
+def _violation(said: str, causes: Sequence[str], remedy: str) -> str:
+    return "\n".join([said, *(f"  - {cause}" for cause in causes), f"  {remedy}"])
+
+
+def _why(leaf: LeafReport, leaves: Iterable[LeafReport]) -> str:
+    """The reason for a leaf's layout: its own, or of the parameter that it mirrors."""
+    for row in leaves:
+        mirrored = f"/{leaf.name}".endswith(f"/{row.name.removeprefix('params/')}")
+        if row.why and mirrored and row.shape == leaf.shape:
+            return f" ({row.why})"
+    return ""
+
+
+def _whole_bytes(leaf: LeafReport) -> int:
+    """Bytes of a whole leaf; jax's keys have no itemsize, and are small."""
+    if leaf.dtype.startswith("key<"):
+        return leaf.bytes_per_device
+    return math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize

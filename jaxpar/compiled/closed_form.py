@@ -1,0 +1,170 @@
+"""What should a step hold and move: the closed forms of the ZeRO table, as a budget.
+
+With Psi parameters, a gather of all of them moves Psi elements of the compute dtype,
+and a reduction Psi elements of the dtype in which gradients cross. Each leaf's plan
+says in which pieces, for what pipe and tensor split at rest crosses data in pieces.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import jax.numpy as jnp
+
+from jaxpar.compiled.budget import REDUCTION, Budget
+from jaxpar.mesh import DATA, PIPE, TENSOR
+from jaxpar.sharding.collectives import wire_dtype
+from jaxpar.sharding.zero import LeafPlan, ZeroStage
+from jaxpar.step.precision import Precision
+
+COUPLED_TOLERANCE = 0.3
+"""For a step whose collectives the compiler places: some are split, some repeated."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Meant:
+    """What decides how often parameters and gradients cross data, and in what.
+
+    Attributes:
+      stage: the row of the ZeRO table.
+      precision: the dtypes.
+      accumulate: micro-batches a step.
+      sizes: mesh axis -> devices on it.
+      platform: of the devices.
+      coupled: whether examples are coupled: the compiler places what crosses data.
+    """
+
+    stage: ZeroStage
+    precision: Precision
+    accumulate: int
+    sizes: Mapping[str, int]
+    platform: str
+    coupled: bool
+
+    @property
+    def gathers(self) -> int:
+        """Times that every parameter is gathered in a step."""
+        if self.stage.gather == "never":
+            return 0
+        at_use = self.stage.gather == "use" and not self._pipes
+        return 2 * self.accumulate if at_use else 1
+
+    @property
+    def reductions(self) -> int:
+        """Times that every gradient is reduced in a step."""
+        if self._pipes:
+            return 1
+        each = self.stage.reduce == "microbatch" or self.coupled
+        return self.accumulate if each else 1
+
+    @property
+    def gather_bytes(self) -> int:
+        """Bytes of an element while parameters are gathered."""
+        return self._wire_bytes(self.precision.compute_dtype)
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes of an element while gradients are reduced."""
+        own = self.precision
+        # Of automatic data, the compiler reduces what the backward pass makes.
+        return self._wire_bytes(own.compute_dtype if self.coupled else own.reduce_dtype)
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether gradients of several micro-batches are summed, in fp32."""
+        return self._pipes or self.accumulate > 1
+
+    @property
+    def _pipes(self) -> bool:
+        """Whether parameters are gathered, and gradients reduced, once a step."""
+        return self.sizes[PIPE] > 1
+
+    def _wire_bytes(self, dtype: jnp.dtype) -> int:
+        return wire_dtype(dtype, self.platform).itemsize
+
+
+def expected_budget(
+    plans: Sequence[LeafPlan], meant: Meant, state_bytes: int
+) -> Budget:
+    """Budget a step by its design.
+
+    What crosses tensor and pipe is the model's, so those axes are not bounded; nor is
+    data where the compiler places the collectives of a pipeline.
+
+    Args:
+      plans: the parameters' layouts, as they cross data.
+      meant: how often and in what they do.
+      state_bytes: of the state at rest, by its layout.
+
+    Returns:
+      The budget. Only of GPUs it tells reduce-scatters and all-reduces apart: XLA:TPU
+      makes an all-reduce of some reduce-scatters, XLA:CPU of many. Where examples are
+      coupled, one leaf, the largest, may be reduced once more, as a table is that
+      embeds tokens and makes logits.
+    """
+    unbounded = (PIPE, TENSOR)
+    if meant.coupled and meant.sizes[PIPE] > 1:
+        unbounded = (DATA, PIPE, TENSOR)
+    whole = 4 * sum(math.prod(plan.shape) for plan in plans)
+    return Budget(
+        state_bytes=state_bytes,
+        crossing={DATA: _over_data(plans, meant)} if meant.sizes[DATA] > 1 else {},
+        tolerance=COUPLED_TOLERANCE if meant.coupled else Budget.tolerance,
+        small_bytes=max(Budget.small_bytes, whole // 1000),
+        unbounded=unbounded,
+    )
+
+
+def step_bytes(plans: Iterable[LeafPlan], meant: Meant) -> tuple[int, int]:
+    """What a step holds besides the state, by closed form.
+
+    Args:
+      plans: the parameters' layouts.
+      meant: how often and in what they cross data.
+
+    Returns:
+      Bytes on one device of parameters in the compute dtype, and of gradients; a copy
+      that is made where it is used is not among them. Gradients of a single
+      micro-batch lie in the dtype in which they are made, or have crossed.
+    """
+    stage, itemsize = meant.stage, meant.precision.compute_dtype.itemsize
+    at_use = stage.gather == "use" and not meant._pipes
+    as_they_rest = stage.gather == "never" and itemsize == 4
+    split = stage.reduce == "microbatch" and not meant._pipes
+    single = meant.reduce_bytes if split else itemsize
+    copies = gradients = 0
+    for plan in plans:
+        own = math.prod(plan.shape) // plan.ways_computed
+        at_rest = math.prod(plan.shape) // plan.ways_at_rest
+        copies += 0 if at_use or as_they_rest else own * itemsize
+        gradients += (at_rest if split else own) * (4 if meant.adds_up else single)
+    return copies, gradients
+
+
+def _over_data(plans: Sequence[LeafPlan], meant: Meant) -> dict[str, int]:
+    """Kind of collective -> bytes of the whole arrays, per device and step."""
+    split = [plan for plan in plans if plan.data_dim is not None]
+    kept = [plan for plan in plans if plan.data_dim is None]
+    gathered = meant.gathers * meant.gather_bytes * sum(map(_piece, split))
+    each = meant.reductions * meant.reduce_bytes
+    if meant.coupled or meant.platform != "gpu":
+        # The compiler reduces over data where a gradient is made, at its compute spec.
+        made = _computed if meant.coupled else _piece
+        again = max(map(made, plans)) if meant.coupled else 0
+        reduced = {REDUCTION: each * (sum(map(made, plans)) + again)}
+    else:
+        scattered, summed = (each * sum(map(_piece, x)) for x in (split, kept))
+        reduced = {"reduce-scatter": scattered, "all-reduce": summed}
+    named = {"all-gather": gathered, **reduced}
+    return {kind: number for kind, number in named.items() if number}
+
+
+def _computed(plan: LeafPlan) -> int:
+    """Elements of what one place on tensor computes of a leaf."""
+    return math.prod(plan.shape) // plan.ways_computed
+
+
+def _piece(plan: LeafPlan) -> int:
+    """Elements of what one place on pipe and tensor holds of a leaf."""
+    data = 1 if plan.data_dim is None else plan.ways[0]
+    return math.prod(plan.shape) * data // plan.ways_at_rest

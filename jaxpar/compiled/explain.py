@@ -1,0 +1,249 @@
+"""What does a run cost, leaf by leaf, and what crosses which axis: explain().
+
+Where leaves rest and why is read from the layout; what crosses, and the memory, from
+the program that the compiler made of the step.
+"""
+
+import dataclasses
+import io
+import json
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jaxpar import tree
+from jaxpar.compiled.program import CompiledProgram
+from jaxpar.compiled.xla_flags import Setting
+from jaxpar.mesh import DATA
+from jaxpar.sharding.zero import LeafPlan, ZeroStage
+from jaxpar.types import PyTree
+
+_MEANT = {
+    0: (
+        "data: gradients are summed over micro-batches, then all-reduced once a step.",
+    ),
+    1: (
+        "data: parameters are cast, then all-gathered once a step.",
+        "data: gradients are summed over micro-batches, then reduce-scattered once a "
+        "step.",
+    ),
+    2: (
+        "data: parameters are cast, then all-gathered once a step.",
+        "data: gradients are reduce-scattered every micro-batch, where the backward "
+        "pass makes them.",
+    ),
+    3: (
+        "data: parameters are cast, then all-gathered where they are used: twice a "
+        "micro-batch, for the forward and the backward pass.",
+        "data: gradients are reduce-scattered every micro-batch, where the backward "
+        "pass makes them.",
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafReport:
+    """One row of the table.
+
+    Attributes:
+      name: the leaf's path in the train state.
+      shape: its logical shape.
+      dtype: its dtype.
+      spec: where it rests.
+      bytes_per_device: bytes of its piece on one device.
+      why: the reason for its layout; empty for leaves that follow another.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: str
+    bytes_per_device: int
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What a step costs, for people (``print``) and programs (``as_json``).
+
+    Attributes:
+      mesh: axis -> devices.
+      zero: the ZeRO stage.
+      leaves: a row per leaf of the train state.
+      meant: what should cross which axis, by the stage's design.
+      program: what does, and the memory, read from the compiled step.
+      settings: the compiler's options that were set, and why.
+    """
+
+    mesh: dict[str, int]
+    zero: int
+    leaves: tuple[LeafReport, ...]
+    meant: tuple[str, ...]
+    program: CompiledProgram
+    settings: tuple[Setting, ...]
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of the whole state at rest on one device, without padding."""
+        return sum(leaf.bytes_per_device for leaf in self.leaves)
+
+    def as_json(self) -> str:
+        """The same as a JSON object."""
+        return json.dumps(dataclasses.asdict(self))
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        console = Console(file=out, width=140, color_system=None)
+        shape = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
+        console.print(f"mesh {shape}, ZeRO {self.zero}")
+        console.print(_leaf_table(self.leaves))
+        console.print(f"state at rest: {self.bytes_per_device:,} bytes per device")
+        console.print("\nwhat crosses in a step, read from the compiled program:")
+        console.print(_traffic_table(self.program))
+        for line in self.meant:
+            console.print(f"- meant: {line}")
+        for loop in self.program.unknown_loops:
+            console.print(f"- loop {loop}: trip count not known, counted once")
+        console.print("\nmemory of the compiled step, bytes per device:")
+        for name, number in dataclasses.asdict(self.program.memory).items():
+            console.print(f"  {name.replace('_', ' '):<12}{number:>18,}")
+        if self.settings:
+            console.print("\ncompiler options:")
+        for setting in self.settings:
+            console.print(f"- {setting.option}={setting.value}: {setting.why}")
+        return out.getvalue()
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
+        """What a notebook shows."""
+        return {"text/plain": str(self)}
+
+
+def _leaf_table(leaves: Sequence[LeafReport]) -> Table:
+    table = Table(box=box.SIMPLE)
+    for column in ("leaf", "shape", "dtype", "spec"):
+        table.add_column(column, overflow="fold")
+    table.add_column("bytes/device", justify="right")
+    table.add_column("why", overflow="fold")
+    for leaf in leaves:
+        shape = "x".join(map(str, leaf.shape)) or "scalar"
+        number = f"{leaf.bytes_per_device:,}"
+        table.add_row(leaf.name, shape, leaf.dtype, leaf.spec, number, leaf.why)
+    return table
+
+
+def _traffic_table(program: CompiledProgram) -> Table:
+    table = Table(box=box.SIMPLE)
+    for column in ("axis", "collective", "dtype"):
+        table.add_column(column)
+    for column in ("times", "bytes", "sent/device", "largest"):
+        table.add_column(column, justify="right")
+    for row in program.collectives:
+        numbers = (row.count, row.bytes, row.sent_bytes, row.largest)
+        table.add_row(
+            " x ".join(row.axes) or "none",
+            row.kind,
+            row.dtype,
+            *(f"{number:,}" for number in numbers),
+        )
+    if not program.collectives:
+        table.add_row("none", "nothing crosses", *("",) * 5)
+    return table
+
+
+def make_explanation(
+    state: PyTree,
+    plans: Mapping[str, LeafPlan],
+    stage: ZeroStage,
+    *,
+    coupled: bool,
+    program: CompiledProgram,
+    settings: tuple[Setting, ...] = (),
+    notes: tuple[str, ...] = (),
+    remarks: tuple[str, ...] = (),
+) -> Explanation:
+    """Explain a step.
+
+    Args:
+      state: the train state's shapes, dtypes and shardings.
+      plans: parameter name -> plan.
+      stage: the row of the ZeRO table.
+      coupled: whether examples are coupled (data is automatic).
+      program: the compiled step, read.
+      settings: what it was compiled with.
+      notes: what a pipeline adds; with one, every stage reduces and gathers once.
+      remarks: what an optimizer adds.
+
+    Returns:
+      The explanation.
+    """
+    leaves = tree.named_leaves(state)
+    rows = [
+        _row(name, leaf, plans.get(name.removeprefix("params/")))
+        for name, leaf in leaves.items()
+    ]
+    mesh = next(iter(leaves.values())).sharding.mesh
+    meant = _meant(
+        min(stage.number, 1) if notes else stage.number,
+        mesh.shape[DATA],
+        list(plans.values()),
+        coupled,
+    )
+    return Explanation(
+        mesh=dict(mesh.shape),
+        zero=stage.number,
+        leaves=tuple(rows),
+        meant=(*meant, *notes, *remarks),
+        program=program,
+        settings=settings,
+    )
+
+
+def state_bytes(state: PyTree) -> dict[str, int]:
+    """The leaves of a state -> bytes on one device, without padding.
+
+    Args:
+      state: shapes, dtypes and shardings.
+    """
+    leaves = tree.named_leaves(state)
+    return {name: _piece_bytes(leaf) for name, leaf in leaves.items()}
+
+
+def _piece_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return tree.num_bytes(jax.eval_shape(jax.random.key_data, leaf))
+    assert leaf.sharding is not None, "of a state at rest"
+    piece = leaf.sharding.shard_shape(leaf.shape)
+    return tree.num_bytes(jax.ShapeDtypeStruct(piece, leaf.dtype))
+
+
+def _row(name: str, leaf: jax.ShapeDtypeStruct, plan: LeafPlan | None) -> LeafReport:
+    assert isinstance(leaf.sharding, NamedSharding), "of a state at rest"
+    return LeafReport(
+        name=name,
+        shape=tuple(leaf.shape),
+        dtype=str(leaf.dtype),
+        spec=str(tuple(leaf.sharding.spec)),
+        bytes_per_device=_piece_bytes(leaf),
+        why=plan.why if plan else "",
+    )
+
+
+def _meant(
+    number: int, data: int, plans: Sequence[LeafPlan], coupled: bool
+) -> tuple[str, ...]:
+    if data == 1:
+        lines: tuple[str, ...] = ("data: one device, nothing crosses.",)
+    elif coupled:
+        lines = (
+            "data: examples are coupled, so the compiler places the collectives and "
+            "gradients are reduced every micro-batch.",
+        )
+    else:
+        lines = _MEANT[number]
+    ruled = sum(any(plan.compute) for plan in plans)
+    return (*lines, f"tensor: {ruled} parameters are split by rule.")

@@ -1,0 +1,96 @@
+"""Which options is the step compiled with, and why: the one table of them.
+
+Options are passed with the compilation (`jax.jit`'s ``compiler_options``), never
+through ``XLA_FLAGS``: two engines in a process may differ. An option is in the table
+when a measurement justifies it; what XLA does well by itself is left to XLA.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jax.sharding import Mesh
+
+from jaxpar.mesh import DATA, are_present
+
+Value = bool | int | float | str
+
+BUCKET_BYTES = 32 << 20
+"""Gradients that cross in one reduce-scatter, in bytes of whole gradients."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One option of the compiler.
+
+    Attributes:
+      option: XLA's name.
+      value: what it is set to.
+      why: what justifies it.
+    """
+
+    option: str
+    value: Value
+    why: str
+
+
+def choose_settings(
+    mesh: Mesh, overrides: Mapping[str, Value | None] | None = None
+) -> tuple[Setting, ...]:
+    """Choose the options that a step for this mesh is compiled with.
+
+    Args:
+      mesh: the mesh, whose devices' platform decides.
+      overrides: option -> value, in place of the table's; None for XLA's own default.
+
+    Returns:
+      The settings.
+
+    Example:
+      >>> from jaxpar.mesh import MeshShape, make_mesh
+      >>> chosen = choose_settings(make_mesh(MeshShape()), {"xla_cpu_max_isa": "AVX2"})
+      >>> chosen[-1].option, chosen[-1].value
+      ('xla_cpu_max_isa', 'AVX2')
+    """
+    platform = mesh.devices.flat[0].platform
+    chosen = {s.option: s for s in _TABLE.get(platform, lambda _: ())(mesh)}
+    for option, value in (overrides or {}).items():
+        if value is None:
+            chosen.pop(option, None)
+        else:
+            chosen[option] = Setting(option, value, "given as xla_options")
+    return tuple(chosen.values())
+
+
+def compiler_options(settings: tuple[Setting, ...]) -> dict[str, Value]:
+    """The settings as `jax.jit` takes them."""
+    return {setting.option: setting.value for setting in settings}
+
+
+def _for_gpus(mesh: Mesh) -> tuple[Setting, ...]:
+    chosen = [] if are_present(mesh) else [_MOCKED]
+    data = mesh.shape[DATA]
+    if data > 1:
+        chosen.append(_bucket(data))
+    return tuple(chosen)
+
+
+_MOCKED = Setting(
+    "xla_gpu_mock_custom_calls",
+    True,
+    "a program that is compiled and never run may hold calls that only a GPU at hand "
+    "could fill (jaxpar/models/attention_placeholder.py)",
+)
+
+
+def _bucket(data: int) -> Setting:
+    return Setting(
+        "xla_gpu_reduce_scatter_combine_threshold_bytes",
+        max(1, BUCKET_BYTES // data),
+        "XLA counts the bytes that stay on a device, so that its default merges "
+        f"the gradients of {data} times as much; unscanned layers' gradients "
+        "would all be alive at the peak (benchmarks/compiled_gpu.py: 2.0 bytes of "
+        "temporaries a parameter, 1.1 so)",
+    )
+
+
+_TABLE = {"gpu": _for_gpus}

@@ -1,0 +1,315 @@
+"""How does a batch reach the devices: checked against the sample, rows over data.
+
+Each process passes its own rows (global / number of processes, in process order); a
+`jax.Array` is taken as global, another framework's tensor as NumPy's.
+"""
+
+import dataclasses
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar import tree
+from jaxpar.engine.place_rows import agree_on_rows, gather_rows, place_own, place_same
+from jaxpar.engine.tensors import as_array, is_tensor
+from jaxpar.mesh import DATA
+from jaxpar.step.inputs import Packed, replicated_names
+from jaxpar.types import Batch
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSpec:
+    """The shapes of a global batch and where its rows go.
+
+    Attributes:
+      leaves: leaf name -> global shape and dtype.
+      structure: the batch's tree structure.
+      num_rows: examples in the global batch.
+      mesh: the mesh whose data axis splits the rows.
+      replicated: names of leaves that are not rows (`jaxpar.Replicated`).
+    """
+
+    leaves: Mapping[str, jax.ShapeDtypeStruct]
+    structure: Any
+    num_rows: int
+    mesh: Mesh
+    replicated: frozenset[str] = frozenset()
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Rows over data, whole over the other axes."""
+        return NamedSharding(self.mesh, P(DATA))
+
+    @property
+    def shardings(self) -> Batch:
+        """Where a global batch is: a tree of shardings."""
+        places = [self._place(name) for name in self.leaves]
+        return jax.tree.unflatten(self.structure, places)
+
+    def rows(self, num_rows: int) -> Batch:
+        """Shapes of a batch with another number of rows."""
+        structs = [
+            jax.ShapeDtypeStruct(self._shape(name, num_rows), leaf.dtype)
+            for name, leaf in self.leaves.items()
+        ]
+        return jax.tree.unflatten(self.structure, structs)
+
+    def num_calls(self, accumulate: int) -> int:
+        """The loss function's calls in a step of so many micro-batches."""
+        if isinstance(self.rows(1), Packed):
+            return self.num_rows
+        return self.mesh.shape[DATA] * accumulate
+
+    def structs(self) -> Batch:
+        """Shapes, dtypes and shardings of a global batch."""
+        structs = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._place(name))
+            for name, leaf in self.leaves.items()
+        ]
+        return jax.tree.unflatten(self.structure, structs)
+
+    def _place(self, name: str) -> NamedSharding:
+        spec = P() if name in self.replicated else P(DATA)
+        return NamedSharding(self.mesh, spec)
+
+    def _shape(self, name: str, num_rows: int) -> tuple[int, ...]:
+        shape = self.leaves[name].shape
+        return shape if name in self.replicated else (num_rows, *shape[1:])
+
+    def put(self, batch: Batch) -> Batch:
+        """Check a batch and make it a global array on the mesh.
+
+        Args:
+          batch: this process's rows (NumPy arrays, or tensors that DLPack takes), or
+            global `jax.Array`s.
+
+        Returns:
+          Global arrays, rows over data.
+
+        Raises:
+          ValueError: if structure, shapes or dtypes differ from the sample batch.
+        """
+        leaves = self._leaves(batch)
+        self._check(leaves, self.num_rows // jax.process_count(), self.num_rows)
+        return self._placed(leaves, self.num_rows)
+
+    def put_any(
+        self, batch: Batch, *, whole: bool
+    ) -> tuple[Batch | None, Batch | None]:
+        """Check a batch of any number of rows and place it, in two parts.
+
+        Args:
+          batch: as for `put`, with another number of rows on each process.
+          whole: whether rows that data does not divide are to stay together.
+
+        Returns:
+          The rows that data divides, over data, and those left over, all of them on
+          every device; None where there are none.
+
+        Raises:
+          ValueError: as `put`, or if no process has a row.
+        """
+        leaves, counts = self._counted(batch)
+        num_rows = sum(counts)
+        if not num_rows:
+            raise ValueError("batch: it has no rows, on any process; pass one or more.")
+        own = counts[jax.process_index() if len(counts) > 1 else 0]
+        self._check(leaves, own, num_rows)
+        left = num_rows % self.mesh.shape[DATA]
+        if not left and len(set(counts)) == 1:
+            return self._placed(leaves, num_rows), None
+        split = 0 if whole and left else num_rows - left
+        gathered = {
+            name: leaf if name in self.replicated else gather_rows(leaf, counts)
+            for name, leaf in leaves.items()
+        }
+
+        def part(some: slice, spec: P) -> Batch:
+            over, everywhere = (NamedSharding(self.mesh, x) for x in (spec, P()))
+            placed = [
+                place_same(leaf, everywhere)
+                if name in self.replicated
+                else place_same(leaf[some], over)
+                for name, leaf in gathered.items()
+            ]
+            return jax.tree.unflatten(self.structure, placed)
+
+        return (
+            part(slice(split), P(DATA)) if split else None,
+            part(slice(split, None), P()) if left else None,
+        )
+
+    def _counted(self, batch: Batch) -> tuple[dict[str, Any], list[int]]:
+        """The batch's arrays, checked, and the rows of each process.
+
+        Of global arrays the rows are known everywhere. Else the processes agree, and
+        one whose batch is refused says so to the others, which would wait for it.
+        """
+        leaves, num_own, refused = {}, -1, None
+        try:
+            leaves = self._leaves(batch)
+            rows = [
+                leaf for name, leaf in leaves.items() if name not in self.replicated
+            ]
+            own = next((x for x in rows if not isinstance(x, jax.Array)), rows[0])
+            num_own = (*np.shape(own), 0)[0]
+            if np.ndim(own):  # A scalar is no rows.
+                hosts = {
+                    k: x for k, x in leaves.items() if not isinstance(x, jax.Array)
+                }
+                self._check(hosts, num_own, num_own)
+        except ValueError as error:
+            refused = error
+        wholes = replicated_names(batch)
+        given = [
+            x for name, x in tree.named_leaves(batch).items() if name not in wholes
+        ]
+        if all(isinstance(leaf, jax.Array) for leaf in given):
+            counts = [num_own]
+        else:
+            counts = agree_on_rows(-1 if refused else num_own)
+        if refused:
+            raise refused
+        if -1 in counts:
+            raise ValueError(
+                f"batch: process {counts.index(-1)} refuses its own, see there; this "
+                "process's is as it must be."
+            )
+        return leaves, counts
+
+    def _leaves(self, batch: Batch) -> dict[str, Any]:
+        """The batch's arrays, if it has the sample's structure."""
+        leaves, structure = jax.tree.flatten(batch)
+        if structure != self.structure:
+            _refuse_lists("batch", batch)
+            raise ValueError(
+                f"batch: its structure {structure} differs from the sample batch's "
+                f"{self.structure}. Pass the same leaves as in sample_batch."
+            )
+        return {
+            name: _numeric(
+                "batch", name, leaf, self.mesh, is_whole=name in self.replicated
+            )
+            for name, leaf in zip(self.leaves, leaves, strict=True)
+        }
+
+    def _check(self, leaves: Mapping[str, Any], num_own: int, num_rows: int) -> None:
+        """Hold each leaf to the sample's, with so many rows of this process and all."""
+        for name, leaf in leaves.items():
+            struct, is_rows = self.leaves[name], name not in self.replicated
+            is_all = isinstance(leaf, jax.Array) or jax.process_count() == 1
+            needed = self._shape(name, num_rows if is_all else num_own)
+            is_dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) == struct.dtype
+            if leaf.shape == needed and is_dtype:
+                continue
+            dtype = struct.dtype if is_dtype else leaf.dtype
+            whose = f", this process's of {num_rows} rows" if is_rows else ""
+            raise ValueError(
+                f"batch: leaf {name or 'batch'} is {dtype}{list(leaf.shape)}, but must "
+                f"be {struct.dtype}{list(needed)}{'' if is_all else whose}, as in "
+                "sample_batch."
+            )
+
+    def _placed(self, leaves: Mapping[str, Any], num_rows: int) -> Batch:
+        placed = [
+            place_same(leaf, self._place(name))
+            if name in self.replicated
+            else place_own(leaf, num_rows, self.mesh)
+            for name, leaf in leaves.items()
+        ]
+        return jax.tree.unflatten(self.structure, placed)
+
+
+def make_batch_spec(sample_batch: Batch, mesh: Mesh, accumulate: int) -> BatchSpec:
+    """Read the shapes of a global batch.
+
+    Args:
+      sample_batch: arrays or `jax.ShapeDtypeStruct`s, each with the rows first.
+      mesh: the mesh.
+      accumulate: micro-batches a step.
+
+    Returns:
+      The spec.
+
+    Raises:
+      ValueError: if leaves are not arrays of numbers, have no rows or different numbers
+        of them, or the rows do not divide by data x accumulate, or accumulate is not
+        positive.
+    """
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(
+            f"accumulate={accumulate!r} must be a positive number of micro-batches."
+        )
+    _refuse_lists("sample_batch", sample_batch)
+    wholes = replicated_names(sample_batch)
+    arrays = {
+        name: _numeric("sample_batch", name, leaf, mesh, is_whole=name in wholes)
+        for name, leaf in tree.named_leaves(sample_batch).items()
+    }
+    leaves = {
+        name: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+        for name, x in arrays.items()
+    }
+    rows = {
+        name: leaf.shape[0] if leaf.shape else None
+        for name, leaf in leaves.items()
+        if name not in wholes
+    }
+    if not rows or None in rows.values() or len(set(rows.values())) > 1:
+        raise ValueError(
+            f"sample_batch: rows by leaf are {rows}; every leaf must have the same "
+            "number of rows as its leading dim (at least one leaf). Wrap what is not "
+            "rows: jaxpar.Replicated(x)."
+        )
+    (num_rows,) = set(rows.values())
+    data = mesh.shape[DATA]
+    if not num_rows or num_rows % (data * accumulate):
+        raise ValueError(
+            f"sample_batch: {num_rows} rows must be a multiple of data x accumulate = "
+            f"{data} x {accumulate} = {data * accumulate}. Change the batch, the mesh "
+            "or accumulate."
+        )
+    structure = jax.tree.structure(sample_batch)
+    return BatchSpec(leaves, structure, num_rows, mesh, wholes)
+
+
+def _refuse_lists(argument: str, batch: Batch) -> None:
+    """Refuse a list or tuple of numbers, whose every number would be a leaf."""
+    for name, leaf in tree.named_leaves(batch, is_leaf=_is_list_of_numbers).items():
+        if _is_list_of_numbers(leaf):
+            raise ValueError(
+                f"{argument}: leaf {name or 'batch'} is a {type(leaf).__name__} of "
+                "numbers, not an array; pass np.asarray of it."
+            )
+
+
+def _is_list_of_numbers(node: Any) -> bool:
+    if not isinstance(node, list | tuple) or not node:
+        return False
+    return all(isinstance(x, numbers.Number) or _is_list_of_numbers(x) for x in node)
+
+
+def _numeric(argument: str, name: str, leaf: Any, mesh: Mesh, *, is_whole: bool) -> Any:
+    """An array of numbers, taken from another framework where it is its tensor.
+
+    What is whole everywhere may be a Python number as well.
+    """
+    if is_whole and isinstance(leaf, bool | int | float):
+        return np.asarray(leaf)
+    if is_tensor(leaf):
+        platform = mesh.devices.flat[0].platform
+        leaf = as_array(leaf, f"{argument}: leaf {name or 'batch'}", platform)
+    dtype, kinds = getattr(leaf, "dtype", None), (np.number, np.bool_)
+    if dtype is None or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+        found = dtype or type(leaf).__name__
+        raise ValueError(
+            f"{argument}: leaf {name or 'batch'} is {found}, not an array of numbers; "
+            "make it one by np.asarray, or leave it out."
+        )
+    return leaf

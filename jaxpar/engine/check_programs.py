@@ -1,0 +1,156 @@
+"""What is compiled to check that a loss is a mean over rows (`step.loss_check`)?"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.engine.compiled_step import StepSpec
+from jaxpar.engine.placement import Placement
+from jaxpar.engine.tracing import ModelTrace, check_callbacks, precision_of_check
+from jaxpar.mesh import DATA, PIPE, on_abstract_mesh
+from jaxpar.step.gradients import Partition
+from jaxpar.step.inputs import Inputs, make_inputs
+from jaxpar.step.loss import Loss, Sums
+from jaxpar.step.loss_check import (
+    LossCheck,
+    NoCheck,
+    another_shard,
+    compared,
+    with_noise,
+)
+from jaxpar.step.precision import Precision
+from jaxpar.step.row_draws import OfParts
+from jaxpar.step.weighted import mean
+
+
+def make_loss_checks(
+    placement: Placement,
+    spec: StepSpec,
+    partition: Partition,
+    rows: Inputs,
+    traced: ModelTrace,
+    reasons: Mapping[str, str | None],
+) -> dict[str, NoCheck]:
+    """Make what compares the loss functions with themselves, by argument.
+
+    Args:
+      placement: where every leaf of the state is stored.
+      spec: what is known of the step.
+      partition: how the loss function is run from shards.
+      rows: shapes of one shard of a micro-batch.
+      traced: what tracing the loss functions shows.
+      reasons: why one is not checked; None where it is.
+
+    Raises:
+      ValueError: if a loss function calls the host, where it runs on shards.
+    """
+    network, abstract = partition.network, traced.abstract
+    checks: dict[str, NoCheck] = {}
+    if not partition.automatic:
+        check_callbacks(traced.losses.values())
+    for name, trace in traced.losses.items():
+        if reasons[name]:
+            checks[name] = NoCheck()
+            continue
+        exactly = precision_of_check(network, trace, abstract, spec.precision, rows)
+        given = placement, spec, partition, trace.loss, *exactly
+        checks[name] = make_loss_check(*given, training=trace.training)
+    return checks
+
+
+def make_loss_check(
+    placement: Placement,
+    spec: StepSpec,
+    partition: Partition,
+    loss: Loss,
+    precision: Precision,
+    tolerance: float,
+    *,
+    training: bool,
+) -> LossCheck:
+    """Name what is compiled to check a loss function.
+
+    Args:
+      placement: where every leaf of the state is stored.
+      spec: what is known of the step.
+      partition: how the loss function is run from shards.
+      loss: the loss function.
+      precision: to compare in.
+      tolerance: relative.
+      training: whether the model is in training mode; else the loss is eval_fn's.
+    """
+    mesh, proved = placement.mesh, []
+    replicated = NamedSharding(mesh, P())
+    checked = dataclasses.replace(partition, precision=precision)
+    forward_of = functools.partial(
+        _forward_of, placement, spec, loss, proved, training=training
+    )
+    neighbour = (lambda x: x) if checked.automatic else another_shard
+    accumulate = spec.accumulate if training else 1
+
+    def on_shard(shards, inputs, model_state, key) -> dict[str, jax.Array]:
+        def found(*, constant: bool) -> dict[str, jax.Array]:
+            def run(rows: Inputs, parts: int) -> Sums:
+                forward = forward_of(checked, parts, constant=constant)
+                return forward(shards, rows, model_state, key)
+
+            return compared(run, inputs, accumulate, neighbour)
+
+        proved.clear()
+        drawn = found(constant=False)
+        # Proved of the rows and not of their halves, they would differ.
+        return drawn if len(set(proved)) < 2 else found(constant=True)
+
+    def totals(shards, inputs, model_state, key) -> Sums:
+        sums = forward_of(checked, 1)(shards, inputs, model_state, key)
+        return sums.over_data(checked.exchange)
+
+    def noisy(of: Partition, run: Callable[..., Any], *given: Any) -> Any:
+        params, model_state, batch, step, key, noise = given
+        shards = of.views(with_noise(placement.update.computed(params), noise))
+        return run(shards, make_inputs(batch, step), model_state, key)
+
+    def compare(*given: Any) -> dict[str, jax.Array]:
+        with on_abstract_mesh(mesh):
+            run = checked.mapped(on_shard, out_specs=P(None, DATA))
+            return noisy(checked, run, *given)
+
+    def whole(*given: Any) -> dict[str, jax.Array]:
+        automatic = dataclasses.replace(checked, coupled=True)
+        with on_abstract_mesh(mesh):
+            ours = noisy(checked, checked.mapped(totals, out_specs=P()), *given)
+            right = noisy(automatic, forward_of(automatic, 1), *given)
+        return {"loss": jnp.stack([mean(ours.loss), mean(right.loss)])}
+
+    fits = spec.accumulate == 1 and mesh.shape[PIPE] == 1
+    return LossCheck(
+        "loss_fn" if training else "eval_fn",
+        jax.jit(compare, out_shardings=replicated),
+        jax.jit(whole, out_shardings=replicated) if fits else None,
+        tolerance,
+    )
+
+
+def _forward_of(
+    placement: Placement,
+    spec: StepSpec,
+    loss: Loss,
+    proved: list[bool],
+    of: Partition,
+    parts: int,
+    *,
+    training: bool,
+    constant: bool = False,
+) -> Callable[..., Sums]:
+    """Make the forward of so many micro-batches, each row with its own numbers."""
+    draws = OfParts(parts, placement.mesh.shape[DATA], constant, proved.append)
+    own = dataclasses.replace(of, draws=draws)
+    like = placement.abstract.params
+    forward = spec.execution.make_forward(own, loss, like, training=training)
+    return functools.partial(forward, parts=parts)

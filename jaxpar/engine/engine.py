@@ -1,0 +1,384 @@
+"""What is a run: `Engine` binds a model, its optimizer and their state on a mesh.
+
+It keeps the state as flat leaves, for dispatch costs by the nested node.
+"""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.checkpoint import Checkpoints, Keep
+from jaxpar.engine.batches import BatchSpec
+from jaxpar.engine.compiled_step import CompiledStep, StepSpec
+from jaxpar.engine.one_thread import OneThread
+from jaxpar.engine.placement import Placement
+from jaxpar.engine.program import Program
+from jaxpar.engine.replicas import Probe, make_probe
+from jaxpar.engine.run_ahead import Dispatched, RunAhead
+from jaxpar.engine.state_view import StateView, discard, make_view, placed_params
+from jaxpar.model.bridge import Network
+from jaxpar.step.state import TrainState, filled_in, require_sound
+from jaxpar.tree import named_leaves, num_elements
+from jaxpar.types import Batch, Metrics, Params
+
+
+class Engine(CompiledStep):
+    """A model, its optimizer and their state on a mesh; made by `initialize`.
+
+    Its methods are called by one thread at a time.
+
+    Args:
+      network: the model.
+      placement: where every leaf of the state is stored.
+      spec: what is known of the step.
+      batch_spec: the shapes of a global batch.
+      program: what is compiled.
+      state: what is kept of the state to start from.
+      arguments: what `initialize` was given, to make the engine again elsewhere.
+
+    Attributes:
+      mesh: the mesh.
+      placement: as given.
+      batch_spec: as given.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        placement: Placement,
+        spec: StepSpec,
+        batch_spec: BatchSpec,
+        program: Program,
+        state: TrainState,
+        arguments: Mapping[str, Any],
+    ):
+        super().__init__(placement, spec, arguments)
+        self.mesh, self.batch_spec = batch_spec.mesh, batch_spec
+        self._network, self._program = network, program
+        self._leaves, self._structure = jax.tree.flatten(state)
+        self._checkpoints: dict[str, Checkpoints] = {}
+        self._probe: Probe | None = None
+        self._view: StateView | None = None
+        self._thread = OneThread("engine")
+        self._ahead, self._number = RunAhead(), 0
+
+    def __repr__(self) -> str:
+        spec, sizes = self.spec, self.mesh.shape.items()
+        mesh = " x ".join(f"{axis} {size}" for axis, size in sizes)
+        return (
+            f"<jaxpar.Engine: {num_elements(self.placement.abstract.params):,} "
+            f"parameters, ZeRO {self.placement.stage.number}, {mesh}, "
+            f"{spec.precision.compute_dtype}, accumulate {spec.accumulate}, "
+            f"{self.batch_spec.num_rows} rows a step>"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "An Engine can't be pickled or copied: it holds arrays on devices and "
+            "compiled programs. Write its state by engine.save(folder), and restore it "
+            "into an engine made there by jaxpar.initialize."
+        )
+
+    @property
+    def state(self) -> TrainState:
+        """The sharded state, leaf by leaf.
+
+        A view, whose arrays the next step donates; a fused optimizer's is a copy.
+        Setting a leaf of it changes nothing, and the next call raises: new parameters
+        are for `load_params`.
+        """
+        if self._view is None:
+            self._view = make_view(self.placement.logical(self._kept))
+        return self._view.state
+
+    @property
+    def steps(self) -> int:
+        """Steps taken, skipped ones too; waits for them."""
+        return int(self._kept.step)
+
+    @property
+    def _kept(self) -> TrainState:
+        return jax.tree.unflatten(self._structure, self._leaves)
+
+    def step(self, batch: Batch) -> Metrics:
+        """Take one training step; returns when it is dispatched.
+
+        Waits for the step before the last, so that two are under way at most.
+
+        Args:
+          batch: this process's rows of a global batch, or global `jax.Array`s.
+
+        Returns:
+          Scalars on the device: loss, grad_norm (before clipping), skipped (steps
+          skipped so far), loss_scale, learning_rate where the optimizer's state has it,
+          and the user's metrics.
+
+        Raises:
+          ValueError: if the batch differs from the sample batch, a leaf of `state` was
+            set, or the loss is not a mean over rows (see `jaxpar.step.loss_check`).
+          FloatingPointError: if a recent step overflowed at the least loss scale.
+          RuntimeError: if another thread is in a method of this engine.
+
+        Warns:
+          SkippedStepWarning: at the first step skipped, the second, the fourth and so
+            on, unless the loss is scaled, whose overflows are usual.
+        """
+        with self._alone("step"):
+            placed = self._put(batch)
+            self._program.loss_check.before_call(
+                lambda: self._kept, placed, self._ahead
+            )
+            # The view goes first, for a fused optimizer's holds arrays of its own.
+            self._view, self._number = None, self._number + 1
+            before = self._leaves
+            self._leaves, metrics, exhausted = self._program.step(before, placed)
+            discard(before)
+            watched = (metrics["loss"], metrics["skipped"], *exhausted)
+            self._ahead.add(Dispatched(f"step {self._number}", *watched))
+            return metrics
+
+    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """The compiled pure step; donates `state`, or a copy where it is the engine's.
+
+        With a fused optimizer the state is copied into its buckets, and out of them.
+
+        Args:
+          state: a train state of this engine's shapes and shardings.
+          batch: as for `step`.
+
+        Returns:
+          The new state and the metrics.
+        """
+        with self._alone("train_step"):
+            placed = self._put(batch)
+            own = set(map(id, self._leaves))
+            leaves = [
+                jnp.copy(leaf) if id(leaf) in own else leaf
+                for leaf in jax.tree.leaves(self.placement.keep(state))
+            ]
+            given = jax.tree.unflatten(self._structure, leaves)
+            self._program.loss_check.before_call(lambda: given, placed, self._ahead)
+            new, metrics, _ = self._program.step(leaves, placed)
+            self._ahead.add(Dispatched("a train_step", metrics["loss"]))
+            kept = jax.tree.unflatten(self._structure, new)
+            return self.placement.logical(kept), metrics
+
+    def evaluate(self, batch: Batch, *, params: Params | None = None) -> Metrics:
+        """Evaluate on a batch of any number of rows.
+
+        Rows that data does not divide (all, where the loss couples them) are computed
+        on every shard, by a program of their own; several processes wait for the last.
+
+        Args:
+          batch: as for `step`; processes may have different numbers of rows, or none.
+          params: other parameters, such as an average of them, as `load_params` takes
+            them; None for the engine's.
+
+        Returns:
+          loss, its weight and the user's metrics, by eval_fn in evaluation mode.
+        """
+        with self._alone("evaluate"):
+            self.placement.require_devices("batch")
+            self._ahead.finish_before_others()
+            parts = self.batch_spec.put_any(batch, whole=self.spec.coupled)
+            kept = self._kept
+            if parts[0] is not None:
+                self._program.eval_check.before_call(
+                    lambda: kept, parts[0], self._ahead
+                )
+            used = kept.params if params is None else self._placed(params)
+            metrics = self._program.evaluated(parts, used, kept, is_kept=params is None)
+            self._ahead.add(Dispatched("an evaluation", metrics["loss"]))
+            return metrics
+
+    def model(self, *, params: Params | None = None) -> Any:
+        """The trained model itself, in evaluation mode: to sample from, to export.
+
+        Args:
+          params: other parameters, as for `evaluate`; None for the engine's.
+
+        Returns:
+          The nnx.Module (or a `jaxpar.model.linen.LinenModel`) around the fp32 masters,
+          sharded as they are stored: views that the next step donates, as `state`.
+        """
+        self.placement.require_devices("model")
+        with self._alone("model"):
+            kept = self._kept
+            own = params is None and self.placement.update.logical(kept.params, ())[0]
+            given = (own or self._placed(params), kept.model_state), kept.key, None
+            return self._network.run(lambda model, _: model, *given, training=False)[0]
+
+    def load_params(self, params: Params) -> None:
+        """Take other parameters; the optimizer's state and the step stay.
+
+        Args:
+          params: arrays by the names of ``engine.state.params``, of the same shapes, in
+            any floating dtype, sharded or not (whole on every process).
+
+        Raises:
+          ValueError: if leaves are missing, unknown or of another shape.
+        """
+        self.placement.require_devices("load_params")
+        with self._thread.calling("load_params"):
+            state = self.placement.logical(self._kept)
+            new = self._placed(params, may_alias=False)  # The next step donates it.
+            self._take(dataclasses.replace(state, params=new))
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        data: Any = None,
+        keep: int | Keep | None = 3,
+        meta: dict[str, Any] | None = None,
+        metric: float | None = None,
+    ) -> None:
+        """Save the state; returns when it is copied to the host.
+
+        The step counts as saved when `wait`, or the next save, has returned: it is
+        written, synced, read back and moved to its name then.
+
+        Args:
+          folder: the run's checkpoints, one sub-folder per step.
+          data: an iterator with ``get_state()`` (Grain's, or `jaxpar.data.Loader`),
+            whose position is saved too.
+          keep: how many of the newest steps stay on disk, None for all; a
+            `jaxpar.Keep` for every k-th and the best as well.
+          meta: JSON values to keep beside the state.
+          metric: of this step, the less the better, for `jaxpar.Keep.best`.
+
+        Raises:
+          ValueError: if the folder holds another model's checkpoints.
+          FloatingPointError: if a parameter is not finite, or anything is NaN.
+          OSError: if the disk has no room, or an earlier save failed. Steps saved
+            before are whole.
+        """
+        self.placement.require_devices("save")
+        with self._alone("save"):
+            self._ahead.finish()
+            require_sound(state := self.placement.logical(self._kept))
+            checkpoints = self._opened(folder)
+            checkpoints.set_keep(keep)
+            checkpoints.save(
+                self.steps,
+                state,
+                data_state=None if data is None else data.get_state(),
+                meta={"mesh": dict(self.mesh.shape), **(meta or {})},
+                metric=metric,
+            )
+
+    def restore(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        data: Any = None,
+        step: int | None = None,
+        only: Sequence[str] | None = None,
+        reset: Sequence[str] = (),
+        rename: Mapping[str, str] | None = None,
+    ) -> int:
+        """Take up a saved state, onto this engine's mesh, stage and precision.
+
+        Every file of it is verified first.
+
+        Args:
+          folder: where it was saved.
+          data: an iterator with ``set_state(state)``, to go on where the saved one
+            stood.
+          step: the step to restore; None for the newest that is sound.
+          only: patterns of the leaves to take, such as ``["params/*"]`` to evaluate or
+            fine-tune; None for all. The others stay as they are (moments in 8 bits
+            are coded anew).
+          reset: patterns of leaves not to take, such as ``["opt_state/*"]`` for another
+            optimizer.
+          rename: leaf of this state -> its name in the checkpoint; both may end in
+            ``/*``.
+
+        Returns:
+          The step restored.
+
+        Raises:
+          FileNotFoundError: if there is no checkpoint.
+          DamagedError: if the step, or every one, is damaged; it names the files.
+          ValueError: if it is another model's.
+
+        Warns:
+          UserWarning: if newer steps are damaged.
+        """
+        self.placement.require_devices("restore")
+        with self._alone("restore"):
+            self._ahead.drop()
+            restored = self._opened(folder).restore(
+                self.placement.structs(),
+                step=step,
+                only=only,
+                reset=reset,
+                rename=rename,
+            )
+            if data is not None:
+                data.set_state(restored.position(folder))
+            state = restored.tree
+            if only is not None or reset:
+                state = filled_in(state, self.placement.logical(self._kept))
+            self._take(state)
+            self._ahead = RunAhead(skipped=int(state.loss_scale.skipped))
+            self._number = restored.step
+            return restored.step
+
+    def probe(self) -> None:
+        """Compare what devices hold replicated, to the bit; waits for them.
+
+        Raises:
+          CorruptionError: if replicas differ; it names leaves and devices.
+        """
+        self.placement.require_devices("probe")
+        with self._alone("probe"):
+            if self._probe is None:
+                shardings = named_leaves(self.placement.kept_shardings)
+                self._probe = make_probe(self.mesh, shardings)
+            self._probe.check(self._leaves)
+
+    def wait(self) -> None:
+        """Return when every step is done and every save is on disk."""
+        self._ahead.finish()
+        jax.block_until_ready(self._leaves)
+        for checkpoints in self._checkpoints.values():
+            checkpoints.wait()
+
+    def trace(self) -> jax.stages.Traced:
+        """See `CompiledStep`."""
+        return self._program.step.trace(self._leaves, self.batch_spec.structs())
+
+    def _put(self, batch: Batch) -> Batch:
+        self.placement.require_devices("batch")
+        return self.batch_spec.put(batch)
+
+    def _opened(self, folder: str | os.PathLike[str]) -> Checkpoints:
+        path = os.path.abspath(folder)
+        if path not in self._checkpoints:
+            self._checkpoints[path] = Checkpoints(path)
+        return self._checkpoints[path]
+
+    def _placed(self, params: Params, *, may_alias: bool | None = None) -> Params:
+        return placed_params(params, self.placement.structs().params, may_alias)
+
+    def _take(self, state: TrainState) -> None:
+        """Go on from another logical state."""
+        # Else three states are there, where one is kept in buckets.
+        self._leaves, self._view = [], None
+        self._leaves = jax.tree.leaves(self.placement.keep(state))
+
+    @contextlib.contextmanager
+    def _alone(self, method: str) -> Iterator[None]:
+        """Keep other threads out, and notice what was set in the state."""
+        with self._thread.calling(method):
+            view, self._view = self._view, None
+            if view is not None:
+                view.require_unchanged()
+                self._view = view
+            yield

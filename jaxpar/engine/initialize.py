@@ -1,0 +1,258 @@
+"""How do the arguments of a run become an engine: checked, traced, placed and bound.
+
+`initialize` is the list of what happens. All that can be checked is checked there,
+before anything compiles.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import optax
+from jax.sharding import Mesh
+
+from jaxpar import tree
+from jaxpar.compiled.xla_flags import Value, choose_settings
+from jaxpar.engine.batches import make_batch_spec
+from jaxpar.engine.check_programs import make_loss_checks
+from jaxpar.engine.checks import check_arguments, check_elements
+from jaxpar.engine.compiled_step import StepSpec
+from jaxpar.engine.engine import Engine
+from jaxpar.engine.placement import Placement
+from jaxpar.engine.program import make_program
+from jaxpar.engine.tracing import ModelTrace, trace_model
+from jaxpar.mesh import DATA, PIPE, MeshShape, as_mesh
+from jaxpar.model.axis_names import BoundNetwork
+from jaxpar.model.bridge import UnderAxisRules, make_network
+from jaxpar.optim.fused import FusedOptimizer
+from jaxpar.optim.make_update import make_update
+from jaxpar.pipeline.execution import Execution, make_execution
+from jaxpar.pipeline.schedules.table import Schedule
+from jaxpar.sharding.rules import Rules, compute_specs
+from jaxpar.sharding.zero import LeafPlan, ZeroStage, zero_stage
+from jaxpar.step.gradients import Partition
+from jaxpar.step.inputs import Inputs, abstract_inputs, check_packed
+from jaxpar.step.loss import Loss, as_losses
+from jaxpar.step.loss_check import why_not
+from jaxpar.step.precision import Precision, make_precision
+from jaxpar.step.row_draws import AsTraced, OwnRows
+from jaxpar.step.train_step import TrainStep, make_train_step
+from jaxpar.types import Batch, LossFn
+
+
+def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
+    *,
+    model: Any,
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation | FusedOptimizer,
+    sample_batch: Batch,
+    mesh: MeshShape | Mesh | None = None,
+    devices: Sequence[Any] | None = None,
+    zero: int = 1,
+    precision: str | Precision = "fp32",
+    accumulate: int = 1,
+    schedule: str | Schedule = "1f1b",
+    clip_norm: float | None = None,
+    seed: int = 0,
+    rules: Rules | None = None,
+    eval_fn: LossFn | None = None,
+    coupled_batch: bool = False,
+    check_loss: bool = True,
+    allow_whole: Sequence[str] = (),
+    xla_options: Mapping[str, Value | None] | None = None,
+) -> Engine:
+    """Make an engine that trains a Flax model on a mesh.
+
+    Args:
+      model: an NNX factory ``lambda rngs: MyModel(rngs=rngs)``, a Linen module, or a
+        `jaxpar.PipelineModel`.
+      loss_fn: ``(model, batch) -> loss`` or ``(loss, metrics)``: a mean over the
+        examples it is given, or a `jaxpar.Weighted`. It may also take by name: key (a
+        PRNG key of the micro-batch), step (an int32 scalar), training (a bool).
+        Metrics are means too, or `jaxpar.Weighted`, `jaxpar.Sum`, `jaxpar.Max`.
+      optimizer: any optax transformation, or one of `jaxpar.optim`. Its update is
+        given ``value=`` (the loss) and ``grad=`` where it takes them, and nothing else.
+      sample_batch: arrays or `jax.ShapeDtypeStruct`s of a global batch, rows first,
+        but for what is wrapped in `jaxpar.Replicated`; or a `jaxpar.Packed` of them.
+      mesh: devices by axis (all of them on data by default), or a mesh made by
+        `jaxpar.make_mesh`.
+      devices: the devices that a shape is made of, such as ``jax.devices()[:4]``; None
+        for the first ones that the shape takes, the same number of each process.
+      zero: ZeRO stage: 0 replicates, 1 shards the state, 2 gradients too, 3 gathers
+        parameters at use.
+      precision: "fp32", "bf16" or "fp16" compute, or a `jaxpar.Precision`. Masters are
+        fp32. Parameters are cast, batches are not: a model given fp32 inputs computes
+        in fp32, so cast them in loss_fn.
+      accumulate: micro-batches a step.
+      schedule: of the pipeline, where the mesh has one: "1f1b", "gpipe", "zero_bubble",
+        "interleaved" (":4" for four chunks a stage), or a `jaxpar.Schedule`.
+      clip_norm: the largest global norm of the gradients; None for no clipping.
+      seed: of parameters, dropout and whatever else is random.
+      rules: logical name -> mesh axis, path pattern -> PartitionSpec; over Flax's
+        ``logical_axis_rules`` in context.
+      eval_fn: like loss_fn, for `Engine.evaluate`; None for loss_fn.
+      coupled_batch: the loss couples examples (in-batch negatives): it is given whole
+        micro-batches. Implied by a model that changes its state (batch statistics), and
+        by a loss that averages over an axis name that nothing binds.
+      check_loss: whether to compare, before steps 1, 2, 4, 8 and so on, the loss of
+        some rows with that of their halves (`jaxpar.step.loss_check`).
+      allow_whole: path patterns of large parameters that may stay whole over data.
+      xla_options: XLA's option -> value, over those of `jaxpar.compiled.xla_flags`;
+        None for XLA's default. `Engine.explain` prints what is set.
+
+    Returns:
+      An engine whose state is initialised, sharded, on the mesh. Where the mesh's
+      devices are only to compile for, the engine can explain and lower its step.
+
+    Raises:
+      ValueError: if arguments do not fit each other; the message says which and why.
+      TypeError: if `model` is not a Flax model, or `optimizer` not an optax
+        transformation.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> engine = initialize(
+      ...     model=lambda rngs: nnx.Linear(4, 1, rngs=rngs),
+      ...     loss_fn=lambda model, batch: jnp.mean((model(batch["x"]) - 1.0) ** 2),
+      ...     optimizer=optax.sgd(0.1),
+      ...     sample_batch={"x": jnp.ones((8, 4))},
+      ...     zero=3,
+      ... )
+      >>> first = engine.step({"x": jnp.ones((8, 4))})
+      >>> bool(engine.step({"x": jnp.ones((8, 4))})["loss"] < first["loss"])
+      True
+    """
+    arguments = {**locals(), "mesh": None, "devices": None}
+    mesh = as_mesh(mesh, devices)
+    check_arguments(mesh, optimizer, clip_norm, seed)
+    stage, precision = zero_stage(zero), make_precision(precision)
+    losses = as_losses(loss_fn, eval_fn)
+    check_packed(sample_batch, mesh.shape[PIPE], coupled_batch=coupled_batch)
+    batch_spec = make_batch_spec(sample_batch, mesh, accumulate)
+    splits = batch_spec.num_calls(accumulate)
+    rows = abstract_inputs(batch_spec.rows(batch_spec.num_rows // splits))
+    network = make_network(model, losses[0].on_sample, rows)
+    arguments["sample_batch"] = batch_spec.rows(batch_spec.num_rows)
+    arguments["model"] = UnderAxisRules(model, network.axis_rules)
+    pipelined = mesh.shape[PIPE] > 1
+    traced = trace_model(
+        network, losses, optimizer, precision, rows, pipelined=pipelined
+    )
+    execution = make_execution(network, mesh, schedule, accumulate, traced.block)
+    plans = _plans(traced, execution, rules, stage, mesh, allow_whole)
+    partition = _partition(traced, plans, stage, precision, mesh, coupled_batch)
+    shapes = traced.abstract.params, traced.abstract.opt_state
+    dtype = precision.compute_dtype
+    update = make_update(optimizer, partition.plans, mesh, shapes, dtype)
+    placement = Placement(mesh, traced.abstract, plans, stage, update)
+    reasons = _why_not_checked(traced, rows, partition, splits, asked=check_loss)
+    spec = StepSpec(
+        execution=execution,
+        precision=precision,
+        accumulate=accumulate,
+        coupled=partition.coupled,
+        settings=choose_settings(mesh, xla_options),
+        forward_flops=traced.losses["loss_fn"].flops * splits,
+        remarks=_remarks(traced, partition, reasons),
+    )
+    checks = make_loss_checks(placement, spec, partition, rows, traced, reasons)
+    step = _train_step(placement, spec, partition, losses[0], clip_norm)
+    evaluate = execution.make_evaluation(partition, losses[1], shapes[0])
+    program = make_program(placement, spec, batch_spec, step, evaluate, checks)
+    state = placement.initial_state(traced.init, seed)
+    return Engine(network, placement, spec, batch_spec, program, state, arguments)
+
+
+def _plans(
+    traced: ModelTrace,
+    execution: Execution,
+    rules: Rules | None,
+    stage: ZeroStage,
+    mesh: Mesh,
+    allow_whole: Sequence[str],
+) -> dict[str, LeafPlan]:
+    """Where every leaf is stored, and what the rules split of it."""
+    network, params = traced.network, traced.abstract.params
+    check_elements(params, mesh)
+    leaves, sizes = tree.named_leaves(params), mesh.shape
+    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    names, flax_rules = network.dim_names(), network.axis_rules
+    compute = compute_specs(shapes, names, rules or {}, sizes, flax_rules)
+    return execution.plan_leaves(leaves, compute, stage, sizes, allow_whole)
+
+
+def _partition(
+    traced: ModelTrace,
+    plans: Mapping[str, LeafPlan],
+    stage: ZeroStage,
+    precision: Precision,
+    mesh: Mesh,
+    coupled_batch: bool,
+) -> Partition:
+    """How the loss function is run from shards."""
+    network = traced.network
+    is_bound = isinstance(network, BoundNetwork)
+    coupled = coupled_batch or traced.losses["loss_fn"].changes_state or is_bound
+    given = network, tuple(plans.values()), stage, precision, mesh, coupled
+    partition = Partition(*given, AsTraced())
+    if partition.automatic:
+        return partition
+    return dataclasses.replace(partition, draws=OwnRows(mesh.shape[DATA]))
+
+
+def _why_not_checked(
+    traced: ModelTrace,
+    rows: Inputs,
+    partition: Partition,
+    splits: int,
+    *,
+    asked: bool,
+) -> dict[str, str | None]:
+    """Why the loss functions are not checked, by argument."""
+    mesh, coupled = partition.mesh, partition.coupled
+    return {
+        name: why_not(
+            trace.draws, rows, mesh, coupled=coupled, splits=splits, asked=asked
+        )
+        for name, trace in traced.losses.items()
+    }
+
+
+def _remarks(
+    traced: ModelTrace, partition: Partition, reasons: Mapping[str, str | None]
+) -> tuple[str, ...]:
+    """What an explanation says of the loss, a line each."""
+    lines = [
+        f"{name}: not checked ({reason})."
+        if reason
+        else f"{name}: checked to be a mean over rows, at calls 1, 2, 4, 8, ..."
+        for name, reason in reasons.items()
+    ]
+    if isinstance(partition.network, BoundNetwork):
+        names = ", ".join(map(repr, partition.network.axis_names))
+        lines.append(f"loss: axis name {names} stands for the whole micro-batch.")
+    if partition.coupled:
+        lines.append(
+            "loss: it couples examples, so that accumulate changes it: every "
+            "micro-batch is coupled by itself."
+        )
+    if partition.automatic:
+        return tuple(lines)
+    return (*lines, *traced.losses["loss_fn"].random_notes)
+
+
+def _train_step(
+    placement: Placement,
+    spec: StepSpec,
+    partition: Partition,
+    loss: Loss,
+    clip_norm: float | None,
+) -> TrainStep:
+    """The pure training step."""
+    like = placement.abstract.params
+    gradients = spec.execution.make_gradients(partition, loss, like, spec.accumulate)
+    scales = spec.precision.scales_loss
+    return make_train_step(
+        gradients, placement.update, clip_norm=clip_norm, scales_loss=scales
+    )

@@ -1,0 +1,102 @@
+"""Where is the state of a run stored: its shapes and shardings, decided once."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+from jax.sharding import Mesh
+
+from jaxpar.mesh import are_present
+from jaxpar.sharding.zero import LeafPlan, ZeroStage
+from jaxpar.step.state import (
+    TrainState,
+    keep_state,
+    kept_structs,
+    logical_state,
+    state_shardings,
+)
+from jaxpar.step.update import Update
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The state's shapes, and where they are stored.
+
+    Attributes:
+      mesh: the mesh.
+      abstract: the train state's shapes.
+      plans: parameter name -> plan.
+      stage: the row of the ZeRO table.
+      update: the optimizer, and how it keeps the state.
+    """
+
+    mesh: Mesh
+    abstract: TrainState
+    plans: dict[str, LeafPlan]
+    stage: ZeroStage
+    update: Update
+
+    @functools.cached_property
+    def shardings(self) -> TrainState:
+        """Where the state's leaves are stored."""
+        return state_shardings(self.abstract, self.plans, self.stage, self.mesh)
+
+    @functools.cached_property
+    def can_run(self) -> bool:
+        """Whether the mesh's devices are here, and not only to compile for."""
+        return are_present(self.mesh)
+
+    def structs(self) -> TrainState:
+        """The logical state's shapes, dtypes and shardings."""
+        return jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+            self.abstract,
+            self.shardings,
+        )
+
+    @functools.cached_property
+    def kept(self) -> TrainState:
+        """What lies on the devices from step to step: shapes, dtypes and shardings."""
+        return kept_structs(self.update, self.abstract, self.shardings)
+
+    @functools.cached_property
+    def kept_shardings(self) -> TrainState:
+        """Of `kept`."""
+        return jax.tree.map(lambda x: x.sharding, self.kept)
+
+    def keep(self, state: TrainState) -> TrainState:
+        """Lay a logical state out as the optimizer keeps it."""
+        return keep_state(self.update, state)
+
+    def logical(self, kept: TrainState) -> TrainState:
+        """Undo `keep`; shapes where the devices are not here."""
+        if not self.can_run:
+            return self.structs()
+        return logical_state(self.update, kept)
+
+    def initial_state(
+        self, init: Callable[[jax.Array], TrainState], seed: int
+    ) -> TrainState:
+        """Initialise what is kept; `kept` itself where the devices are not here."""
+        if not self.can_run:
+            return self.kept
+
+        def kept(key: jax.Array) -> TrainState:
+            return self.keep(init(key))
+
+        return jax.jit(kept, out_shardings=self.kept_shardings)(jax.random.key(seed))
+
+    def require_devices(self, call: str) -> None:
+        """Refuse what runs something on devices that are only to compile for.
+
+        Raises:
+          RuntimeError: if the mesh's devices are not here.
+        """
+        if not self.can_run:
+            device = self.mesh.devices.flat[0]
+            raise RuntimeError(
+                f"{call}: this engine's mesh is of {self.mesh.size} "
+                f"{device.device_kind} that are not here: it can explain() and "
+                "lower() its step, not run it. Make the mesh of jax.devices() to run."
+            )

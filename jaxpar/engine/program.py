@@ -1,0 +1,123 @@
+"""What is compiled: the step and the evaluation, their shardings and donation."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.compiled.xla_flags import compiler_options
+from jaxpar.engine.batches import BatchSpec
+from jaxpar.engine.compiled_step import StepSpec
+from jaxpar.engine.placement import Placement
+from jaxpar.mesh import on_abstract_mesh
+from jaxpar.step.inputs import make_inputs
+from jaxpar.step.loss import Sums
+from jaxpar.step.loss_check import NoCheck
+from jaxpar.step.state import TrainState
+from jaxpar.step.weighted import merged
+from jaxpar.types import Batch, Metrics, Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """An engine's compiled functions.
+
+    Attributes:
+      step: ``(leaves, batch) -> (leaves, metrics, exhausted)``; donates the leaves. The
+        last is a list: of one flag where the loss is scaled, else empty.
+      evaluate: ``(params, model_state, batch, step, key, is_kept, is_left_over) ->
+        Sums``; parameters as they are kept, or (`is_kept` false) the logical ones.
+      results: the metrics of the `Sums` of an evaluation's parts.
+      loss_check: compares the loss of rows with that of their halves.
+      eval_check: the same of eval_fn.
+    """
+
+    step: jax.stages.Wrapped
+    evaluate: jax.stages.Wrapped
+    results: jax.stages.Wrapped
+    loss_check: NoCheck
+    eval_check: NoCheck
+
+    def evaluated(
+        self,
+        parts: tuple[Batch | None, Batch | None],
+        params: Params,
+        state: TrainState,
+        *,
+        is_kept: bool,
+    ) -> Metrics:
+        """Evaluate the two parts of a batch, as `BatchSpec.put_any` gives them.
+
+        Args:
+          parts: the rows that data divides, and those left over.
+          params: the parameters.
+          state: what else is needed of the train state.
+          is_kept: whether the parameters are as they are kept.
+        """
+        model_state, step, key = state.model_state, state.step, state.key
+        sums: list[Sums] = []
+        for part, is_left_over in zip(parts, (False, True), strict=True):
+            if part is None:
+                continue
+            if jax.process_count() > 1:  # As of `RunAhead.finish_before_others`.
+                jax.block_until_ready(sums)
+            given = params, model_state, part, step, key, is_kept, is_left_over
+            sums.append(self.evaluate(*given))
+        return self.results(sums)
+
+
+def make_program(
+    placement: Placement,
+    spec: StepSpec,
+    batch_spec: BatchSpec,
+    step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]],
+    evaluation: Callable[..., Sums],
+    checks: Mapping[str, NoCheck],
+) -> Program:
+    """Name what is compiled; nothing is compiled before its first call.
+
+    Args:
+      placement: where every leaf of the state is stored.
+      spec: what is known of the step.
+      batch_spec: the shapes of a global batch.
+      step: the pure training step.
+      evaluation: the pure evaluation.
+      checks: of "loss_fn", and of "eval_fn" where there is one.
+    """
+    mesh = batch_spec.mesh
+    stored, structure = jax.tree.flatten(placement.kept_shardings)
+    replicated = NamedSharding(mesh, P())
+
+    def flat_step(state: list, batch: Batch) -> tuple[list, Metrics, list]:
+        with on_abstract_mesh(mesh):
+            new, metrics = step(jax.tree.unflatten(structure, state), batch)
+        watched = [new.loss_scale.exhausted] if spec.precision.scales_loss else []
+        return jax.tree.leaves(new), metrics, watched
+
+    def evaluate(params, model_state, batch, step, key, is_kept, is_left_over) -> Sums:
+        with on_abstract_mesh(mesh):
+            computed = placement.update.computed(params) if is_kept else params
+            inputs = make_inputs(batch, step)
+            return evaluation(computed, model_state, inputs, key, is_left_over)
+
+    return Program(
+        step=jax.jit(
+            flat_step,
+            in_shardings=(stored, batch_spec.shardings),
+            out_shardings=(stored, replicated, replicated),
+            donate_argnums=0,
+            compiler_options=compiler_options(spec.settings),
+        ),
+        evaluate=jax.jit(evaluate, out_shardings=replicated, static_argnums=(5, 6)),
+        results=jax.jit(_results, out_shardings=replicated),
+        loss_check=checks["loss_fn"],
+        eval_check=checks.get("eval_fn", NoCheck()),
+    )
+
+
+def _results(parts: list[Sums]) -> Metrics:
+    sums = functools.reduce(merged, parts)
+    return sums.results() | {"weight": sums.loss.weight}

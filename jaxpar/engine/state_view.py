@@ -1,0 +1,109 @@
+"""Which arrays may a user hand to the engine, and which has the engine handed out?
+
+``engine.state`` is a view: its dicts are the user's, its arrays the engine's. Setting a
+leaf of it changes nothing in the engine, and must not pass in silence.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar import tree
+from jaxpar.model.bridge import pure_params
+from jaxpar.step.state import TrainState
+from jaxpar.types import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class StateView:
+    """A state that was handed out, and its leaves at that time.
+
+    Attributes:
+      state: the state.
+      leaves: leaf name -> the array.
+    """
+
+    state: TrainState
+    leaves: Mapping[str, Any]
+
+    def require_unchanged(self) -> None:
+        """Notice a leaf that was set.
+
+        Raises:
+          ValueError: if a leaf is another array than it was, is new or is gone.
+        """
+        now = tree.named_leaves(self.state)
+        names = [*self.leaves, *(now.keys() - self.leaves.keys())]
+        changed = [n for n in names if now.get(n) is not self.leaves.get(n)]
+        if changed:
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            raise ValueError(
+                f"engine.state: {', '.join(changed[:3])}{more} was set, but the state "
+                "is a view: setting its leaves changes nothing in the engine. Pass new "
+                "parameters to engine.load_params(params); other leaves are restored "
+                "from a checkpoint (engine.restore)."
+            )
+
+
+def make_view(state: TrainState) -> StateView:
+    """Remember what is handed out."""
+    return StateView(state, tree.named_leaves(state))
+
+
+def placed_params(given: Params, structs: Params, may_alias: bool | None) -> Params:
+    """Put a user's parameters where the engine's are stored.
+
+    Args:
+      given: arrays by the same names, of the same shapes and any floating dtype, or an
+        ``nnx.state(model, nnx.Param)``.
+      structs: the engine's own shapes, dtypes and shardings.
+      may_alias: as of `jax.device_put`; False for arrays that are not the user's.
+
+    Returns:
+      Arrays of the engine's dtypes on its mesh, in its own tree structure.
+
+    Raises:
+      ValueError: if leaves are missing or unknown, or of another shape or no floating
+        dtype.
+    """
+    own, new = tree.named_leaves(structs), tree.named_leaves(pure_params(given))
+    missing, unknown = sorted(own.keys() - new.keys()), sorted(new.keys() - own.keys())
+    if missing or unknown:
+        raise ValueError(
+            f"params: missing {missing[:3]} and unknown {unknown[:3]} (the first three "
+            f"of {len(missing)} and {len(unknown)}); pass a tree of the leaves of "
+            "engine.state.params."
+        )
+    for name, struct in own.items():
+        shape, dtype = np.shape(new[name]), jnp.result_type(new[name])
+        if shape != struct.shape or not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(
+                f"params: {name} is {dtype}{list(shape)}, but must be floating of "
+                f"shape {list(struct.shape)}."
+            )
+    placed = [_placed(new[name], own[name], may_alias) for name in own]
+    return jax.tree.unflatten(jax.tree.structure(structs), placed)
+
+
+def discard(donated: Sequence[jax.Array]) -> None:
+    """Delete donated arrays that are not marked so.
+
+    One that NumPy sees the memory of keeps it on the first device, and is gone on the
+    others: a program that is given it then stops for ever in its collectives.
+    """
+    for leaf in donated:
+        if not leaf.is_deleted():
+            leaf.delete()
+
+
+def _placed(
+    leaf: Any, struct: jax.ShapeDtypeStruct, may_alias: bool | None
+) -> jax.Array:
+    if not isinstance(leaf, jax.Array):
+        leaf = np.asarray(leaf)  # Cast on the host, for it may not fit one device.
+    cast = leaf.astype(struct.dtype)
+    return jax.device_put(cast, struct.sharding, may_alias=may_alias)

@@ -1,0 +1,281 @@
+"""What does tracing a model show, once, before anything is placed?
+
+The model, its loss functions and the optimizer's init are traced on the shapes of one
+shard of a micro-batch: the state's shapes, the FLOPs, the random draws, whether the
+model changes its state, and in a pipeline the cost of a block.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.extend import core, source_info_util
+
+from jaxpar import tree
+from jaxpar.engine.checks import check_trainable
+from jaxpar.jaxprs.dependence import tainted_outputs
+from jaxpar.jaxprs.draws import Draw, find_draws
+from jaxpar.jaxprs.evaluate import arrays_in, equations, flops
+from jaxpar.model.axis_names import bind_axes
+from jaxpar.model.bridge import Network
+from jaxpar.model.network import PipelineNetwork
+from jaxpar.optim.fused import FusedOptimizer
+from jaxpar.pipeline.block_cost import BlockWork, trace_microbatch
+from jaxpar.step.inputs import Inputs, OnePack, num_rows, twice_the_rows
+from jaxpar.step.loss import Loss, make_loss
+from jaxpar.step.loss_check import HALF_TOLERANCE, TOLERANCE
+from jaxpar.step.precision import Precision, make_precision
+from jaxpar.step.row_draws import (
+    SIZE_ERRORS,
+    AsTraced,
+    Rows,
+    ShardKey,
+    random_notes,
+    row_dims,
+    traced,
+)
+from jaxpar.step.state import TrainState, make_init
+from jaxpar.types import PyTree
+
+_CALLBACKS = ("debug_callback", "debug_print", "pure_callback", "io_callback")
+"""Primitives that call the host: of `jax.debug.print`, for one."""
+
+_HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+
+
+@dataclasses.dataclass(frozen=True)
+class LossTrace:
+    """What tracing a loss function shows.
+
+    Attributes:
+      loss: the loss function.
+      training: whether it was traced in training mode.
+      jaxpr: the trace, of a key, the parameters, the model's state and the rows.
+      changes_state: whether the model changes its mutable state (keys do not count).
+      draws: where it draws random numbers.
+      random_notes: which of them depend on the mesh.
+    """
+
+    loss: Loss
+    training: bool
+    jaxpr: core.Jaxpr
+    changes_state: bool
+    draws: tuple[Draw, ...]
+    random_notes: tuple[str, ...]
+
+    @property
+    def flops(self) -> int:
+        """Operations of the matrix products of one forward pass."""
+        return flops(self.jaxpr.eqns)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelTrace:
+    """What tracing a run's functions shows.
+
+    Attributes:
+      network: the model, with the axis names bound that its loss functions use.
+      init: makes the train state of a key.
+      abstract: its shapes.
+      losses: "loss_fn", and "eval_fn" where there is one -> what its trace shows.
+      block: what a block of the model costs; None without a pipeline.
+    """
+
+    network: Network
+    init: Callable[[jax.Array], TrainState]
+    abstract: TrainState
+    losses: dict[str, LossTrace]
+    block: BlockWork | None
+
+
+def trace_model(
+    network: Network,
+    losses: tuple[Loss, Loss],
+    optimizer: optax.GradientTransformation | FusedOptimizer,
+    precision: Precision,
+    rows: Inputs,
+    *,
+    pipelined: bool,
+) -> ModelTrace:
+    """Trace a model with its loss functions and its optimizer's init.
+
+    Args:
+      network: the model.
+      losses: of training and of evaluation; the same twice where there is one.
+      optimizer: the optimizer.
+      precision: the dtypes.
+      rows: shapes of one shard of a micro-batch.
+      pipelined: whether the mesh has several stages.
+
+    Raises:
+      ValueError: as `trace_loss` and `trace_microbatch` do, and if a parameter can't be
+        trained.
+    """
+    block = None
+    if pipelined and isinstance(network, PipelineNetwork):
+        block = trace_microbatch(network, losses[0], rows)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+
+    def trace(network: Network) -> tuple[Any, TrainState, dict[str, LossTrace]]:
+        check_trainable(jax.eval_shape(network.init, key)[0])
+        init, (loss, evaluation) = make_init(network, optimizer.init), losses
+        abstract = jax.eval_shape(init, key)
+        given = abstract, precision, rows
+        traces = {"loss_fn": trace_loss(network, loss, *given, training=True)}
+        if evaluation is not loss:
+            other = trace_loss(network, evaluation, *given, training=False)
+            traces["eval_fn"] = other
+        return init, abstract, traces
+
+    bound, found = bind_axes(network, trace)
+    return ModelTrace(bound, *found, block)
+
+
+def trace_loss(
+    network: Network,
+    loss: Loss,
+    abstract: TrainState,
+    precision: Precision,
+    rows: Inputs,
+    *,
+    training: bool,
+) -> LossTrace:
+    """Trace a loss function on shapes and check what it returns.
+
+    Args:
+      network: the model.
+      loss: the loss function.
+      abstract: the train state's shapes.
+      precision: the dtypes.
+      rows: shapes of one shard of a micro-batch.
+      training: whether the model is in training mode.
+
+    Returns:
+      What the trace shows.
+
+    Raises:
+      ValueError: if the loss or a metric is not a scalar, metrics are not a dict of
+        free names, a weight depends on the parameters, or the model changes the shape
+        of its state.
+    """
+    keyed, leaves = _of_key(network, loss, abstract, precision, training=training)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    closed, (sums, _) = traced(keyed, key, (leaves, abstract.model_state, rows))
+    jaxpr, names = closed.jaxpr, list(tree.named_leaves(sums))
+    if training:
+        _check_weights(jaxpr, names, len(leaves))
+    first = 1 + len(leaves)
+    state_in = jaxpr.invars[first : first + len(jaxpr.outvars) - len(names)]
+    changed = any(
+        out is not inp
+        for out, inp in zip(jaxpr.outvars[len(names) :], state_in, strict=True)
+    )
+    draws = tuple(find_draws(jaxpr))
+    if isinstance(rows.batch, OnePack):  # It has a key of its own on any mesh.
+        return LossTrace(loss, training, jaxpr, changed, draws, ())
+
+    def twice() -> tuple:
+        return leaves, abstract.model_state, twice_the_rows(rows)
+
+    dims = row_dims(draws, keyed, key, Rows(num_rows(rows), twice))
+    notes = random_notes(draws, dims)
+    return LossTrace(loss, training, jaxpr, changed, draws, notes)
+
+
+def _of_key(
+    network: Network,
+    loss: Loss,
+    abstract: TrainState,
+    precision: Precision,
+    *,
+    training: bool,
+) -> tuple[Callable[..., tuple], list]:
+    """Make ``(key, leaves, model_state, rows) -> (Sums, model_state)``; the leaves."""
+    cast = tree.with_dtype(abstract.params, precision.compute_dtype)
+    leaves, structure = jax.tree.flatten(cast)
+    loss_of = make_loss(network, loss, structure, AsTraced(), training=training)
+
+    def keyed(key: Any, leaves: list, model_state: PyTree, rows: Inputs) -> tuple:
+        return loss_of(leaves, model_state, ShardKey(key, jnp.int32(0)), rows)
+
+    return keyed, leaves
+
+
+def _check_weights(jaxpr: core.Jaxpr, names: Sequence[str], num_params: int) -> None:
+    """Refuse a weight, among the named results, that depends on the parameters."""
+    others = len(jaxpr.invars) - num_params - 1
+    outs = tainted_outputs(jaxpr, [False, *[True] * num_params, *[False] * others])
+    for name, tainted in zip(names, outs[: len(names)], strict=True):
+        if name.endswith("weight") and tainted:
+            where = name.removesuffix("/weight").removeprefix("metrics/")
+            raise ValueError(
+                f"loss_fn: the weight of {where} depends on the parameters; "
+                "jaxpar.Weighted(total, weight) needs a weight made of the batch "
+                "alone (a count or a mask's sum). Divide inside total instead."
+            )
+
+
+def check_callbacks(traces: Iterable[LossTrace]) -> None:
+    """Refuse calls to the host where the data axis is manual.
+
+    Raises:
+      ValueError: if a loss function prints, or calls Python, while it runs.
+    """
+    for trace in traces:
+        for eqn in equations(trace.jaxpr):
+            if eqn.primitive.name in _CALLBACKS:
+                argument = "loss_fn" if trace.training else "eval_fn"
+                line = source_info_util.summarize(eqn.source_info)
+                raise ValueError(
+                    f"{argument}: {eqn.primitive.name} at {line}: JAX can't call the "
+                    "host from a program whose data axis is manual and others are not "
+                    "(jax 0.12). Return what you want to see as a metric, or pass "
+                    "coupled_batch=True while you debug."
+                )
+
+
+def precision_of_check(
+    network: Network,
+    trace: LossTrace,
+    abstract: TrainState,
+    precision: Precision,
+    rows: Inputs,
+) -> tuple[Precision, float]:
+    """Choose in which precision a loss is checked, and how exactly.
+
+    In fp32, unless the loss function can't compute in it (an attention kernel of half
+    precision) or needs more room than the step has: arrays of twice the bytes fit, for
+    the step keeps activations. One row on a shard is checked with its neighbour's.
+
+    Args:
+      network: the model.
+      trace: the loss function's, in the step's precision.
+      abstract: the train state's shapes.
+      precision: the step's.
+      rows: as for `trace_loss`.
+
+    Returns:
+      The precision, and the relative tolerance.
+    """
+    fp32, jaxpr = make_precision("fp32"), trace.jaxpr
+    if precision.compute_dtype != jnp.float32:
+        training = trace.training
+        keyed, leaves = _of_key(network, trace.loss, abstract, fp32, training=training)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        try:
+            closed, _ = traced(keyed, key, (leaves, abstract.model_state, rows))
+        except SIZE_ERRORS:  # NotImplementedError of a kernel is one of them.
+            return precision, HALF_TOLERANCE
+        jaxpr, times = closed.jaxpr, 1 if num_rows(rows) > 1 else 2
+        if times * _largest(jaxpr) > 2 * _largest(trace.jaxpr):
+            return precision, HALF_TOLERANCE
+    is_half = any(x.dtype in _HALF for x in arrays_in(jaxpr))
+    return fp32, HALF_TOLERANCE if is_half else TOLERANCE
+
+
+def _largest(jaxpr: core.Jaxpr) -> int:
+    """Bytes of the largest array that is made."""
+    return max((x.size * x.dtype.itemsize for x in arrays_in(jaxpr)), default=0)

@@ -1,0 +1,69 @@
+"""Does an output of a traced function depend on given inputs?
+
+A weight that moved with the parameters would make sum(total) / sum(weight) a different
+function than its gradient; the engine asks here, once, before it compiles.
+"""
+
+from collections.abc import Sequence
+
+from jax.extend import core
+
+from jaxpar.jaxprs.compat import scan_counts
+
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr"} | {
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+
+
+def tainted_outputs(jaxpr: core.Jaxpr, tainted: Sequence[bool]) -> list[bool]:
+    """Follow dependence through a jaxpr.
+
+    Calls, scans and branches are followed inside; in any other equation every output
+    depends on every input.
+
+    Args:
+      jaxpr: the traced function.
+      tainted: by input, whether to follow it.
+
+    Returns:
+      By output, whether it depends on a followed input.
+    """
+    env = dict(zip(jaxpr.invars, tainted, strict=True))
+
+    def read(atom) -> bool:
+        return not isinstance(atom, core.Literal) and env.get(atom, False)
+
+    for eqn in jaxpr.eqns:
+        ins = [read(atom) for atom in eqn.invars]
+        outs = _through(eqn, ins) if any(ins) else [False] * len(eqn.outvars)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _through(eqn: core.JaxprEqn, ins: list[bool]) -> list[bool]:
+    name = eqn.primitive.name
+    if name in _CALLS:
+        return tainted_outputs(_open(eqn.params[_CALLS[name]]), ins)
+    if name == "scan":
+        return _through_scan(eqn, ins)
+    if name == "cond" and not ins[0]:
+        branches = [tainted_outputs(b.jaxpr, ins[1:]) for b in eqn.params["branches"]]
+        return [any(outs) for outs in zip(*branches, strict=True)]
+    return [True] * len(eqn.outvars)
+
+
+def _through_scan(eqn: core.JaxprEqn, ins: list[bool]) -> list[bool]:
+    num_consts, num_carry = scan_counts(eqn.params)
+    consts, xs = ins[:num_consts], ins[num_consts + num_carry :]
+    carry = ins[num_consts : num_consts + num_carry]
+    while True:
+        outs = tainted_outputs(eqn.params["jaxpr"].jaxpr, [*consts, *carry, *xs])
+        grown = [a or b for a, b in zip(carry, outs[:num_carry], strict=True)]
+        if grown == carry:
+            return [*carry, *outs[num_carry:]]
+        carry = grown
+
+
+def _open(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> core.Jaxpr:
+    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr

@@ -1,0 +1,116 @@
+"""What does a loss function mean by an axis name that nothing here binds?
+
+Models written for ``jax.pmap`` average over its axis themselves: flax's ResNet has
+``BatchNorm(axis_name="batch")``. They mean all examples of the batch. So such a loss is
+given whole micro-batches (it couples examples), and its names are bound to one device:
+``pmean`` and ``psum`` over them change nothing.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+
+from jaxpar.model.bridge import Network
+from jaxpar.sharding.rules import AxisRules
+from jaxpar.types import Batch, LossFn, Params, PyTree
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundNetwork:
+    """A network whose loss function finds axis names bound.
+
+    Attributes:
+      network: the model.
+      axis_names: what to bind, each to an axis of size one.
+    """
+
+    network: Network
+    axis_names: tuple[str, ...]
+
+    @property
+    def axis_rules(self) -> AxisRules:
+        """The network's."""
+        return self.network.axis_rules
+
+    def init(self, key: jax.Array) -> tuple[Params, PyTree]:
+        """As the network does."""
+        return self._bound(lambda key: self.network.init(key), key)
+
+    def dim_names(self) -> dict[str, Sequence[Any] | None]:
+        """As the network names them."""
+        names: dict[str, Sequence[Any] | None] = {}
+        self._bound(lambda _: names.update(self.network.dim_names()), 0)
+        return names
+
+    def run(
+        self,
+        fn: LossFn,
+        variables: tuple[Params, PyTree],
+        key: jax.Array,
+        batch: Batch,
+        *,
+        training: bool,
+    ) -> tuple[Any, PyTree]:
+        """As the network does."""
+
+        def run(variables: tuple, key: jax.Array, batch: Batch) -> tuple:
+            return self.network.run(fn, variables, key, batch, training=training)
+
+        return self._bound(run, variables, key, batch)
+
+    def _bound(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Call ``fn(*args)`` with the names bound."""
+        for name in self.axis_names:
+            fn = jax.vmap(fn, in_axes=None, axis_name=name, axis_size=1)
+        drop = len(self.axis_names)
+        return jax.tree.map(lambda x: x.reshape(x.shape[drop:]), fn(*args))
+
+
+def bind_axes(network: Network, trace: Callable[[Network], T]) -> tuple[Network, T]:
+    """Trace a network, with the axis names bound that its loss function uses.
+
+    Args:
+      network: the model.
+      trace: calls the network.
+
+    Returns:
+      The network, a `BoundNetwork` where a name had to be bound, and what `trace`
+      returned.
+
+    Example:
+      >>> from flax import nnx
+      >>> from jaxpar.model.bridge import make_network
+      >>> loss = lambda model, batch: jax.lax.pmean(model(batch).mean(), "batch")
+      >>> model = make_network(lambda rngs: nnx.Linear(2, 1, rngs=rngs), loss, None)
+      >>> rows, key = jax.numpy.zeros((4, 2)), jax.random.key(0)
+      >>> def run(network):
+      ...     return network.run(loss, network.init(key), key, rows, training=True)[0]
+      >>> network, value = bind_axes(model, run)
+      >>> network.axis_names, float(value)
+      (('batch',), 0.0)
+    """
+    while True:
+        try:
+            return network, trace(network)
+        except NameError as error:
+            network = _with_axis(network, error)
+
+
+def unbound_axis(error: NameError) -> str | None:
+    """Return the axis name that an error of JAX says is not bound; else None."""
+    found = re.search(r"unbound axis name: ([^\s.]+)", str(error))
+    return found[1] if found else None
+
+
+def _with_axis(network: Network, error: NameError) -> BoundNetwork:
+    """Bind the axis that an error names; raises the error if it names none."""
+    name = unbound_axis(error)
+    bound = network if isinstance(network, BoundNetwork) else BoundNetwork(network, ())
+    if name is None or name in bound.axis_names:
+        raise error
+    return dataclasses.replace(bound, axis_names=(*bound.axis_names, name))

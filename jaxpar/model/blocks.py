@@ -1,0 +1,227 @@
+"""What is a model that a pipeline can run: an embedding, equal blocks, and a head.
+
+On one stage a `PipelineModel` runs as a scan over its stacked blocks, and nothing of a
+pipeline is in the program; on more, `jaxpar.pipeline` runs the same parts by its
+schedule.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxpar import tree
+from jaxpar.model.bridge import Network, make_network
+from jaxpar.model.network import PipelineNetwork
+from jaxpar.model.proxies import (
+    Call,
+    call_part,
+    inputs_of,
+    keywords_of,
+    program_of,
+    shape_of,
+)
+from jaxpar.model.remat import check_policy
+from jaxpar.types import Batch, LossFn, PyTree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PipelineModel:
+    """A trunk of equal blocks between an embedding and a head.
+
+    loss_fn calls ``model(inputs, ...)`` once. Positional arguments go to the embedding;
+    keyword arguments, such as positions or segment ids, to every part whose call
+    takes them: arrays, or Python's flags, numbers and strings, which stay what they
+    are (``training=model.training``). What the embedding returns passes through the
+    blocks, each called as ``block(hidden)``, to ``head(hidden)``, whose result the call
+    returns.
+
+    Attributes:
+      embed: an NNX factory ``lambda rngs: MyEmbed(rngs=rngs)`` or a Linen module.
+      block: likewise; its output has its input's shape and dtype. Or a sequence of
+        `num_blocks` of them that differ in how they are initialised, and in nothing
+        else.
+      num_blocks: blocks, stacked along a leading dim "layers" in their order.
+      head: likewise.
+      tied: parameters that are one array, as (("embed", path), ("head", path)); it
+        is kept under its first name.
+      remat: one of `jaxpar.model.remat.REMAT_POLICIES`, for each block. In a pipeline
+        "none" keeps what every block's backward needs, for each micro-batch under way;
+        else only a stage's input is kept, and its backward runs its blocks again:
+        under "full" once, under the others by their policy.
+      remat_names: labels to save, for "save-names".
+
+    Raises:
+      ValueError: if a number, a policy or a tie is not right.
+
+    Example:
+      >>> from flax import nnx
+      >>> model = PipelineModel(
+      ...     embed=lambda rngs: nnx.Linear(4, 8, rngs=rngs),
+      ...     block=lambda rngs: nnx.Linear(8, 8, rngs=rngs),
+      ...     num_blocks=6,
+      ...     head=lambda rngs: nnx.Linear(8, 1, rngs=rngs),
+      ... )
+    """
+
+    embed: Any
+    block: Any
+    num_blocks: int
+    head: Any
+    tied: tuple[tuple[tuple[str, str], tuple[str, str]], ...] | tuple = ()
+    remat: str = "full"
+    remat_names: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        check_policy(self.remat, self.remat_names)
+        if self.num_blocks < 1:
+            raise ValueError(
+                f"PipelineModel: num_blocks={self.num_blocks} must be at least 1."
+            )
+        if isinstance(self.block, Sequence) and len(self.block) != self.num_blocks:
+            raise ValueError(
+                f"PipelineModel: block has {len(self.block)} entries, but num_blocks="
+                f"{self.num_blocks}; give one block for all, or one for each."
+            )
+        for tie in self._ties:
+            ends = [(len(end), end[0]) for end in tie]
+            if ends != [(2, "embed"), (2, "head")]:
+                raise ValueError(
+                    f"PipelineModel: tied={self.tied} must pair ('embed', path) with "
+                    "('head', path), such as "
+                    "tied=(('embed', 'table'), ('head', 'table'))."
+                )
+
+    @property
+    def _ties(self) -> tuple:
+        """Pairs of (part, path), for one pair may be given without a tuple around."""
+        if self.tied and isinstance(self.tied[0][0], str):
+            return (self.tied,)
+        return tuple(self.tied)
+
+    @property
+    def tied_paths(self) -> dict[str, str]:
+        """Path in the head -> path in the embedding."""
+        return {head: embed for (_, embed), (_, head) in self._ties}
+
+    def make_network(self, loss_fn: LossFn, sample_batch: Batch) -> "PipelineNetwork":
+        """Bridge to the parts (see `jaxpar.model.bridge.make_network`)."""
+        call = jax.eval_shape(
+            lambda batch: inputs_of(loss_fn, batch, training=True), sample_batch
+        )
+        embed = make_network(self.embed, call_part, call)
+        hidden = shape_of(embed, call)
+        blocks = self.block if isinstance(self.block, Sequence) else [self.block]
+        networks = [
+            make_network(block, call_part, call.passing(hidden)) for block in blocks
+        ]
+        head = make_network(self.head, call_part, call.passing(hidden))
+        _check_parts(embed, networks, head, self.tied_paths)
+        _check_keywords(call, hidden, embed=embed, block=networks[0], head=head)
+        returned = shape_of(networks[0], call.passing(hidden))
+        _check_block_output(hidden, returned)
+        _check_equal_programs(networks, call.passing(hidden))
+        return PipelineNetwork(
+            self.num_blocks,
+            self.tied_paths,
+            self.remat,
+            self.remat_names,
+            embed,
+            networks,
+            head,
+        )
+
+
+def _check_parts(
+    embed: Network, blocks: Sequence[Network], head: Network, tied: Mapping[str, str]
+) -> None:
+    """Refuse parts that do not fit each other."""
+    key = jax.random.key(0)
+    parts = [("embed", embed), *(("block", block) for block in blocks), ("head", head)]
+    made = [(part, *jax.eval_shape(network.init, key)) for part, network in parts]
+    for part, _, state in made:
+        if jax.tree.leaves(state):
+            raise ValueError(
+                f"PipelineModel: {part} keeps state besides parameters "
+                f"({', '.join(tree.named_leaves(state))}), which a pipeline has no "
+                "order for; use layers without it (a LayerNorm for a BatchNorm)."
+            )
+    leaves = [tree.named_leaves(params) for _, params, _ in made]
+    for number, own in enumerate(leaves[1:-1]):
+        _check_equal_blocks(leaves[1], own, number)
+    _check_ties({"embed": leaves[0], "head": leaves[-1]}, tied)
+
+
+def _check_ties(leaves: Mapping[str, Mapping], tied: Mapping[str, str]) -> None:
+    for path, own in tied.items():
+        for part, name in (("embed", own), ("head", path)):
+            if name not in leaves[part]:
+                raise ValueError(
+                    f"PipelineModel: tied: {part} has no parameter {name!r}; it has "
+                    f"{', '.join(leaves[part])}."
+                    + tree.near_match(name, list(leaves[part]))
+                )
+        shapes = leaves["embed"][own].shape, leaves["head"][path].shape
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"PipelineModel: tied: embed's {own!r} has shape {shapes[0]}, head's "
+                f"{path!r} {shapes[1]}; tied parameters are one array."
+            )
+
+
+def _check_equal_blocks(ours: Mapping, theirs: Mapping, number: int) -> None:
+    for name in {**ours, **theirs}:
+        found = [side[name].shape if name in side else None for side in (ours, theirs)]
+        if found[0] != found[1]:
+            raise ValueError(
+                f"PipelineModel: block {number} has {name} of shape {found[1]}, block "
+                f"0 of {found[0]}; blocks are stacked, so their parameters must be "
+                "equal in name and shape. Move what differs to embed or head."
+            )
+
+
+def _check_equal_programs(blocks: Sequence[Network], call: Call) -> None:
+    """Refuse blocks of equal parameters that compute with them differently."""
+    if len(blocks) == 1:
+        return
+    first, *others = (program_of(block, call) for block in blocks)
+    for number, program in enumerate(others, start=1):
+        if program != first:
+            raise ValueError(
+                f"PipelineModel: block {number} computes something else than block 0 "
+                "with parameters of equal shapes; all blocks run as block 0 does, and "
+                "only their initialisation may differ."
+            )
+
+
+def _check_keywords(call: Call, hidden: PyTree, **parts: Network) -> None:
+    """Refuse keywords of the model's call that no part takes."""
+    taken = {
+        part: keywords_of(network, call if part == "embed" else call.passing(hidden))
+        for part, network in parts.items()
+    }
+    known = {name for names in taken.values() for name in names or ()}
+    for name in call.kwargs:
+        if name not in known and None not in taken.values():
+            of_parts = (
+                f"{part} takes {', '.join(sorted(names or ())) or 'none'}"
+                for part, names in taken.items()
+            )
+            raise ValueError(
+                f"loss_fn: it calls the model with {name}=, which no part takes: "
+                f"{'; '.join(of_parts)}.{tree.near_match(name, known)}"
+            )
+
+
+def _check_block_output(given: PyTree, returned: PyTree) -> None:
+    def kinds(part: PyTree) -> list[tuple]:
+        return [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(part)]
+
+    same = jax.tree.structure(given) == jax.tree.structure(returned)
+    if not same or kinds(given) != kinds(returned):
+        raise ValueError(
+            f"PipelineModel: block is given {kinds(given)} (shape, dtype) and returns "
+            f"{kinds(returned)}; a block's output is the next one's input, so they "
+            "must be alike. Change widths and dtypes in embed or head."
+        )

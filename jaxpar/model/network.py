@@ -1,0 +1,240 @@
+"""How are an embedding, stacked blocks and a head run as one model's pure functions?
+
+Each part draws from a key of its own, made of the micro-batch's key and the part's
+number, so that it draws the same masks whoever runs it.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar import tree
+from jaxpar.model.bridge import Network
+from jaxpar.model.proxies import Call, refuse_reading, run_part
+from jaxpar.model.remat import remat
+from jaxpar.sharding.rules import AxisRules
+from jaxpar.types import Batch, LossFn, Params, PyTree
+
+LAYERS = "layers"
+"""The logical name of the dim along which blocks are stacked."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineNetwork:
+    """A `PipelineModel` as pure functions: a `jaxpar.model.bridge.Network`.
+
+    Parameters are ``{"embed": ..., "blocks": ..., "head": ...}``, every leaf of the
+    blocks [L, ...]; there is no other state.
+
+    Attributes:
+      num_blocks: L.
+      tied_paths: path in the head -> path in the embedding, of arrays they share.
+      remat: the blocks' policy.
+      remat_names: labels to save, for "save-names".
+      embed: the embedding's network.
+      blocks: one network for all blocks, or one for each.
+      head: the head's network.
+    """
+
+    num_blocks: int
+    tied_paths: Mapping[str, str]
+    remat: str
+    remat_names: tuple[str, ...]
+    embed: Network
+    blocks: Sequence[Network]
+    head: Network
+
+    @property
+    def axis_rules(self) -> AxisRules:
+        """Of the parts, which are made together."""
+        return self.embed.axis_rules
+
+    def init(self, key: jax.Array) -> tuple[Params, PyTree]:
+        """Make the parameters; each block from a key of its own."""
+        L = self.num_blocks
+        embed, _ = self.embed.init(jax.random.fold_in(key, L))
+        head, _ = self.head.init(jax.random.fold_in(key, L + 1))
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(L))
+        if len(self.blocks) == 1:
+            blocks = jax.vmap(lambda key: self.blocks[0].init(key)[0])(keys)
+        else:
+            drawn = [n.init(k)[0] for n, k in zip(self.blocks, keys, strict=True)]
+            blocks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *drawn)
+        for path in self.tied_paths:
+            head = _without(head, path.split("/"))
+        return {"embed": embed, "blocks": blocks, "head": head}, {}
+
+    def dim_names(self) -> dict[str, Sequence[Any] | None]:
+        """As the parts name them, with "layers" before a block's."""
+        stacked = {
+            f"blocks/{path}": (LAYERS, *(names or ()))
+            for path, names in self.blocks[0].dim_names().items()
+        }
+        embed = {f"embed/{k}": names for k, names in self.embed.dim_names().items()}
+        head = {
+            f"head/{path}": names
+            for path, names in self.head.dim_names().items()
+            if path not in self.tied_paths
+        }
+        return embed | stacked | head
+
+    def run(
+        self,
+        fn: LossFn,
+        variables: tuple[Params, PyTree],
+        key: jax.Array,
+        batch: Batch,
+        *,
+        training: bool,
+    ) -> tuple[Any, PyTree]:
+        """Run every part in turn, the blocks as one scan."""
+        params, state = variables
+        model = WholeModel(self, params, key, training=training)
+        return fn(model, batch), state
+
+    def run_embed(
+        self, params: Params, call: Call, key: jax.Array, *, training: bool
+    ) -> PyTree:
+        """Run the embedding.
+
+        Args:
+          params: the embedding's own.
+          call: what loss_fn called the model with.
+          key: the micro-batch's.
+          training: or evaluating.
+
+        Returns:
+          The first block's input.
+        """
+        key = jax.random.fold_in(key, self.num_blocks)
+        return run_part(self.embed, params, call, key, training=training)
+
+    def run_block(
+        self,
+        params: Params,
+        hidden: PyTree,
+        index: jax.Array,
+        call: Call,
+        key: jax.Array,
+        *,
+        training: bool,
+        policy: str,
+    ) -> PyTree:
+        """Run block `index`, of the given parameters, by a remat policy."""
+
+        def block(params: Params, hidden: PyTree, call: Call, key: jax.Array) -> PyTree:
+            own = call.passing(hidden)
+            return run_part(self.blocks[0], params, own, key, training=training)
+
+        key = jax.random.fold_in(key, index)
+        names = self.remat_names if policy == "save-names" else ()
+        run = remat(block, policy, names=names, prevent_cse=False)
+        return run(params, hidden, call, key)
+
+    def run_head(
+        self,
+        params: Params,
+        tied: Mapping[str, jax.Array],
+        hidden: PyTree,
+        call: Call,
+        key: jax.Array,
+        *,
+        training: bool,
+    ) -> Any:
+        """Run the head.
+
+        Args:
+          params: the head's own.
+          tied: path in the head -> the embedding's array.
+          hidden: what the last block returned.
+          call: what loss_fn called the model with.
+          key: the micro-batch's.
+          training: or evaluating.
+
+        Returns:
+          What the model's call returns.
+        """
+        for path, leaf in tied.items():
+            params = _with(params, path.split("/"), leaf)
+        key = jax.random.fold_in(key, self.num_blocks + 1)
+        return run_part(self.head, params, call.passing(hidden), key, training=training)
+
+    def tied(self, embed_params: Params) -> dict[str, jax.Array]:
+        """Path in the head -> the array that it shares with the embedding."""
+        named = tree.named_leaves(embed_params)
+        return {head: named[own] for head, own in self.tied_paths.items()}
+
+
+class WholeModel:
+    """A `PipelineModel` with its parameters, run on one stage: what loss_fn calls.
+
+    Args:
+      network: the model's network.
+      params: all parameters.
+      key: the micro-batch's.
+      training: whether this is a training step.
+    """
+
+    def __init__(
+        self,
+        network: PipelineNetwork,
+        params: Params,
+        key: jax.Array,
+        *,
+        training: bool,
+    ):
+        self._network, self._params, self._key = network, params, key
+        self._num_calls, self.training = 0, training
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Embed, run every block, and the head; each call draws masks of its own."""
+        network, params, key = self._network, self._params, self._key
+        if self._num_calls:
+            # Behind the numbers that the parts of the first call fold in.
+            key = jax.random.fold_in(key, network.num_blocks + 1 + self._num_calls)
+        self._num_calls += 1
+        call = Call(args, kwargs)
+        hidden = network.run_embed(params["embed"], call, key, training=self.training)
+
+        def step(hidden: PyTree, layer: tuple) -> tuple[PyTree, None]:
+            block, index = layer
+            out = network.run_block(
+                block,
+                hidden,
+                index,
+                call,
+                key,
+                training=self.training,
+                policy=network.remat,
+            )
+            return out, None
+
+        layers = (params["blocks"], jnp.arange(network.num_blocks))
+        hidden, _ = jax.lax.scan(step, hidden, layers)
+        tied = network.tied(params["embed"])
+        return network.run_head(
+            params["head"], tied, hidden, call, key, training=self.training
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        refuse_reading(name)
+
+
+def _without(params: Params, path: Sequence[str]) -> Params:
+    """A nested dict without one leaf, and without dicts that this leaves empty."""
+    rest = {key: value for key, value in params.items() if key != path[0]}
+    if len(path) > 1:
+        inner = _without(params[path[0]], path[1:])
+        return rest | ({path[0]: inner} if inner else {})
+    return rest
+
+
+def _with(params: Params, path: Sequence[str], leaf: jax.Array) -> Params:
+    """A nested dict with one leaf more."""
+    if len(path) == 1:
+        return {**params, path[0]: leaf}
+    inner = _with(params.get(path[0], {}), path[1:], leaf)
+    return {**params, path[0]: inner}

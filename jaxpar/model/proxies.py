@@ -1,0 +1,220 @@
+"""How does loss_fn call a model that is not in one piece: recorded, and answered.
+
+loss_fn is ordinary code that calls ``model(inputs)`` once. Run up to the call, it says
+what the embedding is given; run with the head's answer, it says what the loss is.
+"""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from jaxpar import tree
+from jaxpar.model.bridge import Network
+from jaxpar.model.linen import LinenModel
+from jaxpar.types import Batch, LossFn, Params, PyTree
+
+_PLAIN = (bool, int, float, str)
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Arguments with which loss_fn called the model, or a part is called.
+
+    As a pytree its leaves are the arrays: a Python flag, number or word stays one, so
+    that a part may branch on it (a Linen module on ``training``).
+
+    Attributes:
+      args: positional.
+      kwargs: by name.
+    """
+
+    args: tuple
+    kwargs: dict[str, Any]
+
+    def passing(self, hidden: Any) -> "Call":
+        """The call of a block or of the head: `hidden` and the keywords."""
+        return Call((hidden,), self.kwargs)
+
+    def tree_flatten(self) -> tuple[list, tuple]:
+        """Separate the arrays from what is plain."""
+        leaves, structure = jax.tree.flatten((self.args, self.kwargs))
+        plain = tuple(leaf if isinstance(leaf, _PLAIN) else None for leaf in leaves)
+        arrays = [leaf for leaf in leaves if not isinstance(leaf, _PLAIN)]
+        return arrays, (structure, plain)
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple, arrays: Iterable[Any]) -> "Call":
+        """Put them together again."""
+        structure, plain = static
+        rest = iter(arrays)
+        leaves = [next(rest) if leaf is None else leaf for leaf in plain]
+        return cls(*jax.tree.unflatten(structure, leaves))
+
+
+class _Recorded(BaseException):
+    """Leaves loss_fn where it calls the model."""
+
+    def __init__(self, call: Call):
+        super().__init__()
+        self.call = call
+
+
+class ModelProxy:
+    """What loss_fn is given in the model's place while a pipeline takes it apart.
+
+    Args:
+      answer: what a call returns, given its arguments.
+      training: whether this is a training step, as on `jaxpar.model.linen.LinenModel`.
+    """
+
+    def __init__(self, answer: Callable[[Call], Any], *, training: bool):
+        self._answer, self.training = answer, training
+        self.num_calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        self.num_calls += 1
+        if self.num_calls > 1:
+            raise ValueError(
+                "loss_fn: it calls the model twice, but a pipeline runs a model once a "
+                "micro-batch; call it once, on all its inputs, or use pipe=1."
+            )
+        return self._answer(Call(args, kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        refuse_reading(name)
+
+
+def refuse_reading(name: str) -> NoReturn:
+    """Raise for an attribute that is read of a model in parts."""
+    if name.startswith("__"):
+        # Python asks whether an object can be copied, JAX whether it is an array.
+        raise AttributeError(f"A PipelineModel has no {name}.")
+    raise ValueError(
+        f"loss_fn: it reads model.{name}, but a PipelineModel can only be called: "
+        "its parts lie on different devices. Return what the loss needs from the "
+        "head, or pass it in the batch."
+    )
+
+
+def inputs_of(loss_fn: LossFn, batch: Batch, *, training: bool) -> Call:
+    """Run loss_fn up to its call of the model.
+
+    Returns:
+      The arguments of the call.
+
+    Raises:
+      TypeError: if it never calls the model, or with what a model cannot be given.
+      ValueError: if it calls the model inside a transformation.
+    """
+    outside = core.get_opaque_trace_state(convention="nnx")
+
+    def leave(call: Call) -> Any:
+        if core.get_opaque_trace_state(convention="nnx") != outside:
+            raise ValueError(
+                "loss_fn: it calls the model inside jax.checkpoint, jax.vmap, jax.jit "
+                "or another transformation, but a PipelineModel is taken apart where "
+                "it is called; call it outside of them, and give "
+                "PipelineModel(remat=...) what is to be computed again."
+            )
+        raise _Recorded(call)
+
+    try:
+        loss_fn(ModelProxy(leave, training=training), batch)
+    except _Recorded as recorded:
+        _check_inputs(recorded.call)
+        return recorded.call
+    raise TypeError(
+        "loss_fn: it never called model(...), so a PipelineModel has no inputs; call "
+        "the model with the batch's inputs."
+    )
+
+
+def _check_inputs(call: Call) -> None:
+    """Refuse what is neither an array nor plain."""
+    given = {f"argument {i}": arg for i, arg in enumerate(call.args)} | call.kwargs
+    for name, leaf in tree.named_leaves(given).items():
+        if not isinstance(leaf, (*_ARRAYS, *_PLAIN)):
+            raise TypeError(
+                f"loss_fn: it calls the model with {name} of type "
+                f"{type(leaf).__name__}, but a part is given arrays, or Python's "
+                "flags, numbers and strings; make it an array, or give it to the part "
+                "when that is made."
+            )
+
+
+def call_part(model: Any, call: Call) -> Any:
+    """Call a part with the keywords that it takes."""
+    taken = _keywords_taken(model, call)
+    kwargs = {
+        name: value
+        for name, value in call.kwargs.items()
+        if taken is None or name in taken
+    }
+    return model(*call.args, **kwargs)
+
+
+def _keywords_taken(model: Any, call: Call) -> set[str] | None:
+    """Names that a part's call takes besides the positional ones; None for any."""
+    module = model.module if isinstance(model, LinenModel) else model
+    parameters = list(inspect.signature(type(module).__call__).parameters.values())
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return None
+    by_keyword = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    places = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return by_keyword | set(places[1 + len(call.args) :])
+
+
+def keywords_of(network: Network, call: Call) -> set[str] | None:
+    """Names that a part takes of a call's keywords; None for any."""
+    found: list[set[str] | None] = []
+
+    def look(model: Any, call: Call) -> tuple:
+        found.append(_keywords_taken(model, call))
+        return ()
+
+    _traced(network, look, call)
+    return found[0]
+
+
+def program_of(network: Network, call: Call) -> str:
+    """What a part computes, as text that is the same for the same work."""
+
+    def run(key: jax.Array, params: Params, call: Call) -> Any:
+        return run_part(network, params, call, key, training=True)
+
+    key = jax.random.key(0)
+    params, _ = jax.eval_shape(network.init, key)
+    closed = jax.make_jaxpr(run)(key, params, call)
+    texts = [str(closed.jaxpr), *map(str, closed.consts)]
+    return re.sub("0x[0-9a-f]+", "", "\n".join(texts))
+
+
+def run_part(
+    network: Network, params: Params, call: Call, key: jax.Array, *, training: bool
+) -> Any:
+    """Call a part with its parameters."""
+    out, _ = network.run(call_part, (params, {}), key, call, training=training)
+    return out
+
+
+def shape_of(network: Network, call: Call) -> PyTree:
+    """What a part returns, as shapes."""
+    return _traced(network, call_part, call)
+
+
+def _traced(network: Network, fn: Callable[[Any, Call], Any], call: Call) -> PyTree:
+    """What ``fn(part, call)`` returns, as shapes."""
+
+    def run(key: jax.Array, call: Call) -> Any:
+        return network.run(fn, network.init(key), key, call, training=True)[0]
+
+    return jax.eval_shape(run, jax.random.key(0), call)

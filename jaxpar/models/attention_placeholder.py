@@ -1,0 +1,88 @@
+"""How is cuDNN's attention planned where there is no GPU: as a call of its size.
+
+cuDNN compiles its kernel on the GPU that will run it. Compiled for one that is not
+here, a program holds this call in its place: it reads and writes what cuDNN's does,
+keeps what it keeps (one number per head and token besides the result), and carries its
+operations for `jaxpar.jaxprs.evaluate.flops`. It can be compiled, never run.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from jaxpar.jaxprs.evaluate import PLANNED
+from jaxpar.models.shard_kernel import on_pieces, split_of
+
+Results = tuple[jax.Array, ...]
+Saved = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+@jax.custom_vjp
+def planned_attention(
+    query_BTNH: Float[Array, "B T N H"],
+    key_BSKH: Float[Array, "B S K H"],
+    value_BSKH: Float[Array, "B S K H"],
+) -> Float[Array, "B T N H"]:
+    """Stand for causal attention in a program that is compiled and never run.
+
+    Two products forward and five backward, of half the scores: blocks above the
+    diagonal are skipped.
+
+    Args:
+      query_BTNH: queries.
+      key_BSKH: keys; each head of them serves N / K query heads.
+      value_BSKH: values.
+
+    Returns:
+      The shape of the result.
+    """
+    return _forward(query_BTNH, key_BSKH, value_BSKH)[0]
+
+
+def _forward(
+    query_BTNH: jax.Array, key_BSKH: jax.Array, value_BSKH: jax.Array
+) -> tuple[jax.Array, Saved]:
+    def call(query: jax.Array, key: jax.Array, value: jax.Array) -> Results:
+        batch, length, heads, _ = query.shape
+        sums = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
+        return _call("forward", 2, query, key, value, results=(query, sums))
+
+    split = split_of(query_BTNH, key_BSKH)
+    spec, of_sums = P(split.rows, None, split.heads, None), P(split.rows, split.heads)
+    out, sums = on_pieces(call, (spec,) * 3, (spec, of_sums), split)(
+        query_BTNH, key_BSKH, value_BSKH
+    )
+    return out, (query_BTNH, key_BSKH, value_BSKH, out, sums)
+
+
+def _backward(
+    saved: Saved, cotangent_BTNH: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def call(*args: jax.Array) -> Results:
+        return _call("backward", 5, *args, results=args[:3])
+
+    query, key, *_ = saved
+    split = split_of(query, key)
+    spec, of_sums = P(split.rows, None, split.heads, None), P(split.rows, split.heads)
+    specs = (spec, spec, spec, spec, of_sums, spec)
+    grads = on_pieces(call, specs, (spec,) * 3, split)(*saved, cotangent_BTNH)
+    return grads[0], grads[1], grads[2]
+
+
+planned_attention.defvjp(_forward, _backward)
+
+
+def _call(
+    name: str, products: int, *args: jax.Array, results: Sequence[Any]
+) -> Results:
+    batch, length, heads, size = args[0].shape
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
+    # Half of two operations per score and feature.
+    flops = products * batch * heads * length * args[1].shape[1] * size
+    call = jax.ffi.ffi_call(f"{PLANNED}.attention.{name}", shapes)
+    return tuple(call(*args, flops=np.int64(flops)))

@@ -1,0 +1,194 @@
+"""What does a GPT's config hold, and what must its numbers satisfy?"""
+
+import dataclasses
+
+from jaxpar.model.remat import check_policy
+from jaxpar.sparse_attention import SparsityPattern
+from jaxpar.tree import near_match
+
+ACTIVATION_NAMES = ("qkv", "attention", "mlp_hidden")
+"""Labels that a block gives its activations, for ``remat="save-names"``."""
+
+_CHOICES = {
+    "activation": ("gelu", "swiglu"),
+    "norm": ("layernorm", "rmsnorm"),
+    "positions": ("learned", "rotary"),
+    "attention": ("auto", "xla", "cudnn", "blocked"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """The shape of a GPT, and how its layers are run.
+
+    Attributes:
+      vocab_size: tokens; make it a multiple of the tensor axis.
+      seq_len: tokens that the model is trained on at once; the number of learned
+        positions.
+      num_layers: blocks.
+      num_heads: query heads.
+      num_kv_heads: key and value heads, each shared by num_heads / num_kv_heads
+        query heads; None for num_heads.
+      width: features of the residual stream.
+      mlp_width: features inside the MLP; None for 4 x width with "gelu", and for
+        8/3 x width, rounded up to a multiple of 64, with "swiglu".
+      activation: "gelu" or "swiglu".
+      norm: "layernorm" or "rmsnorm".
+      bias: whether projections and layer norms have one; key projections never do.
+      positions: "learned" or "rotary".
+      tied_embedding: whether the head is the transposed embedding table.
+      dropout: fraction of features zeroed after the embedding and in each update of
+        the residual stream.
+      remat: one of `jaxpar.model.remat.REMAT_POLICIES`, applied to each block.
+      remat_names: labels to save, of `ACTIVATION_NAMES`, for "save-names".
+      scan_layers: keep the layers stacked and scan over them; False for one module
+        per layer.
+      unroll: layers per iteration of the scan; num_layers leaves no loop.
+      sequence_parallel: between blocks, shard activations over tokens on the tensor
+        axis.
+      attention: "auto", "xla", "cudnn" or "blocked" (see `jaxpar.models.attention`); or
+        a unidirectional pattern of `jaxpar.sparse_attention`, of num_heads heads.
+
+    Raises:
+      ValueError: if a number does not fit, or a word is not one of its choices.
+
+    Example:
+      >>> GPTConfig(num_layers=2, num_heads=4, width=64).head_size
+      16
+    """
+
+    vocab_size: int = 256
+    seq_len: int = 256
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    width: int = 128
+    mlp_width: int | None = None
+    activation: str = "gelu"
+    norm: str = "layernorm"
+    bias: bool = True
+    positions: str = "learned"
+    tied_embedding: bool = True
+    dropout: float = 0.0
+    remat: str = "none"
+    remat_names: tuple[str, ...] = ()
+    scan_layers: bool = True
+    unroll: int = 1
+    sequence_parallel: bool = False
+    attention: str | SparsityPattern = "auto"
+
+    def __post_init__(self):
+        self._check_numbers()
+        self._check_heads()
+        for field, choices in _CHOICES.items():
+            value = getattr(self, field)
+            if isinstance(value, str):
+                _check_choice(field, value, choices)
+        if not isinstance(self.attention, str):
+            self._check_pattern(self.attention)
+        check_policy(self.remat, self.remat_names)
+        for name in self.remat_names:
+            _check_choice("remat_names", name, ACTIVATION_NAMES)
+
+    def _check_numbers(self) -> None:
+        fields = ("vocab_size", "seq_len", "num_layers", "num_heads", "width")
+        for field in (*fields, "num_kv_heads", "mlp_width"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise ValueError(f"GPTConfig: {field}={value} must be at least 1.")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(
+                f"GPTConfig: dropout={self.dropout} must be at least 0 and below 1; "
+                "it is the fraction that is zeroed."
+            )
+        if not 1 <= self.unroll <= self.num_layers:
+            raise ValueError(
+                f"GPTConfig: unroll={self.unroll} must be between 1 and "
+                f"num_layers={self.num_layers}, which unrolls the scan fully."
+            )
+
+    def _check_heads(self) -> None:
+        if self.width % self.num_heads:
+            raise ValueError(
+                f"GPTConfig: width={self.width} must be a multiple of "
+                f"num_heads={self.num_heads}; the nearest is "
+                f"{max(1, round(self.width / self.num_heads)) * self.num_heads}."
+            )
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"GPTConfig: num_heads={self.num_heads} must be a multiple of "
+                f"num_kv_heads={self.kv_heads}; every key head serves the same number "
+                "of query heads."
+            )
+        if self.positions == "rotary" and self.head_size % 2:
+            raise ValueError(
+                f"GPTConfig: positions='rotary' turns pairs of features, but width="
+                f"{self.width} over num_heads={self.num_heads} makes heads of "
+                f"{self.head_size}; make that even, or use positions='learned'."
+            )
+
+    def _check_pattern(self, pattern: SparsityPattern) -> None:
+        kind = type(pattern).__name__
+        if pattern.num_heads != self.num_heads:
+            raise ValueError(
+                f"GPTConfig: attention={kind}(num_heads={pattern.num_heads}), but the "
+                f"model has num_heads={self.num_heads}; give the pattern as many."
+            )
+        if pattern.attention != "unidirectional":
+            raise ValueError(
+                f"GPTConfig: attention={kind}(attention={pattern.attention!r}) sees "
+                "the tokens that a GPT is to predict; give it "
+                "attention='unidirectional'."
+            )
+
+    @property
+    def head_size(self) -> int:
+        """Features per head."""
+        return self.width // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads, with None resolved."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def hidden_width(self) -> int:
+        """Features inside the MLP, with None resolved."""
+        if self.mlp_width is not None:
+            return self.mlp_width
+        if self.activation == "gelu":
+            return 4 * self.width
+        return -(-8 * self.width // (3 * 64)) * 64
+
+
+def num_params(config: GPTConfig) -> int:
+    """Count a model's parameters in closed form.
+
+    Args:
+      config: the shape of the model.
+
+    Returns:
+      The number of parameters, shared ones once.
+
+    Example:
+      >>> num_params(GPTConfig(num_layers=1, num_heads=1, width=8, seq_len=4))
+      2960
+    """
+    width, hidden = config.width, config.hidden_width
+    kv_width = config.kv_heads * config.head_size
+    norm = width * (2 if config.norm == "layernorm" and config.bias else 1)
+    num_up = 2 if config.activation == "swiglu" else 1
+    products = 2 * width * (width + kv_width) + (num_up + 1) * width * hidden
+    biases = 3 * width + kv_width + num_up * hidden if config.bias else 0
+    rows = config.vocab_size * (1 if config.tied_embedding else 2)
+    rows += config.seq_len if config.positions == "learned" else 0
+    return config.num_layers * (products + biases + 2 * norm) + rows * width + norm
+
+
+def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
+    if value in choices:
+        return
+    raise ValueError(
+        f"GPTConfig: {field}={value!r} must be one of "
+        f"{', '.join(map(repr, choices))}.{near_match(value, choices)}"
+    )

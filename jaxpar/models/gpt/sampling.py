@@ -1,0 +1,124 @@
+"""What does a trained model write? Draw tokens, one at a time, from its predictions."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Int
+
+from jaxpar.models.gpt.model import GPT
+
+
+def generate(
+    model: GPT,
+    prompt_BT: Int[Array, "B T"],
+    num_tokens: int,
+    *,
+    key: jax.Array,
+    temperature: float = 1.0,
+) -> Int[Array, "B S"]:
+    """Continue prompts, with dropout off.
+
+    Each token is drawn after a full pass over the last `seq_len` tokens: no cache, so
+    the cost per token is that of a whole window. One compilation serves all
+    temperatures above zero.
+
+    Args:
+      model: the model; it is not changed.
+      prompt_BT: tokens to continue, all rows of one length, at least one.
+      num_tokens: tokens to add to each row.
+      key: of `jax.random`.
+      temperature: divides the logits; 0 takes the likeliest token each time.
+
+    Returns:
+      Prompts and continuations, [B, T + num_tokens].
+
+    Raises:
+      ValueError: if the prompt is empty, or num_tokens or temperature is negative.
+
+    Example:
+      >>> from jaxpar.models.gpt.presets import gpt_config
+      >>> model = GPT(gpt_config("tiny", num_layers=1, seq_len=8), rngs=nnx.Rngs(0))
+      >>> generate(model, jnp.array([[72, 105]]), 3, key=jax.random.key(0)).shape
+      (1, 5)
+    """
+    if prompt_BT.shape[1] == 0:
+        raise ValueError(
+            f"generate: prompt_BT has shape {prompt_BT.shape}, but needs at least one "
+            "token per row to predict from."
+        )
+    if num_tokens < 0:
+        raise ValueError(f"generate: num_tokens={num_tokens} must be at least 0.")
+    if temperature < 0:
+        raise ValueError(
+            f"generate: temperature={temperature} must be at least 0; 0 takes the "
+            "likeliest token each time."
+        )
+    graphdef, state = nnx.split(model)
+    return _generate(
+        graphdef,
+        state,
+        prompt_BT,
+        key,
+        jnp.float32(temperature),
+        num_tokens=num_tokens,
+        is_greedy=temperature == 0,
+    )
+
+
+@functools.partial(
+    jax.jit, static_argnums=0, static_argnames=("num_tokens", "is_greedy")
+)
+def _generate(
+    graphdef: nnx.GraphDef,
+    state: nnx.State,
+    prompt_BT: jax.Array,
+    key: jax.Array,
+    temperature: jax.Array,
+    *,
+    num_tokens: int,
+    is_greedy: bool,
+) -> jax.Array:
+    model = nnx.merge(graphdef, state)
+    model.eval()
+    prompt_length = prompt_BT.shape[1]
+    length = prompt_length + num_tokens
+    window = min(model.config.seq_len, length)
+    tokens_BS = jnp.pad(prompt_BT, ((0, 0), (0, num_tokens)))
+
+    def add_token(i: jax.Array, tokens_BS: jax.Array) -> jax.Array:
+        end = prompt_length + i
+        start = jnp.maximum(end - window, 0)
+        # What stands behind `end` is padding, which causal attention does not see.
+        window_BT = jax.lax.dynamic_slice_in_dim(tokens_BS, start, window, axis=1)
+        hidden_BTD = model.hidden(window_BT)
+        last_B1D = jax.lax.dynamic_slice_in_dim(hidden_BTD, end - 1 - start, 1, axis=1)
+        logits_BV = model.logits(last_B1D)[:, 0]
+        if is_greedy:
+            next_B = logits_BV.argmax(-1)
+        else:
+            scaled_BV = logits_BV / temperature
+            next_B = jax.random.categorical(jax.random.fold_in(key, i), scaled_BV)
+        return tokens_BS.at[:, end].set(next_B.astype(tokens_BS.dtype))
+
+    return jax.lax.fori_loop(0, num_tokens, add_token, tokens_BS)
+
+
+def continue_text(model: GPT, prompt_T: Int[np.ndarray, "T"], num_tokens: int) -> str:
+    """Let a byte-level model write on.
+
+    Args:
+      model: the model, of a vocabulary of bytes.
+      prompt_T: bytes to continue.
+      num_tokens: bytes to add.
+
+    Returns:
+      The added bytes as text; those that are no UTF-8 are replaced.
+    """
+    prompt_BT = jnp.asarray(prompt_T[None], jnp.int32)
+    tokens_BT = generate(model, prompt_BT, num_tokens, key=jax.random.key(0))
+    return bytes(np.asarray(tokens_BT[0, -num_tokens:], np.uint8)).decode(
+        errors="replace"
+    )

@@ -1,0 +1,91 @@
+"""How does an optax transformation take a step on a mesh: on the logical state."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpar.optim.loops import with_divided_loops
+from jaxpar.sharding.zero import LeafPlan
+from jaxpar.types import Metrics, Params, PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class OptaxUpdate:
+    """An optax transformation: it keeps the logical state.
+
+    Attributes:
+      optimizer: the transformation.
+      extras: what its update is passed by name: ``value`` (the loss), ``grad`` (the
+        gradients, as they are updated).
+      loops_over: shards of data that its loops of matrix products are divided among;
+        1 to leave the update as it is.
+    """
+
+    optimizer: optax.GradientTransformation
+    extras: tuple[str, ...]
+    loops_over: int
+
+    def keep(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+        """See `Update`."""
+        return params, opt_state
+
+    def logical(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+        """See `Update`."""
+        return params, opt_state
+
+    def shardings(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+        """See `Update`."""
+        return params, opt_state
+
+    def computed(self, params: PyTree) -> Params:
+        """See `Update`."""
+        return params
+
+    def packed(self, grads: Params) -> PyTree:
+        """See `Update`."""
+        return grads
+
+    def apply(
+        self,
+        grads: PyTree,
+        params: PyTree,
+        opt_state: PyTree,
+        *,
+        factor: jax.Array,
+        applied: jax.Array,
+        loss: jax.Array,
+    ) -> tuple[PyTree, PyTree, Metrics]:
+        """See `Update`; tells the learning rate where the state has it."""
+        grads = jax.tree.map(lambda grad: grad.astype(jnp.float32) * factor, grads)
+        extras = {"value": loss, "grad": grads}
+        named = {name: extras[name] for name in self.extras}
+        update = self.optimizer.update
+        if self.loops_over > 1:
+            update = with_divided_loops(update, self.loops_over)
+        updates, new_state = update(grads, opt_state, params, **named)
+        after = (optax.apply_updates(params, updates), new_state)
+        params, opt_state = optax.tree.where(applied, after, (params, opt_state))
+        return params, opt_state, _learning_rate(opt_state)
+
+    def laid_out(self, plans: tuple[LeafPlan, ...]) -> "OptaxUpdate":
+        """See `Update`."""
+        del plans
+        return self
+
+    def notes(self) -> tuple[str, ...]:
+        """See `Update`."""
+        if self.loops_over == 1:
+            return ()
+        return (
+            "optimizer: its loops of matrix products are divided among the shards of "
+            "data, which exchange the matrices once before and once behind them.",
+        )
+
+
+def _learning_rate(opt_state: Any) -> Metrics:
+    """The rate that `optax.inject_hyperparams` keeps in its state, if it is there."""
+    rates = optax.tree.get_all_with_path(opt_state, "learning_rate")
+    return {"learning_rate": jnp.asarray(rates[0][1])} if rates else {}

@@ -1,1 +1,0 @@
-"""Models in parts: what a pipeline can cut."""

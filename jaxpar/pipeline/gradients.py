@@ -1,0 +1,243 @@
+"""How does a schedule over stages give gradients, forwards, and what to say of them?"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxpar.mesh import PIPE
+from jaxpar.model.network import PipelineNetwork
+from jaxpar.pipeline.block_cost import (
+    BlockWork,
+    cost_of,
+    times_of,
+)
+from jaxpar.pipeline.chunks import Chunks
+from jaxpar.pipeline.executor import run_forwards, run_schedule
+from jaxpar.pipeline.schedules.interleaved import make_in_groups
+from jaxpar.pipeline.schedules.table import Schedule, kept
+from jaxpar.pipeline.stage_functions import Trunk
+from jaxpar.pipeline.stages import Stages, is_stacked
+from jaxpar.pipeline.tick_table import make_plan
+from jaxpar.sharding.rules import Spec, axes_of
+from jaxpar.sharding.zero import LeafPlan, ZeroStage, plan_leaves
+from jaxpar.step.gradients import (
+    Partition,
+    evaluation_on_shards,
+    gradients_on_shards,
+)
+from jaxpar.step.inputs import num_rows
+from jaxpar.step.loss import Loss, Sums
+from jaxpar.types import Params, PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """A schedule over stages.
+
+    Attributes:
+      network: the model's parts.
+      schedule: the order of work.
+      stages: which blocks are where.
+      block: a block's work.
+    """
+
+    network: PipelineNetwork
+    schedule: Schedule
+    stages: Stages
+    block: BlockWork
+
+    def plan_leaves(
+        self,
+        leaves: Mapping[str, jax.ShapeDtypeStruct],
+        compute: Mapping[str, Spec],
+        stage: ZeroStage,
+        sizes: Mapping[str, int],
+        allow_whole: Sequence[str],
+    ) -> dict[str, LeafPlan]:
+        """Lay leaves out; stacks over pipe, where their order is the stages'."""
+        stacks = tuple(filter(is_stacked, leaves))
+        if not self.stages.in_order:
+            return plan_leaves(leaves, compute, stage, sizes, allow_whole, stacks)
+        split = {name: (PIPE, *compute[name][1:]) for name in stacks}
+        return plan_leaves(leaves, {**compute, **split}, stage, sizes, allow_whole)
+
+    def make_gradients(
+        self,
+        partition: Partition,
+        loss: Loss,
+        params_like: Params,
+        accumulate: int,
+    ) -> Callable[..., tuple[Params, Sums, PyTree]]:
+        """Gradients by the schedule.
+
+        At every ZeRO stage parameters are gathered, and gradients reduced, once a step.
+        """
+        structure = jax.tree.structure(params_like)
+        chunks = self._chunks(partition, loss, accumulate, training=True)
+        plan = make_plan(self.schedule, training=True, keeps=chunks.keeps)
+        plans = self.crossing(partition.plans)
+
+        def body(shards, inputs, model_state, key, scale):
+            key = partition.shard_key(key)
+            params = jax.tree.unflatten(structure, self._whole(partition, shards))
+            grads, sums = run_schedule(chunks, plan, params, inputs, key, scale)
+            sums = sums.over_data(partition.exchange)
+            weight = sums.loss.weight
+            inverse = jax.numpy.where(weight > 0, 1.0 / weight, 0.0)
+            reduced = [
+                partition.exchange.reduce(own, grad * inverse)
+                for own, grad in zip(plans, jax.tree.leaves(grads), strict=True)
+            ]
+            at_rest = [
+                self.stages.from_stages(own, view) if is_stacked(own.name) else view
+                for own, view in zip(partition.plans, reduced, strict=True)
+            ]
+            return at_rest, sums, model_state
+
+        return gradients_on_shards(partition, structure, body)
+
+    def make_forward(
+        self, partition: Partition, loss: Loss, params_like: Params, *, training: bool
+    ) -> Callable[..., Sums]:
+        """The schedule's forwards alone."""
+        structure = jax.tree.structure(params_like)
+
+        def forward(shards, inputs, model_state, key, parts):
+            del model_state
+            stages = self.stages
+            schedule = make_in_groups(
+                "forwards", stages.num_stages, parts, stages.num_chunks
+            )
+            chunks = self._chunks(partition, loss, parts, training=training)
+            chunks = dataclasses.replace(chunks, keeps=False)
+            params = jax.tree.unflatten(structure, self._whole(partition, shards))
+            plan = make_plan(schedule, training=False)
+            key = partition.shard_key(key)
+            return run_forwards(chunks, plan, params, inputs, key)
+
+        return forward
+
+    def make_evaluation(
+        self, partition: Partition, loss: Loss, params_like: Params
+    ) -> Callable[..., Sums]:
+        """The schedule's forwards alone, over as many micro-batches as fit the rows.
+
+        A loss that couples examples is given all of them at once.
+        """
+
+        def make_body(partition: Partition) -> Callable[..., Sums]:
+            forward = self.make_forward(partition, loss, params_like, training=False)
+
+            def body(shards, inputs, model_state, key):
+                most = 1 if partition.coupled else self.schedule.num_microbatches
+                parts = math.gcd(num_rows(inputs), most)
+                return forward(shards, inputs, model_state, key, parts)
+
+            return body
+
+        return evaluation_on_shards(partition, make_body)
+
+    def notes(self, stage: ZeroStage, plans: Mapping[str, LeafPlan]) -> tuple[str, ...]:
+        """The schedule, idle places, what the ends cost, and what a stage pays."""
+        own, cut = self.schedule, self.stages
+        lines = [
+            f"pipe: {own.name}: {own.num_microbatches} micro-batches on "
+            f"{own.num_stages} stages take {own.num_ticks} ticks, "
+            f"{self.bubble:.1%} of the time bubble (a backward "
+            "counts as two forwards); a stage keeps up to "
+            f"{kept(own).inputs.max()} inputs.",
+            "pipe: every tick sends an activation on and a cotangent back; every "
+            "micro-batch all-reduces its last and its first hidden state over pipe, "
+            "and two more over what its vocabulary is split on.",
+        ]
+        if cut.idle_places:
+            places = cut.num_virtual * cut.places
+            lines.append(
+                f"pipe: {cut.num_blocks} blocks on {cut.num_virtual} virtual stages "
+                f"leave {cut.idle_places} of {places} places idle."
+            )
+        if own.splits_backward:
+            lines.append(
+                f"pipe: {self.block.deferred:.0%} of a backward makes gradients of "
+                "weights alone, and waits for idle time; a stage keeps what up to "
+                f"{kept(own).products.max()} of them need."
+            )
+        if not cut.in_order:
+            lines.append("pipe: blocks move to their stages, and back, once a step.")
+        ends = [plan for name, plan in plans.items() if not is_stacked(name)]
+        if not any(
+            PIPE in axes for plan in ends for axes in map(axes_of, plan.compute)
+        ):
+            lines.append(
+                "pipe: no dim of embedding or head is named 'vocab', so every stage "
+                "does the whole of both."
+            )
+        if stage.number >= 2:
+            lines.append(
+                f"pipe: at ZeRO {stage.number} a stage gathers its parameters, and "
+                "reduces its gradients, once a step as at 1, and holds both whole."
+            )
+        return tuple(lines)
+
+    @property
+    def bubble(self) -> float:
+        """By the schedule, a backward counted as two forwards."""
+        return cost_of(self.schedule, self.block.deferred).bubble
+
+    @property
+    def taken(self) -> float:
+        """Of a stage's forwards, and of its backwards; the ends' are no more."""
+        own = self.schedule
+        return own.num_microbatches * own.num_chunks / own.num_ticks
+
+    @property
+    def times(self) -> Mapping[str, float]:
+        """By the block's work, a backward counted as two forwards."""
+        return times_of(self.schedule, self.block.deferred)
+
+    def flops(self, counted: int, model: int, shards: int) -> int:
+        """Idle slots do nothing, though they are traced; stages run their blocks again.
+
+        What a policy between "none" and "full" saves of that is not counted.
+        """
+        del counted
+        if self.network.remat == "none":
+            return model
+        times = self.network.num_blocks * self.schedule.num_microbatches * shards
+        return model + times * self.block.flops
+
+    def _chunks(
+        self, partition: Partition, loss: Loss, accumulate: int, *, training: bool
+    ) -> Chunks:
+        trunk = Trunk(
+            self.network,
+            loss,
+            self.stages,
+            accumulate,
+            training=training,
+            platform=partition.platform,
+            draws=partition.draws,
+        )
+        keeps = self.network.remat == "none"
+        return Chunks(trunk, keeps=keeps, splits=self.schedule.splits_backward)
+
+    def crossing(self, plans: Sequence[LeafPlan]) -> list[LeafPlan]:
+        """The plans by which whole leaves are made, and gradients reduced."""
+        return [
+            self.stages.staged(plan) if is_stacked(plan.name) else plan
+            for plan in plans
+        ]
+
+    def _whole(self, partition: Partition, shards: Sequence[Any]) -> list[jax.Array]:
+        """Cast, put in the stages' order, gather: once a step."""
+        whole = []
+        staged = self.crossing(partition.plans)
+        for plan, own, shard in zip(partition.plans, staged, shards, strict=True):
+            view = shard.astype(partition.precision.compute_dtype)
+            if is_stacked(plan.name):
+                view = self.stages.to_stages(plan, view)
+            whole.append(partition.exchange.gather(own, view))
+        return whole

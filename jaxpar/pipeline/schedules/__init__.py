@@ -1,0 +1,1 @@
+"""Pipeline schedules: tables of who does what in which tick, and their proof."""

@@ -1,0 +1,78 @@
+"""Which schedules have names?"""
+
+from collections.abc import Callable
+
+from jaxpar.pipeline.schedules.gpipe import make_gpipe
+from jaxpar.pipeline.schedules.interleaved import make_1f1b, make_interleaved
+from jaxpar.pipeline.schedules.table import Schedule, check_schedule
+from jaxpar.pipeline.schedules.zero_bubble import make_zero_bubble
+from jaxpar.tree import near_match
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "gpipe": make_gpipe,
+    "1f1b": make_1f1b,
+    "interleaved": make_interleaved,
+    "zero_bubble": make_zero_bubble,
+}
+"""Name -> ``(num_stages, num_microbatches) -> Schedule``; "interleaved" also takes the
+number of chunks."""
+
+DEFAULT_CHUNKS = 2
+
+
+def make_schedule(
+    schedule: str | Schedule, num_stages: int, num_microbatches: int
+) -> Schedule:
+    """Make a schedule by its name, or check one that is made.
+
+    Args:
+      schedule: a name of `SCHEDULES`, "interleaved:4" for another number of chunks a
+        stage than 2, or a table of the user's own.
+      num_stages: P, at least 1.
+      num_microbatches: M, at least 1.
+
+    Returns:
+      The schedule.
+
+    Raises:
+      ValueError: if there is none of that name, it does not take these numbers, or a
+        table is not sound or made for others.
+
+    Example:
+      >>> make_schedule("1f1b", 4, 8).num_ticks
+      14
+    """
+    numbers = {"num_stages": num_stages, "num_microbatches": num_microbatches}
+    for argument, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{argument}={number} must be at least 1.")
+    if isinstance(schedule, Schedule):
+        made_for = (schedule.num_stages, schedule.num_microbatches)
+        if made_for != (num_stages, num_microbatches):
+            raise ValueError(
+                f"schedule={schedule.name!r} is made for {made_for[0]} stages and "
+                f"{made_for[1]} micro-batches, but pipe={num_stages} and accumulate="
+                f"{num_microbatches}; make it for these."
+            )
+        check_schedule(schedule)
+        return schedule
+    name, _, chunks = schedule.partition(":")
+    if name not in SCHEDULES:
+        raise ValueError(
+            f"schedule={schedule!r} must be one of "
+            f"{', '.join(map(repr, SCHEDULES))}.{near_match(name, list(SCHEDULES))}"
+        )
+    if name != "interleaved":
+        if chunks:
+            raise ValueError(
+                f"schedule={schedule!r}: only 'interleaved' has chunks; use "
+                f"{name!r}, or 'interleaved:{chunks}'."
+            )
+        return SCHEDULES[name](num_stages, num_microbatches)
+    if chunks and not (chunks.isdecimal() and int(chunks) > 0):
+        raise ValueError(
+            f"schedule={schedule!r}: {chunks!r} must be a number of chunks a stage, as "
+            "in 'interleaved:4'."
+        )
+    num_chunks = int(chunks or DEFAULT_CHUNKS)
+    return make_interleaved(num_stages, num_microbatches, num_chunks)

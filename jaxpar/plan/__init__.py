@@ -1,1 +1,0 @@
-"""What does a run cost: read from the program that the compiler made of its step."""

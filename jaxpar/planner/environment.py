@@ -1,0 +1,54 @@
+"""What is this machine, and what can be planned on it: what a bug report should say."""
+
+import importlib.metadata
+import os
+import platform
+
+import jax
+
+from jaxpar.planner.absent_devices import has_gpu_compiler, has_tpu_compiler
+from jaxpar.planner.hardware import kinds, load_hardware
+
+_PACKAGES = (
+    "jaxpar", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy",
+    "jax-cuda13-plugin", "libtpu",
+)  # fmt: skip
+
+
+def describe() -> dict[str, str]:
+    """Versions, devices, memory, and what planning can target.
+
+    Returns:
+      Name -> value, for people.
+    """
+    found = {"python": platform.python_version(), "machine": platform.platform()}
+    found |= {name: _version(name) for name in _PACKAGES}
+    found["cpu cores"] = str(os.cpu_count())
+    found["host memory"] = _gigabytes(
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    )
+    devices = jax.devices()
+    found["devices"] = f"{len(devices)} x {devices[0].device_kind}"
+    stats = devices[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        found["device memory"] = _gigabytes(stats["bytes_limit"])
+    for name, platform_name, there, extra in (
+        ("plans for GPUs", "cuda", has_gpu_compiler(), "plan-gpu"),
+        ("plans for TPUs", "tpu", has_tpu_compiler(), "plan-tpu"),
+    ):
+        kind = [k for k in kinds() if load_hardware(k).platform == platform_name]
+        told = ", ".join(kind)
+        remedy = f"{told} by XLA:CPU's program; pip install 'jaxpar[{extra}]'"
+        found[name] = told if there else remedy
+    return found
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _gigabytes(number: int) -> str:
+    return f"{number / 1e9:.1f} GB"

@@ -1,0 +1,230 @@
+"""What will a run cost on a target: the compiled step, read, and an estimate of it."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpar.compiled.program import CompiledProgram
+from jaxpar.jaxprs.evaluate import ATTENTION_KERNEL, PLANNED
+from jaxpar.pipeline.schedules.table import Schedule
+from jaxpar.planner.roofline import Estimate
+from jaxpar.planner.targets import Target
+from jaxpar.planner.work import Links
+
+_OWN_FORM = frozenset(
+    ("memory", "program", "estimate", "schedule", "schedule_times", "links")
+)
+"""Fields of `Plan` that `Plan.as_dict` writes in a form of their own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BytesPerDevice:
+    """Memory of one device by kind.
+
+    State, arguments, temporaries and peak are the compiler's. The split of the
+    temporaries is derived: gradients and copies by their closed forms, activations what
+    is left.
+
+    Attributes:
+      state: everything that rests between steps, padding included.
+      padding: of the state, what the compiler adds to fill tiles (TPUs).
+      parameters: of the state, the fp32 masters.
+      optimizer: of the state, the optimizer's.
+      batch: the batch.
+      temporaries: what lives within the step.
+      copies: of these, derived: parameters in the compute dtype.
+      gradients: of these, derived: as they are summed or reduced.
+      activations: of these, derived: what is left.
+      peak: the most alive at once.
+    """
+
+    state: int
+    padding: int
+    parameters: int
+    optimizer: int
+    batch: int
+    temporaries: int
+    copies: int
+    gradients: int
+    activations: int
+    peak: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a step costs on a target.
+
+    Attributes:
+      target: the target's name.
+      compiled_for: the platform that the step was compiled for.
+      num_devices: devices.
+      mesh: axis -> devices.
+      zero: the ZeRO stage.
+      precision: the compute dtype.
+      num_params: parameters.
+      memory: bytes of one device by kind.
+      device_memory_bytes: of the device; None where that is not known (CPUs).
+      program: the compiled step, read.
+      links: bytes that a device sends, by the slowest link they cross; None where that
+        is not known (CPUs).
+      flops_per_step: matrix products' operations of all devices, with recomputation.
+      model_flops_per_step: three times the forward pass's.
+      tokens_per_step: what a step trains on; None where the recipe does not say.
+      compile_seconds: lowering and compiling.
+      estimate: how long a step takes; None where rates are not known.
+      schedule: the pipeline's; None without one.
+      schedule_times: what each kind of its work takes, in forwards of a stage.
+      notes: what to know besides.
+    """
+
+    target: str
+    compiled_for: str
+    num_devices: int
+    mesh: Mapping[str, int]
+    zero: int
+    precision: str
+    num_params: int
+    memory: BytesPerDevice
+    device_memory_bytes: int | None
+    program: CompiledProgram
+    links: Links | None
+    flops_per_step: int
+    model_flops_per_step: int
+    tokens_per_step: int | None
+    compile_seconds: float
+    estimate: Estimate | None
+    schedule: Schedule | None
+    schedule_times: Mapping[str, float]
+    notes: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is within the device's memory; None if that is unknown."""
+        if self.device_memory_bytes is None:
+            return None
+        return self.memory.peak <= self.device_memory_bytes
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """By the estimate."""
+        if self.estimate is None or self.tokens_per_step is None:
+            return None
+        return self.tokens_per_step / self.estimate.step_seconds
+
+    def device_hours(self, tokens: float) -> float | None:
+        """What a run over so many tokens takes."""
+        rate = self.tokens_per_second
+        return None if rate is None else tokens / rate * self.num_devices / 3600
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as JSON's types; its keys are kept from version to version."""
+        found = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in _OWN_FORM
+        }
+        estimated = self.estimate and {
+            **dataclasses.asdict(self.estimate),
+            "tokens_per_second": self.tokens_per_second,
+        }
+        return {
+            **found,
+            "mesh": dict(self.mesh),
+            "schedule": self.schedule and self.schedule.name,
+            "links": self.links and dataclasses.asdict(self.links),
+            "notes": list(self.notes),
+            "fits": self.fits,
+            "bytes_per_device": dataclasses.asdict(self.memory),
+            "collectives": [
+                {
+                    "op": row.kind,
+                    "axis": " x ".join(row.axes),
+                    "dtype": row.dtype,
+                    "count": row.count,
+                    "bytes": row.bytes,
+                    "sent_bytes": row.sent_bytes,
+                }
+                for row in self.program.collectives
+            ],
+            "collective_bytes_per_device": sum(
+                row.bytes for row in self.program.collectives
+            ),
+            "estimate": estimated,
+        }
+
+    def as_json(self) -> str:
+        """`as_dict` as text."""
+        return json.dumps(self.as_dict(), indent=2)
+
+
+def split_memory(
+    program: CompiledProgram, state: Mapping[str, int], *, copies: int, gradients: int
+) -> BytesPerDevice:
+    """Split a compiled step's memory by kind.
+
+    Args:
+      program: the step; its arguments are ``state[i]`` and ``batch...``.
+      state: the state's leaves, in order -> bytes on one device, without padding.
+      copies: bytes of the parameters in the compute dtype, by closed form.
+      gradients: bytes of the sums of gradients, likewise.
+
+    Returns:
+      The bytes.
+    """
+    by_kind = {"params": 0, "opt_state": 0}
+    for number, name in enumerate(state):
+        kind = name.split("/")[0]
+        if kind in by_kind:
+            by_kind[kind] += program.parameters.get(f"state[{number}]", 0)
+    left = program.memory.temporaries
+    copies = min(copies, left)
+    gradients = min(gradients, left - copies)
+    return BytesPerDevice(
+        state=program.bytes_of("state"),
+        padding=program.bytes_of("state") - sum(state.values()),
+        parameters=by_kind["params"],
+        optimizer=by_kind["opt_state"],
+        batch=program.bytes_of("batch"),
+        temporaries=left,
+        copies=copies,
+        gradients=gradients,
+        activations=left - copies - gradients,
+        peak=program.memory.peak,
+    )
+
+
+def backend_notes(target: Target, text: str) -> list[str]:
+    """What the compiler that was used leaves out.
+
+    Args:
+      target: the devices.
+      text: the compiled program.
+    """
+    if target.hardware is None:
+        return [
+            "XLA:CPU makes all-reduces where GPUs make reduce-scatters, and fuses less "
+            "than they do: its temporaries and traffic are larger."
+        ]
+    if not target.has_compiler:
+        return [
+            f"no compiler for {target.hardware.name} is installed, so this is "
+            "XLA:CPU's program: reduce-scatters are all-reduces, temporaries are "
+            f"larger, and padding is missing. {target.remedy} for the real one.",
+        ]
+    if target.hardware.platform != "cuda":
+        return ["TPUs pad arrays to tiles: the state's bytes include it."]
+    if PLANNED in text:
+        return [
+            "attention is a call of the bytes and operations of cuDNN's, which only a "
+            "GPU can compile; blocks of scores above the diagonal are skipped."
+        ]
+    if ATTENTION_KERNEL in text:
+        return [
+            "kernels take the place of XLA's attention; their operations, of whole "
+            "tiles, are counted among the matrix products."
+        ]
+    return [
+        "attention is XLA's own, which reads and writes the scores: cuDNN's takes bf16 "
+        "or fp16, and no mask but the causal one."
+    ]

@@ -1,0 +1,151 @@
+"""How is an engine's step planned: compiled for the target's devices, and read."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpar import tree
+from jaxpar.compiled.closed_form import step_bytes
+from jaxpar.compiled.explain import state_bytes
+from jaxpar.compiled.hlo import parse
+from jaxpar.compiled.program import CompiledProgram, read_program
+from jaxpar.engine.compiled_step import CompiledStep
+from jaxpar.engine.initialize import initialize
+from jaxpar.jaxprs.evaluate import flops
+from jaxpar.mesh import (
+    DATA,
+    PIPE,
+    TENSOR,
+    MeshShape,
+    lowering_platform,
+    make_mesh,
+    only_planned,
+)
+from jaxpar.planner.plan import BytesPerDevice, Plan, backend_notes, split_memory
+from jaxpar.planner.roofline import Work, estimate
+from jaxpar.planner.subprocess import call
+from jaxpar.planner.targets import Target, parse_target
+from jaxpar.planner.work import link_bytes, memory_traffic
+
+
+def plan(
+    engine: CompiledStep,
+    target: str,
+    *,
+    mesh: MeshShape | None = None,
+    tokens_per_step: int | None = None,
+) -> Plan:
+    """Compile an engine's step for hardware that need not be here: what does it cost?
+
+    Compiles in a process of its own, which is sent what `jaxpar.initialize` was given,
+    the batch as shapes; nothing is allocated.
+
+    Args:
+      engine: the engine.
+      target: the devices, such as "h200:8x8", "v5p:4x4x4" or "cpu:8".
+      mesh: how they are laid out; None for the engine's mesh, its data axis taking the
+        devices left over.
+      tokens_per_step: what a step trains on, to report tokens per second.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: if there is no such target, or the mesh or the batch does not fit it.
+      ApartError: if the compiler fails, crashes, or takes more memory than there is.
+    """
+    found = parse_target(target)
+    if not engine.placement.can_run and mesh is None:
+        return plan_step(engine, found, tokens_per_step)
+    sizes = engine.placement.mesh.shape
+    shape = mesh or MeshShape(pipe=sizes[PIPE], tensor=sizes[TENSOR])
+    args = (engine.arguments, target, shape, tokens_per_step)
+    return call(f"{__name__}:plan_elsewhere", *args, what=f"plan on {target}")
+
+
+def plan_elsewhere(
+    arguments: Mapping[str, Any], target: str, shape: MeshShape, tokens: int | None
+) -> Plan:
+    """Plan what `jaxpar.initialize` was given, in a process prepared for compilers.
+
+    Args:
+      arguments: what it was given, the batch as shapes.
+      target: the devices.
+      shape: how they are laid out.
+      tokens: of a step.
+
+    Returns:
+      The plan.
+    """
+    found = parse_target(target)
+    devices = found.devices()
+    mesh = make_mesh(shape.resolve(len(devices)), devices)
+    with only_planned():
+        engine = initialize(**{**arguments, "mesh": mesh})
+    return plan_step(engine, found, tokens)
+
+
+def plan_step(
+    engine: CompiledStep, target: Target, tokens_per_step: int | None
+) -> Plan:
+    """Compile the step for its mesh's devices, those of a target, and plan it.
+
+    Raises:
+      ValueError: if the target has another number of devices.
+    """
+    placement, spec = engine.placement, engine.spec
+    mesh, execution = placement.mesh, spec.execution
+    if target.num_devices != mesh.size:
+        raise ValueError(
+            f"target={target.name!r} has {target.num_devices} devices, but the mesh "
+            f"has {mesh.size}; make the mesh of the target's."
+        )
+    began = time.perf_counter()
+    traced, platform = engine.trace(), lowering_platform(mesh)
+    compiled = traced.lower(lowering_platforms=(platform,)).compile()
+    compile_seconds = time.perf_counter() - began
+    module = parse(text := compiled.as_text() or "", execution.taken)
+    program = read_program(compiled, mesh, module)
+    model_flops = 3 * spec.forward_flops
+    counted = flops(traced.jaxpr.eqns)
+    total = execution.flops(counted, model_flops, mesh.shape[DATA])
+    work = Work(
+        flops=total / mesh.size,
+        model_flops=model_flops / mesh.size,
+        dtype=str(spec.precision.compute_dtype),
+        traffic=memory_traffic(module),
+        collectives=program.collectives,
+        bubble=execution.bubble,
+        zero=placement.stage.number,
+    )
+    hardware, sizes = target.hardware, dict(mesh.shape)
+    links = hardware and link_bytes(program.collectives, sizes, target.devices_per_host)
+    return Plan(
+        target=target.name,
+        compiled_for=platform,
+        num_devices=mesh.size,
+        mesh=sizes,
+        zero=work.zero,
+        precision=work.dtype,
+        num_params=tree.num_elements(placement.abstract.params),
+        memory=_memory(engine, program),
+        device_memory_bytes=hardware.memory_bytes if hardware else None,
+        program=program,
+        links=links,
+        flops_per_step=total,
+        model_flops_per_step=model_flops,
+        tokens_per_step=tokens_per_step,
+        compile_seconds=compile_seconds,
+        estimate=estimate(work, target, sizes),
+        schedule=execution.schedule,
+        schedule_times=dict(execution.times),
+        notes=(*backend_notes(target, text), *engine.notes),
+    )
+
+
+def _memory(engine: CompiledStep, program: CompiledProgram) -> BytesPerDevice:
+    """A program's memory by kind."""
+    leaves = engine.placement.plans.values()
+    copies, gradients = step_bytes(leaves, engine.closed_form)
+    stored = state_bytes(engine.placement.kept)
+    return split_memory(program, stored, copies=copies, gradients=gradients)

@@ -1,0 +1,148 @@
+"""How long should a step take: every kind of work over the rate at which it is done.
+
+Nothing here is fitted to a run: rates are those of `jaxpar.planner.hardware`, each
+times the fraction that large transfers and products reach.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jaxpar.compiled.collectives import Collective
+from jaxpar.mesh import DATA
+from jaxpar.planner.targets import Target
+from jaxpar.planner.work import Traffic, members_per_host, spans_hosts
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one device does in a step.
+
+    Attributes:
+      flops: floating-point operations of matrix products, recomputation included.
+      model_flops: those of the model alone: three times its forward pass.
+      dtype: what products are computed in.
+      traffic: bytes through its memory.
+      collectives: what it exchanges.
+      bubble: fraction of the time that a pipeline leaves it idle.
+      zero: the ZeRO stage.
+    """
+
+    flops: float
+    model_flops: float
+    dtype: str
+    traffic: Traffic
+    collectives: tuple[Collective, ...]
+    bubble: float
+    zero: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """How long a step takes, and of what that is made, in seconds.
+
+    Attributes:
+      step_seconds: the step.
+      mfu: the model's operations per second, over the peak.
+      bubble: the pipeline's idle fraction.
+      products_seconds: matrix products.
+      memory_seconds: all kernels that are not products, at the memory's rate.
+      links_seconds: collectives, one after the other.
+      exposed_seconds: of these, what nothing runs beside.
+      bubble_seconds: the pipeline's idle time.
+    """
+
+    step_seconds: float
+    mfu: float
+    bubble: float
+    products_seconds: float
+    memory_seconds: float
+    links_seconds: float
+    exposed_seconds: float
+    bubble_seconds: float
+
+
+def estimate(work: Work, target: Target, sizes: Mapping[str, int]) -> Estimate | None:
+    """Estimate a step.
+
+    Args:
+      work: what a device does.
+      target: the devices.
+      sizes: mesh axis -> devices on it, in the mesh's order.
+
+    Returns:
+      The estimate; None for CPUs, whose rates are not known.
+    """
+    hardware = target.hardware
+    if hardware is None:
+        return None
+    peak = hardware.peak[work.dtype]
+    memory = hardware.memory_rate * hardware.memory_achieved
+    products = max(
+        work.flops / (peak * hardware.peak_achieved), work.traffic.products / memory
+    )
+    others = work.traffic.others / memory
+    bubble = (products + others) * work.bubble / (1 - work.bubble)
+    hidden, exposed = 0.0, 0.0
+    for row in work.collectives:
+        seconds = row.sent_bytes / link_rate(row.axes, target, sizes)
+        if _is_hidden(row, work.zero):
+            hidden += seconds
+        else:
+            exposed += seconds
+    waited, exposed = exposed, exposed + max(0.0, hidden - products - others)
+    step = products + others + bubble + exposed
+    return Estimate(
+        step_seconds=step,
+        mfu=work.model_flops / (step * peak),
+        bubble=work.bubble,
+        products_seconds=products,
+        memory_seconds=others,
+        links_seconds=waited + hidden,
+        exposed_seconds=exposed,
+        bubble_seconds=bubble,
+    )
+
+
+def assumptions(target: Target) -> list[str]:
+    """What an estimate rests on, for people."""
+    hardware = target.hardware
+    if hardware is None:
+        return ["no rates are known of CPUs: memory and traffic alone are planned."]
+    return [
+        f"products run at {hardware.peak_achieved:.0%} of the peak of "
+        f"{hardware.peak['bfloat16'] / 1e12:.0f} TFLOP/s in bf16 "
+        f"({hardware.sources['peak']}).",
+        f"all other kernels run at {hardware.memory_achieved:.0%} of the memory's "
+        f"{hardware.memory_rate / 1e12:.2f} TB/s ({hardware.sources['memory']}).",
+        f"a device sends {hardware.links_achieved:.0%} of "
+        f"{hardware.inside_host / 1e9:.0f} GB/s inside its host and of "
+        f"{hardware.between_hosts / 1e9:.0f} GB/s between hosts, times the members of "
+        f"its group on the host ({hardware.sources['links']}).",
+        "gathers and reductions of every layer over data (ZeRO 3; gradients of ZeRO "
+        "2) and what a pipeline sends run beside the products; all others, and those "
+        "over tensor, are waited for.",
+    ]
+
+
+def link_rate(axes: tuple[str, ...], target: Target, sizes: Mapping[str, int]) -> float:
+    """Bytes per second that one device sends in a collective.
+
+    Args:
+      axes: mesh axes that its groups span.
+      target: the devices, not CPUs.
+      sizes: mesh axis -> devices on it, in the mesh's order.
+    """
+    hardware = target.hardware
+    assert hardware is not None, "CPUs are not estimated"
+    rate = hardware.inside_host
+    if spans_hosts(axes, sizes, target.devices_per_host):
+        members = members_per_host(axes, sizes, target.devices_per_host)
+        rate = min(rate, hardware.between_hosts * members)
+    return rate * hardware.links_achieved
+
+
+def _is_hidden(row: Collective, zero: int) -> bool:
+    if row.kind == "collective-permute":
+        return True
+    in_loops = zero == 3 or (zero == 2 and row.kind == "reduce-scatter")
+    return row.axes == (DATA,) and in_loops

@@ -1,0 +1,5 @@
+"""Where a leaf is stored, where it is computed on, and how it gets between the two.
+
+Read `rules` and `tensor` (names and paths to specs), `zero` (the ZeRO table),
+`constrain` (activations), then `collectives`.
+"""

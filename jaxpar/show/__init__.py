@@ -1,0 +1,1 @@
+"""Every picture and table: of plans, searches, schedules and sparse patterns."""

@@ -1,0 +1,108 @@
+"""How is a search shown: the fastest choices, and why the others fell."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jaxpar.planner.choices import Choice
+from jaxpar.planner.plan import Plan
+from jaxpar.planner.search import TOP, Search, reasons, seconds_of
+
+
+def show_search(search: Search, console: Console) -> None:
+    """Print what a search found: the top ten, and why the rest fell."""
+    target, best = search.target, search.ranking
+    number = len(search.fallen) + len(best)
+    console.print(
+        f"[bold]{target.name}[/]: {number:,} choices, {len(search.plans)} compiled, "
+        f"{len(best)} of these fit"
+    )
+    if best:
+        console.print(_ranking(best[:TOP], search))
+    fallen = Table("why the others fell", box=box.SIMPLE)
+    fallen.add_column("choices", justify="right")
+    for why, count in reasons(search.fallen.values()):
+        fallen.add_row(why, f"{count:,}")
+    refused = [why for why in search.survey.facts.values() if isinstance(why, str)]
+    for why in dict.fromkeys(refused):
+        fallen.add_row(why, "")
+    if fallen.row_count:
+        console.print(fallen)
+
+
+def _ranking(best: Sequence[tuple[Choice, Plan]], search: Search) -> Table:
+    caption = "mesh: data x pipe x tensor; step in seconds, peak in GB of one device"
+    table = Table(box=box.SIMPLE, caption=caption, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("", "mesh", "ZeRO", "accumulate", "schedule"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("remat")
+    for name in ("step", "tokens/s", "MFU", "peak"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, (choice, plan) in enumerate(best, 1):
+        own, rate = plan.estimate, plan.tokens_per_second
+        assert own is not None, "searches are of targets with rates"
+        table.add_row(
+            str(number),
+            "x".join(map(str, choice.mesh)),
+            str(choice.zero),
+            str(choice.accumulate),
+            choice.schedule or "-",
+            choice.remat or "-",
+            f"{own.step_seconds:.4g}",
+            f"{rate:,.0f}" if rate else "-",
+            f"{own.mfu:.1%}",
+            f"{plan.memory.peak / 1e9:.1f}",
+        )
+    return table
+
+
+def show_tried(
+    tried: Sequence[tuple[Choice, Plan | str]], memory: int, console: Console
+) -> None:
+    """Print what was tried to make a plan fit, and what came of it."""
+    table = Table("tried, to make it fit", "", box=box.SIMPLE)
+    table.add_column("GB", justify="right")
+    table.add_column("step, s", justify="right")
+    for choice, found in tried:
+        if isinstance(found, str):
+            table.add_row(str(choice), f"failed: {found[:200]}", "", "")
+            continue
+        said = "[green]fits[/]" if found.memory.peak <= memory else "[red]does not[/]"
+        table.add_row(
+            str(choice),
+            said,
+            f"{found.memory.peak / 1e9:.1f}",
+            f"{seconds_of(found):.4g}",
+        )
+    console.print(table)
+
+
+def as_dict(search: Search) -> dict[str, Any]:
+    """A search as JSON's types: the ranking with every plan, and the fallen."""
+    knobs = search.survey.knobs
+    return {
+        "target": search.target.name,
+        "compiled": len(search.plans),
+        "ranking": [
+            {"flags": list(choice.flags(knobs)), "plan": plan.as_dict()}
+            for choice, plan in search.ranking
+        ],
+        "fallen": [
+            {"flags": list(choice.flags(knobs)), "why": why}
+            for choice, why in sorted(search.fallen.items())
+        ],
+        "refused": {
+            " x ".join(map(str, mesh)): why
+            for mesh, why in search.survey.facts.items()
+            if isinstance(why, str)
+        },
+    }
+
+
+def as_json(search: Search) -> str:
+    """`as_dict` as text."""
+    return json.dumps(as_dict(search), indent=2)

@@ -1,0 +1,149 @@
+"""How is a layout shown: as text that fits a terminal, or drawn?"""
+
+import os
+import warnings
+
+import numpy as np
+
+from jaxpar.show.plotting import import_matplotlib
+from kernels_pallas.block_sparse_attention import BlockLayout, Tile, make_plan
+
+SHADES = " ░▒▓█"
+"""Of a cell of several blocks, by how many of them are active."""
+
+TILES = (Tile(64, 64), Tile(128, 128))
+CELL_INCHES = 0.12
+MOST_INCHES = 12.0
+DOTS_PER_INCH = 150
+COLOUR = "#2c6fbb"
+
+
+def chart(layout: BlockLayout, head: int, width: int) -> list[str]:
+    """Draw a head's blocks in characters, a row of queries a line.
+
+    Args:
+      layout: the layout.
+      head: which head.
+      width: columns of the terminal.
+
+    Returns:
+      The lines. A cell is two characters wide: a block, or a square of blocks where
+      there are more than fit, the darker the more of them are active.
+
+    Example:
+      >>> print(*chart(BlockLayout(np.eye(3, dtype=bool), 16), 0, 80), sep="|")
+      ██    |  ██  |    ██
+    """
+    blocks = layout.blocks[head]
+    size = max(1, -(-2 * blocks.shape[1] // width))
+    cells = _shares(blocks, size)
+    # Rounded up, so that only a cell without active blocks looks empty.
+    shades = np.ceil(cells * (len(SHADES) - 1)).astype(int)
+    return ["".join(2 * SHADES[shade] for shade in row) for row in shades]
+
+
+def report(layout: BlockLayout, head: int, width: int, *, causal: bool) -> str:
+    """Say what a layout costs, and draw a head of it.
+
+    Args:
+      layout: the layout.
+      head: which head.
+      width: columns of the terminal.
+      causal: whether attention is.
+
+    Returns:
+      Lines of text.
+
+    Raises:
+      ValueError: if there is no such head.
+    """
+    _check_head(layout, head)
+    num_q, num_k = layout.blocks.shape[1:]
+    lens = " x ".join(str(n * layout.block) for n in dict.fromkeys((num_q, num_k)))
+    different = len(layout.distinct) > 1
+    alike = "heads differ" if different else "all heads alike"
+    size = max(1, -(-2 * num_k // width))
+    of_cell = "a block" if size == 1 else f"{size} x {size} blocks"
+    active = [f"{layout.fraction:.1%} of {num_q} x {num_k} blocks"]
+    active += [
+        f"{share:.1%} of tiles of {tile.q}"
+        for tile in TILES
+        if (share := _tiles_share(layout, tile, causal=causal)) is not None
+    ]
+    return "\n".join(
+        [
+            f"{lens} tokens, blocks of {layout.block}, {layout.num_heads} heads, "
+            f"{alike}",
+            f"active: {', '.join(active)}",
+            f"head {head}, queries down and keys across; a cell is {of_cell}",
+            "",
+            *chart(layout, head, width),
+        ]
+    )
+
+
+def draw(layout: BlockLayout, head: int, file: str | os.PathLike[str]) -> None:
+    """Draw a head's blocks to scale.
+
+    Args:
+      layout: the layout.
+      head: which head.
+      file: the PNG to write.
+
+    Raises:
+      ValueError: if there is no such head.
+      ModuleNotFoundError: if matplotlib is missing.
+      OSError: if `file` can't be written.
+    """
+    _check_head(layout, head)
+    blocks = layout.blocks[head]
+    inches = min(max(CELL_INCHES * blocks.shape[1], 4.0), MOST_INCHES)
+    figure = import_matplotlib().Figure(
+        figsize=(inches + 1, inches + 1), layout="constrained"
+    )
+    axes = figure.add_subplot()
+    # Where blocks outnumber dots, a dot shows the share of its blocks.
+    size = max(1, -(-blocks.shape[1] // int(inches * DOTS_PER_INCH)))
+    extent = (0, blocks.shape[1] * layout.block, blocks.shape[0] * layout.block, 0)
+    colours = import_matplotlib("matplotlib.colors")
+    axes.imshow(
+        _shares(blocks, size),
+        cmap=colours.LinearSegmentedColormap.from_list("active", ["white", COLOUR]),
+        vmin=0,
+        vmax=1,
+        extent=extent,
+        interpolation="nearest",
+    )
+    axes.set(
+        xlabel="key",
+        ylabel="query",
+        title=f"head {head}, blocks of {layout.block}: {blocks.mean():.1%} active",
+    )
+    figure.savefig(file, format="png", dpi=DOTS_PER_INCH)
+
+
+def _shares(blocks: np.ndarray, size: int) -> np.ndarray:
+    """Of each square of blocks, the share that is active."""
+    padding = [(0, -length % size) for length in blocks.shape]
+    there = np.pad(np.ones(blocks.shape), padding)
+    padded = np.pad(blocks, padding)
+    shape = (padded.shape[0] // size, size, padded.shape[1] // size, size)
+    return padded.reshape(shape).sum((1, 3)) / there.reshape(shape).sum((1, 3))
+
+
+def _tiles_share(layout: BlockLayout, tile: Tile, *, causal: bool) -> float | None:
+    """Active tiles over all; None where the tile does not nest with the blocks."""
+    if tile.q % layout.block and layout.block % tile.q:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # The share is what is asked for.
+        lens = (n * layout.block for n in layout.blocks.shape[1:])
+        plan = make_plan(layout, *lens, causal=causal, tile=tile)
+    return plan.active_tiles
+
+
+def _check_head(layout: BlockLayout, head: int) -> None:
+    if not 0 <= head < layout.num_heads:
+        raise ValueError(
+            f"--head {head}: the layout has heads 0 to {layout.num_heads - 1}."
+        )

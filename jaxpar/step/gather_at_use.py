@@ -1,0 +1,273 @@
+"""When is a parameter made whole: where the loss function first uses it, not before.
+
+A loss function sees whole parameters; ZeRO 2 and 3 have shards. `call_deferred` traces
+the function to a jaxpr and evaluates it with `Deferred` leaves in the parameters'
+place. The first equation that needs one makes it whole; a leaf that a scan slices layer
+by layer is sliced as a shard and made whole inside the scan's body, so that one layer
+is whole at a time and its gradient is reduced there too. Works for any model: nothing
+of the user's code is changed.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from jaxpar.jaxprs.compat import scan_counts
+from jaxpar.jaxprs.evaluate import bind, read
+from jaxpar.jaxprs.residuals import with_own_residuals
+from jaxpar.sharding.collectives import Exchange
+from jaxpar.sharding.zero import LeafPlan
+
+# What these make of a parameter is as large as the parameter and costs nothing to make
+# again: were it a residual, a gathered leaf would live until the backward pass.
+_LAYOUT_OPS = frozenset(
+    {
+        "all_gather",
+        "sharding_constraint",
+        "convert_element_type",
+        "reshape",
+        "transpose",
+        "squeeze",
+        "broadcast_in_dim",
+        "name",
+        "copy",
+    }
+)
+
+_CALLS = {"custom_vjp_call": "call_jaxpr", "shard_map": "jaxpr"}
+"""Call primitive -> the parameter that holds what it calls."""
+
+
+class Deferred:
+    """A leaf that is not whole yet.
+
+    Args:
+      plan: its layout.
+      slot: what gradients are taken with respect to: of the shape of the view at rest,
+        in the dtype that gradients cross in. Its values are not read.
+      source: what it is made of: the fp32 view at rest, or itself, gathered already.
+      exchange: how it is gathered and its gradient reduced.
+      dtype: the compute dtype.
+      is_whole: whether the source is the leaf itself.
+    """
+
+    def __init__(
+        self,
+        plan: LeafPlan,
+        slot: jax.Array,
+        source: jax.Array,
+        exchange: Exchange,
+        dtype: jnp.dtype,
+        *,
+        is_whole: bool,
+    ):
+        self.plan, self.slot, self.source = plan, slot, source
+        self.exchange, self.dtype, self.is_whole = exchange, dtype, is_whole
+        self._made: jax.Array | None = None
+
+    @property
+    def arrays(self) -> tuple[jax.Array, jax.Array]:
+        """What stands for the leaf while it travels."""
+        return self.slot, self.source
+
+    def rebuilt(self, arrays: Sequence[jax.Array], plan: LeafPlan) -> "Deferred":
+        """The same leaf (or a slice of it) around other tracers."""
+        slot, source = arrays
+        return Deferred(
+            plan, slot, source, self.exchange, self.dtype, is_whole=self.is_whole
+        )
+
+    def make(self) -> jax.Array:
+        """The leaf, whole, in the compute dtype; made once."""
+        if self._made is None:
+            self._made = self._use()(*self.arrays)
+        return self._made
+
+    def _use(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        """``use(slot, source) -> whole`` whose backward pass reduces into the slot."""
+        plan, exchange, slot_dtype = self.plan, self.exchange, self.slot.dtype
+
+        def make(_: jax.Array, source: jax.Array) -> jax.Array:
+            if self.is_whole:
+                return source
+            return exchange.gather(plan, source.astype(self.dtype))
+
+        def forward(slot: jax.Array, source: jax.Array) -> tuple[jax.Array, None]:
+            # Not by a call of `use`: a scan would take its result for something new,
+            # and keep a second stack of all layers for the backward pass.
+            return make(slot, source), None
+
+        def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array, None]:
+            return exchange.reduce(plan, cotangent).astype(slot_dtype), None
+
+        use = jax.custom_vjp(make)
+        use.defvjp(forward, backward)
+        return use
+
+
+def call_deferred(
+    fn: Callable[..., Any], leaves: Sequence[Deferred], *args: Any
+) -> Any:
+    """Evaluate ``fn(leaves, *args)`` with each leaf made whole at its first use.
+
+    Args:
+      fn: takes a list of whole leaves and pytrees of arrays; returns a pytree.
+      leaves: the leaves, deferred.
+      *args: the other arguments.
+
+    Returns:
+      What `fn` returns. Where leaves are gathered at use, the backward pass gathers
+      them again: they are never residuals.
+    """
+    whole = [jax.ShapeDtypeStruct(leaf.plan.shape, leaf.dtype) for leaf in leaves]
+    flat_args, args_tree = jax.tree.flatten(args)
+
+    def flat_fn(leaves: list, flat_args: list) -> Any:
+        return fn(leaves, *jax.tree.unflatten(args_tree, flat_args))
+
+    closed, out_shape = jax.make_jaxpr(flat_fn, return_shape=True)(whole, flat_args)
+
+    def body(arrays: list, flat_args: list) -> list:
+        deferred = [
+            leaf.rebuilt(a, leaf.plan) for leaf, a in zip(leaves, arrays, strict=True)
+        ]
+        return _evaluate(closed, [*deferred, *flat_args])
+
+    if not all(leaf.is_whole for leaf in leaves):
+        body = jax.checkpoint(body, policy=_refuse_layout_ops)
+    outs = body([leaf.arrays for leaf in leaves], flat_args)
+    # A constant output is a NumPy literal in the jaxpr.
+    outs = [jnp.asarray(out) for out in outs]
+    return jax.tree.unflatten(jax.tree.structure(out_shape), outs)
+
+
+def _refuse_layout_ops(prim: Any, *_: Any, **params: Any) -> bool:
+    # `_use`, and a gather on tensor shards, are calls: jax asks about each as a whole.
+    body = params.get(_CALLS.get(prim.name, ""))
+    if body is None:
+        return prim.name not in _LAYOUT_OPS
+    eqns = getattr(body, "jaxpr", body).eqns
+    return any(_refuse_layout_ops(eqn.primitive, **eqn.params) for eqn in eqns)
+
+
+def _evaluate(closed: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    """Evaluate a jaxpr some of whose inputs are `Deferred`; outputs are arrays."""
+    jaxpr = closed.jaxpr
+    env: dict[core.Var, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+
+    for eqn in jaxpr.eqns:
+        ins = [read(env, atom) for atom in eqn.invars]
+        rule = _RULES.get(eqn.primitive.name)
+        outs = bind(eqn, [_made(x) for x in ins]) if rule is None else rule(eqn, ins)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [_made(read(env, atom)) for atom in jaxpr.outvars]
+
+
+def _made(value: Any) -> Any:
+    return value.make() if isinstance(value, Deferred) else value
+
+
+def _inline(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
+    return _evaluate(eqn.params["jaxpr"], ins)
+
+
+def _checkpoint(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
+    """The user's own remat. Its leaves are made outside, so that a backward pass that
+    runs the body again, and differentiates it, gathers them once for both."""
+    closed = core.ClosedJaxpr(eqn.params["jaxpr"], ())
+    ins = [
+        _made(value) if _is_used_whole(closed.jaxpr, var) else value
+        for var, value in zip(closed.jaxpr.invars, ins, strict=True)
+    ]
+
+    def body(packed: list) -> list:
+        return _evaluate(closed, _unpacked(ins, packed))
+
+    run = jax.checkpoint(
+        body, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"]
+    )
+    return with_own_residuals(run)([_packed(x) for x in ins])
+
+
+def _is_used_whole(jaxpr: core.Jaxpr, var: core.Var) -> bool:
+    """Whether anything but slicing scans reads a variable."""
+
+    def reads_whole(eqn: core.JaxprEqn, position: int) -> bool:
+        if eqn.primitive.name == "scan":
+            return position < sum(scan_counts(eqn.params))
+        if eqn.primitive.name not in _RULES:
+            return True
+        inner = eqn.params["jaxpr"]
+        inner = getattr(inner, "jaxpr", inner)
+        return _is_used_whole(inner, inner.invars[position])
+
+    return any(atom is var for atom in jaxpr.outvars) or any(
+        atom is var and reads_whole(eqn, position)
+        for eqn in jaxpr.eqns
+        for position, atom in enumerate(eqn.invars)
+    )
+
+
+def _scan(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
+    """Slice deferred leaves layer by layer; make those that cannot be sliced."""
+    num_consts, num_carry = scan_counts(eqn.params)
+    consts = [_made(x) for x in ins[:num_consts]]
+    init = [_made(x) for x in ins[num_consts : num_consts + num_carry]]
+    xs = [_sliceable(x) for x in ins[num_consts + num_carry :]]
+    slices = [_sliced_plan(x) for x in xs]
+
+    def body(carry: list, packed: list) -> tuple[list, list]:
+        layer = _unpacked(xs, packed, slices)
+        outs = _evaluate(eqn.params["jaxpr"], [*consts, *carry, *layer])
+        return outs[:num_carry], outs[num_carry:]
+
+    if any(isinstance(x, Deferred) and not x.is_whole for x in xs):
+        # Else the backward pass finds every layer gathered, as one stack of residuals.
+        body = jax.checkpoint(body, policy=_refuse_layout_ops, prevent_cse=False)
+    carry, ys = jax.lax.scan(
+        body,
+        init,
+        [_packed(x) for x in xs],
+        length=eqn.params["length"],
+        reverse=eqn.params["reverse"],
+        unroll=eqn.params["unroll"],
+    )
+    return [*carry, *ys]
+
+
+def _sliced_plan(value: Any) -> LeafPlan | None:
+    return value.plan.without_leading_dim() if isinstance(value, Deferred) else None
+
+
+def _sliceable(value: Any) -> Any:
+    if isinstance(value, Deferred) and _sliced_plan(value) is None:
+        return value.make()
+    return value
+
+
+def _packed(value: Any) -> Any:
+    return value.arrays if isinstance(value, Deferred) else value
+
+
+def _unpacked(
+    values: Sequence[Any], packed: Sequence[Any], plans: Sequence[Any] | None = None
+) -> list[Any]:
+    """Put the tracers of `packed` in the place of `values`."""
+    plans = plans or [v.plan if isinstance(v, Deferred) else None for v in values]
+    return [
+        value.rebuilt(arrays, plan) if isinstance(value, Deferred) else arrays
+        for value, arrays, plan in zip(values, packed, plans, strict=True)
+    ]
+
+
+_RULES: dict[str, Callable[[core.JaxprEqn, Sequence[Any]], list[Any]]] = {
+    "jit": _inline,
+    "pjit": _inline,
+    "checkpoint": _checkpoint,
+    "remat2": _checkpoint,
+    "scan": _scan,
+}

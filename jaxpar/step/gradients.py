@@ -1,0 +1,346 @@
+"""What are the gradients of one step: summed over micro-batches, reduced over data.
+
+The loss of a step is sum(total) / sum(weight) over the global batch. Each micro-batch's
+backward pass is seeded by scale / weight, so that fp16 totals don't overflow, and its
+gradients are weighed back in fp32; one division at the end makes the sum exact, however
+the rows are split. Where a ZeRO stage reduces once a step, nothing but scalars crosses
+the data axis before that.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.mesh import DATA
+from jaxpar.model.bridge import Network
+from jaxpar.sharding.collectives import (
+    AutomaticExchange,
+    Exchange,
+    ManualExchange,
+    from_view,
+    manual_spec,
+    to_view,
+)
+from jaxpar.sharding.constrain import constrain
+from jaxpar.sharding.zero import LeafPlan, ZeroStage
+from jaxpar.step.gather_at_use import Deferred, call_deferred
+from jaxpar.step.inputs import Inputs, map_rows, specs_of, with_keys
+from jaxpar.step.loss import Loss, Sums, make_loss
+from jaxpar.step.precision import Precision
+from jaxpar.step.row_draws import AsTraced, Draws, ShardKey
+from jaxpar.step.weighted import merged, of_no_examples
+from jaxpar.types import Params, PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """How a loss function on whole parameters is run from their shards.
+
+    Attributes:
+      network: the model.
+      plans: the leaves' layouts, in flattening order.
+      stage: the row of the ZeRO table.
+      precision: the dtypes.
+      mesh: the mesh.
+      coupled: whether the loss couples examples, so that it is given whole batches.
+      draws: what the loss function's random numbers are.
+    """
+
+    network: Network
+    plans: tuple[LeafPlan, ...]
+    stage: ZeroStage
+    precision: Precision
+    mesh: Mesh
+    coupled: bool
+    draws: Draws
+
+    @property
+    def automatic(self) -> bool:
+        """Whether data stays automatic and every micro-batch is seen whole.
+
+        XLA rejects reductions over a manual axis of one device (jax 0.11.2).
+        """
+        return self.coupled or self.mesh.shape[DATA] == 1
+
+    @property
+    def exchange(self) -> Exchange:
+        """How arrays cross the data axis."""
+        if self.automatic:
+            return AutomaticExchange()
+        return ManualExchange(self.precision.reduce_dtype, self.platform)
+
+    @property
+    def platform(self) -> str:
+        """The mesh's."""
+        return self.mesh.devices.flat[0].platform
+
+    def shard_key(self, key: jax.Array) -> ShardKey:
+        """A key of all shards, as this one uses it."""
+        return ShardKey(key, self.exchange.shard_number())
+
+    def views(self, params: Params) -> list[jax.Array]:
+        """The parameters at rest as their plans' views."""
+        leaves = jax.tree.leaves(params)
+        return [to_view(*x) for x in zip(self.plans, leaves, strict=True)]
+
+    def prepare(self, shards: Sequence[jax.Array]) -> list[jax.Array]:
+        """Do what is done to the parameters once a step: cast, gather, or nothing."""
+        if self.stage.gather == "use":
+            return list(shards)
+        cast = [x.astype(self.precision.compute_dtype) for x in shards]
+        return [
+            self.exchange.gather(p, x) for p, x in zip(self.plans, cast, strict=True)
+        ]
+
+    def call(
+        self,
+        fn: Callable[..., Any],
+        leaves: Sequence[jax.Array],
+        prepared: Sequence[jax.Array],
+        *args: Any,
+    ) -> Any:
+        """Evaluate ``fn(whole leaves, *args)`` from what `differentiated` gives."""
+        if self.stage.reduce == "step":
+            return fn(list(leaves), *args)
+        dtype, is_whole = self.precision.compute_dtype, self.stage.gather != "use"
+        deferred = [
+            Deferred(plan, slot, source, self.exchange, dtype, is_whole=is_whole)
+            for plan, slot, source in zip(self.plans, leaves, prepared, strict=True)
+        ]
+        return call_deferred(fn, deferred, *args)
+
+    def differentiated(
+        self, shards: Sequence[jax.Array], prepared: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """What gradients are taken of: the whole leaves, or slots for their shards."""
+        if self.stage.reduce == "step":
+            return list(prepared)
+        dtype = self.exchange.crossing_dtype(self.precision.compute_dtype)
+        return [jnp.zeros(shard.shape, dtype) for shard in shards]
+
+    def reduced(self, grads: Sequence[jax.Array]) -> list[jax.Array]:
+        """Reduce over data what the backward pass has not reduced yet."""
+        if self.stage.reduce == "microbatch":
+            return list(grads)
+        return [
+            self.exchange.reduce(p, g) for p, g in zip(self.plans, grads, strict=True)
+        ]
+
+    def mapped(
+        self, body: Callable, out_specs: Any, *, whole: bool = False
+    ) -> Callable:
+        """Run ``body(shards, inputs, *replicated)`` on views, each on its shard.
+
+        Of the rows a shard has its own, or (`whole`) all of them.
+        """
+        if self.automatic:
+            return body
+        specs = [manual_spec(plan) for plan in self.plans]
+
+        def run(shards: list, inputs: Inputs, *replicated: Any) -> Any:
+            own = P() if whole else specs_of(inputs)
+            return jax.shard_map(
+                body,
+                mesh=self.mesh,
+                in_specs=(specs, own, *(P() for _ in replicated)),
+                out_specs=out_specs,
+                axis_names={DATA},
+                check_vma=False,
+            )(shards, inputs, *replicated)
+
+        return run
+
+
+def make_gradients(
+    partition: Partition, loss: Loss, params_like: Params, accumulate: int
+) -> Callable[..., tuple[Params, Sums, PyTree]]:
+    """Make ``(params, model_state, inputs, key, scale) -> (grads, sums, model_state)``.
+
+    Args:
+      partition: how the loss function is run from shards.
+      loss: the loss function.
+      params_like: a tree of the parameters' structure.
+      accumulate: micro-batches a step.
+
+    Returns:
+      A pure function, to be traced under the mesh. Gradients are at rest specs, in the
+      dtype that they crossed data in, of scale * sum(total) / sum(weight).
+    """
+    structure = jax.tree.structure(params_like)
+    loss_of = make_loss(
+        partition.network, loss, structure, partition.draws, training=True
+    )
+
+    def microbatch(shards, prepared, model_state, key, scale, inputs):
+        def total(leaves: list) -> tuple[jax.Array, tuple]:
+            sums, state = partition.call(
+                loss_of, leaves, prepared, model_state, key, inputs
+            )
+            return sums.loss.total, (sums, state)
+
+        leaves = partition.differentiated(shards, prepared)
+        _, pull, (sums, state) = jax.vjp(total, leaves, has_aux=True)
+        # Of all shards, so that a backward pass that is not linear (clipped or rounded
+        # cotangents) sees the numbers that it does on one device.
+        weight = partition.exchange.total(sums.loss.weight)
+        (grads,) = pull(jnp.where(weight > 0, scale / weight, 0.0))
+        grads = [grad.astype(jnp.float32) * weight for grad in grads]
+        return grads, sums, state
+
+    def body(shards, inputs, model_state, key, scale):
+        prepared = partition.prepare(shards)
+        key = partition.shard_key(key)
+
+        def one(model_state, index, rows):
+            own = key.fold_in(index)
+            return microbatch(shards, prepared, model_state, own, scale, rows)
+
+        grads, sums, state = _accumulated(one, model_state, inputs, accumulate)
+        sums = sums.over_data(partition.exchange)
+        weight = sums.loss.weight
+        inverse = jnp.where(weight > 0, 1.0 / weight, 0.0)
+        grads = partition.reduced([grad * inverse for grad in grads])
+        return grads, sums, state
+
+    return gradients_on_shards(partition, structure, body)
+
+
+def gradients_on_shards(
+    partition: Partition, structure: Any, body: Callable[..., tuple]
+) -> Callable[..., tuple[Params, Sums, PyTree]]:
+    """Run ``body(shards, inputs, model_state, key, scale)`` on every shard's views.
+
+    Args:
+      partition: the leaves' layouts.
+      structure: of the parameters.
+      body: gives gradients as views at rest, sums over all data, and the model's state.
+
+    Returns:
+      What `make_gradients` does.
+    """
+    views = [manual_spec(plan) for plan in partition.plans]
+    run = partition.mapped(body, out_specs=(views, P(), P()))
+
+    def gradients(params, model_state, inputs, key, scale):
+        shards, inputs = partition.views(params), with_keys(inputs, key)
+        grads, sums, state = run(shards, inputs, model_state, key, scale)
+        grads = [from_view(*x) for x in zip(partition.plans, grads, strict=True)]
+        return jax.tree.unflatten(structure, grads), sums, state
+
+    return gradients
+
+
+def make_forward(
+    partition: Partition, loss: Loss, params_like: Params, *, training: bool
+) -> Callable[..., Sums]:
+    """Make ``(shards, inputs, model_state, key, parts) -> Sums``, without gradients.
+
+    Of one data shard's rows, in so many micro-batches.
+    """
+    structure = jax.tree.structure(params_like)
+    loss_of = make_loss(
+        partition.network, loss, structure, partition.draws, training=training
+    )
+
+    def forward(shards, inputs, model_state, key, parts):
+        prepared = partition.prepare(shards)
+        leaves = partition.differentiated(shards, prepared)
+
+        own_key = partition.shard_key(key)
+
+        def one(key: ShardKey, rows: Inputs) -> Sums:
+            given = (model_state, key, rows)
+            return partition.call(loss_of, leaves, prepared, *given)[0]
+
+        def part(index: jax.Array | int) -> Sums:
+            rows = microbatch_rows(inputs, index, parts)
+            return one(own_key.fold_in(index), rows)
+
+        def add(sums: Sums, index: jax.Array) -> tuple[Sums, None]:
+            return merged(sums, part(index)), None
+
+        if parts == 1:
+            return one(own_key, inputs)
+        like = jax.eval_shape(lambda: part(0))
+        return jax.lax.scan(add, of_no_examples(like), jnp.arange(parts))[0]
+
+    return forward
+
+
+def make_evaluation(
+    partition: Partition, loss: Loss, params_like: Params
+) -> Callable[..., Sums]:
+    """Make ``(params, model_state, inputs, key, is_left_over) -> Sums``.
+
+    In evaluation mode. Rows that are left over, fewer than data has shards, are
+    computed on each of them; random numbers for those are not one device's.
+    """
+
+    def make_body(partition: Partition) -> Callable[..., Sums]:
+        forward = make_forward(partition, loss, params_like, training=False)
+        return functools.partial(forward, parts=1)
+
+    return evaluation_on_shards(partition, make_body)
+
+
+def evaluation_on_shards(
+    partition: Partition, make_body: Callable[[Partition], Callable[..., Sums]]
+) -> Callable[..., Sums]:
+    """Run ``body(shards, inputs, model_state, key) -> Sums`` on every data shard."""
+    # All shards draw alike for rows that each of them has, and otherwise than before.
+    same = dataclasses.replace(partition, draws=AsTraced())
+
+    def evaluation(params, model_state, inputs, key, is_left_over):
+        used = same if is_left_over else partition
+        body = make_body(used)
+
+        def on_shard(*given: Any) -> Sums:
+            sums = body(*given)
+            return sums if is_left_over else sums.over_data(used.exchange)
+
+        run = used.mapped(on_shard, out_specs=P(), whole=is_left_over)
+        key = jax.random.fold_in(key, 1) if is_left_over else key
+        return run(used.views(params), with_keys(inputs, key), model_state, key)
+
+    return evaluation
+
+
+def microbatch_rows(inputs: Inputs, index: jax.Array | int, accumulate: int) -> Inputs:
+    """Pick micro-batch m: rows m, m + accumulate and so on.
+
+    Of every data shard's rows these are the same as of the global batch.
+    """
+
+    def pick(x: jax.Array) -> jax.Array:
+        split = x.reshape(x.shape[0] // accumulate, accumulate, *x.shape[1:])
+        return constrain(jax.lax.dynamic_index_in_dim(split, index, 1, False), DATA)
+
+    return map_rows(pick, inputs)
+
+
+def _accumulated(
+    one: Callable[..., tuple], model_state: PyTree, inputs: Inputs, accumulate: int
+) -> tuple[list[jax.Array], Sums, PyTree]:
+    """Add up ``one(model_state, index, rows)`` over the micro-batches."""
+    if accumulate == 1:
+        return one(model_state, 0, inputs)
+
+    def add(carry: tuple, index: jax.Array) -> tuple[tuple, None]:
+        grads, sums, state = carry
+        rows = microbatch_rows(inputs, index, accumulate)
+        new_grads, new_sums, state = one(state, index, rows)
+        grads = jax.tree.map(jnp.add, grads, new_grads)
+        return (grads, merged(sums, new_sums), state), None
+
+    first = microbatch_rows(inputs, 0, accumulate)
+    grads, sums, _ = jax.eval_shape(lambda: one(model_state, 0, first))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), grads)
+    start = (zeros, of_no_examples(sums), model_state)
+    carry, _ = jax.lax.scan(add, start, jnp.arange(accumulate))
+    return carry

@@ -1,0 +1,205 @@
+"""How much of a run's time went into steps that count, and what took the rest?
+
+Every start of a run keeps an account of its own in ``goodput.json``, rewritten as it
+goes, so that one that is killed leaves its own too.
+"""
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import psutil
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jaxpar.launch.own_heartbeat import own_pulse
+
+FILE = "goodput.json"
+
+_WRITE_SECONDS = 1.0
+_WORDS = {
+    "step": "steps that count",
+    "lost": "steps done again",
+    "start": "start",
+    "restore": "restore",
+    "compile": "compile (first steps)",
+    "data": "waiting for data",
+    "save": "held by saves",
+    "evaluate": "evaluations",
+    "down": "between one start and the next",
+}
+
+
+class Clock:
+    """Accounts for the time of this start of a run, and tells its pulse.
+
+    Args:
+      folder: of the run.
+    """
+
+    def __init__(self, folder: Path):
+        self._path = folder / FILE
+        self._pulse = own_pulse()
+        self._writes = jax.process_index() == 0
+        self._earlier = read_account(folder) if self._writes else []
+        self._began = psutil.Process().create_time()
+        self._seconds = {"start": time.time() - self._began}
+        self._phase, self._since = "start", time.monotonic()
+        self._written = -_WRITE_SECONDS
+        self._resumed: int | None = None
+        self._step: int | None = None
+        self._marks: dict[int, float] = {}
+
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """Be at something else from now on.
+
+        Args:
+          phase: one of `jaxpar.launch.heartbeat.PHASES`.
+          step: the step that it is at; None for the one before.
+        """
+        self._pulse.enter(phase, step)
+        self._count()
+        self._phase = phase
+        self._step = self._step if step is None else step
+        if time.monotonic() - self._written > _WRITE_SECONDS:
+            self.write()
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Be at something within the block, and at what was before after it."""
+        before = self._phase
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def saved(self, step: int) -> None:
+        """Remember that a step was saved: what was done by then is not done again."""
+        self._count()
+        self._marks[step] = self._seconds.get("step", 0.0)
+
+    def resume(self, step: int) -> None:
+        """Go on from a step: at the start, or back after trouble."""
+        self._count()
+        if self._resumed is None:
+            self._resumed = step
+        else:
+            done = self._seconds.get("step", 0.0)
+            lost = done - seconds_at(self._account(), step)
+            self._seconds["step"] = done - lost
+            self._seconds["lost"] = self._seconds.get("lost", 0.0) + lost
+        self._marks = {s: x for s, x in self._marks.items() if s <= step}
+        self._step = step
+        self._pulse.resume(step)
+
+    def write(self) -> None:
+        """Write the account down, on process 0."""
+        if not self._writes:
+            return
+        self._count()
+        self._written = time.monotonic()
+        unfinished = self._path.with_suffix(".tmp")
+        unfinished.write_text(json.dumps([*self._earlier, self._account()]))
+        os.replace(unfinished, self._path)
+
+    def _count(self) -> None:
+        now = time.monotonic()
+        spent = self._seconds.get(self._phase, 0.0) + now - self._since
+        self._seconds[self._phase], self._since = spent, now
+
+    def _account(self) -> dict[str, Any]:
+        return {
+            "began": self._began,
+            "ended": time.time(),
+            "seconds": dict(self._seconds),
+            "resumed": self._resumed,
+            "step": self._step,
+            "marks": sorted(self._marks.items()),
+        }
+
+
+def read_account(folder: Path) -> list[dict[str, Any]]:
+    """Read the accounts of a run's starts, oldest first."""
+    path = folder / FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+
+
+def seconds_at(account: Mapping[str, Any], step: int) -> float:
+    """Seconds of steps that a start had done when it had done a step.
+
+    Args:
+      account: of the start.
+      step: between the one that it went on from and its last.
+
+    Returns:
+      As marked; between marks in proportion to the steps.
+    """
+    done = account["seconds"].get("step", 0.0)
+    first = account["resumed"] if account["resumed"] is not None else step
+    last = account["step"] if account["step"] is not None else first
+    marks = {first: 0.0, last: done} | {int(s): x for s, x in account["marks"]}
+    if step in marks:
+        return marks[step]
+    below = max((s for s in marks if s < step), default=None)
+    above = min((s for s in marks if s > step), default=None)
+    if below is None:
+        return 0.0
+    if above is None:
+        return done
+    share = (step - below) / (above - below)
+    return marks[below] + share * (marks[above] - marks[below])
+
+
+def total(accounts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Add up the starts of a run.
+
+    Args:
+      accounts: oldest first; at least one.
+
+    Returns:
+      Seconds of each kind, all of them together the time from the first start to now.
+    """
+    sums: dict[str, float] = {}
+    for account, later in zip(accounts, [*accounts[1:], None], strict=True):
+        seconds = dict(account["seconds"])
+        if later is not None:
+            seconds["down"] = max(0.0, later["began"] - account["ended"])
+            if later["resumed"] is not None:
+                done = seconds.get("step", 0.0)
+                kept = min(done, seconds_at(account, later["resumed"]))
+                seconds["step"] = kept
+                seconds["lost"] = seconds.get("lost", 0.0) + done - kept
+        for kind, spent in seconds.items():
+            sums[kind] = sums.get(kind, 0.0) + spent
+    return sums
+
+
+def show(folder: Path, console: Console) -> None:
+    """Print the account of a run over all its starts."""
+    accounts = read_account(folder)
+    if not accounts:
+        return
+    sums = total(accounts)
+    whole = sum(sums.values())
+    starts = f"{len(accounts)} starts" if len(accounts) > 1 else "1 start"
+    table = Table(
+        f"goodput {sums.get('step', 0.0) / whole:.1%}, {starts}",
+        box=box.SIMPLE,
+        title_justify="left",
+    )
+    table.add_column("s", justify="right")
+    table.add_column("%", justify="right")
+    for kind in [*_WORDS, *sorted(set(sums) - set(_WORDS))]:
+        if sums.get(kind, 0.0) > 0:
+            spent = sums[kind]
+            name = _WORDS.get(kind, kind)
+            table.add_row(name, f"{spent:.1f}", f"{100 * spent / whole:.1f}")
+    table.add_row("all", f"{whole:.1f}", "100")
+    console.print(table)

@@ -1,0 +1,152 @@
+"""Does `jaxpar launch` refuse what can't be done, and print what it would start?"""
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxpar.cli.main import main
+from jaxpar.launch.worker_environment import VARIABLE, current
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text("print('trained')")
+    return str(path)
+
+
+def refused(capsys: pytest.CaptureFixture, *args: str) -> str:
+    with pytest.raises(SystemExit) as raised:
+        main(["launch", *args])
+    assert raised.value.code == 2
+    # tyro wraps lines, and draws a box.
+    return " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_dry_run_prints_contracts_and_commands(script, capsys) -> None:
+    own = ("--dry-run", "--processes=2", "--out=runs/x", script)
+    main(["launch", "local", *own, "--", "--steps", "5"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    for index, line in enumerate(lines):
+        variable, *command = shlex.split(line)
+        name, text = variable.split("=", 1)
+        worker = current({name: text})
+        assert name == VARIABLE
+        assert (worker.index, worker.processes, worker.planned) == (index, 2, 2)
+        assert command[1:4] == ["-m", "jaxpar.launch.worker", script]
+        assert command[4:] == ["--out", "runs/x", "--steps", "5"]
+    assert not Path("runs/x").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "match"),
+    [
+        (("local", "none.py"), "'none.py': there is no such script"),
+        (("local", "--host=2", "--hosts=2", "SCRIPT"), "--host 2: must be from 0 to"),
+        (("local", "--address=node1", "SCRIPT"), "--address node1: others can reach"),
+        (("local", "--tls=none", "SCRIPT"), "--tls 'none' has no ca.pem"),
+        (("local", "--processes=3", "--gpus", "0", "1", "--", "SCRIPT"), ""),
+        (("local", "--limits.step=-1", "SCRIPT"), "limits: step=-1 must be seconds"),
+        (("slurm", "SCRIPT"), "this is in no Slurm allocation"),
+        (("slurm", "--batch.nodes=2", "--sbatch=x", "SCRIPT"), "--tls DIR"),
+        (("slurm", "--batch.nodes=0", "--sbatch=x", "SCRIPT"), "--batch.nodes 0"),
+    ],
+)
+def test_what_cant_be_done_is_said_before_anything_starts(
+    args, match, script, capsys, monkeypatch
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if "--gpus" in args:
+        args = ("local", "--processes=3", script, "--gpus", "0", "1")
+        match = "--processes 3: 2 GPUs can't be shared out evenly"
+    told = refused(capsys, *(script if each == "SCRIPT" else each for each in args))
+    assert match in told
+
+
+def test_mpi_without_mpiexec_says_what_to_install(script, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    assert "install an MPI" in refused(capsys, "mpi", script)
+
+
+def test_supervisor_has_no_jax() -> None:
+    code = (
+        "import sys; import jaxpar.cli.launch, jaxpar.launch.supervisor; "
+        "sys.exit(any(m.split('.')[0] in ('jax', 'jaxlib') for m in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def run(*args: str, out: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "jaxpar", "launch", "local", f"--out={out}", *args],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.multiprocess
+def test_script_that_refuses_is_told_once_and_not_tried_again(tmp_path: Path) -> None:
+    script = tmp_path / "refuses.py"
+    script.write_text("raise ValueError('--rows 3: must be even')")
+    ran = run("--processes=1", str(script), out=tmp_path / "run")
+    assert ran.returncode == 78
+    assert ran.stdout.count("launch: ValueError: --rows 3: must be even") == 1
+    assert "starting again" not in ran.stdout
+    attempt = json.loads((tmp_path / "run" / "launch" / "attempt.json").read_text())
+    assert (attempt["number"], attempt["state"]) == (1, "over")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_port_in_use_says_by_whom(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('never')")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ran = run("--processes=2", f"--port={port}", str(script), out=tmp_path / "run")
+    assert ran.returncode == 78
+    told = ran.stdout
+    assert f"worker 0 can't listen on 127.0.0.1:{port} (Address already in use)" in told
+    assert f"process {os.getpid()} (" in told
+    assert "choose another --port" in told
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_budget_ends_in_a_report(tmp_path: Path) -> None:
+    """A script that dies by a signal, each time."""
+    script = tmp_path / "dies.py"
+    script.write_text("import os\nprint('dying')\nos.kill(os.getpid(), 11)")
+    ran = run("--restarts=1", str(script), out=tmp_path / "run")
+    assert ran.returncode == 69
+    report = (tmp_path / "run" / "launch" / "report.txt").read_text()
+    assert report.count("was killed by SIGSEGV") >= 2
+    assert report.count("| dying") == 2
+    assert "1 restarts within an hour are used" in report
+
+
+@pytest.mark.multiprocess
+def test_folder_that_cant_be_made_is_said_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    script = tmp_path / "train.py"
+    script.write_text("")
+    ran = run(str(script), out=tmp_path / "file" / "run")
+    assert ran.returncode == 2
+    assert "Traceback" not in ran.stderr
+    assert "Not a directory" in ran.stderr

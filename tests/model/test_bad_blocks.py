@@ -1,0 +1,335 @@
+"""Is everything that is wrong with a model in parts said before anything compiles?
+
+Each case is one argument that is wrong in a call that is right but for it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from tests.model.toys import (
+    BATCHES,
+    VOCAB,
+    WIDTH,
+    Block,
+    Head,
+    RecurrentBlock,
+    cross_entropy,
+    loss_fn,
+    make_engine,
+    make_mesh,
+    make_model,
+    params_of,
+    plain_loss,
+)
+
+
+class Ending(nnx.Module):
+    """A block, and what is done to its output."""
+
+    def __init__(self, rngs, end):
+        self.block, self.end = Block(rngs), end
+
+    def __call__(self, x):
+        return self.end(self.block(x))
+
+
+def ending(end):
+    return lambda rngs: Ending(rngs, end)
+
+
+class Counting(nnx.Module):
+    """A part with mutable state."""
+
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(x)
+
+
+class CountingQuietly(Block):
+    """Parameters as the others', and state besides."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.calls = nnx.Variable(jnp.zeros(()))
+
+
+class Deep(Block):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.out = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+
+class Narrow(Block):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.down = nnx.Linear(WIDTH, 5, rngs=rngs)
+
+
+def relu_block(rngs):
+    return Block(rngs, act=nnx.relu)
+
+
+def tie(embed: Any, head: Any) -> dict:
+    return {"tied": (("embed", embed), ("head", head))}
+
+
+PARTS = {
+    "block of another width": (
+        {"block": ending(lambda x: jnp.concatenate([x, x], -1))},
+        r"PipelineModel: block is given \[\(\(8, 5, 8\), 'float32'\)\] \(shape, dtype\)"
+        r" and returns \[\(\(8, 5, 16\), 'float32'\)\]; a block's output is the next "
+        r"one's input, so they must be alike\. Change widths and dtypes in embed or",
+    ),
+    "block of another dtype": (
+        {"block": ending(lambda x: x.astype(jnp.bfloat16))},
+        r"is given .*'float32'\)\] .* returns \[\(\(8, 5, 8\), 'bfloat16'\)\]; a block",
+    ),
+    "block of another structure": (
+        {"block": ending(lambda x: (x, x))},
+        r"is given \[\(.*\)\] .* returns \[\(.*\), \(.*\)\]; a block's output is the",
+    ),
+    "block of another parameter's shape": (
+        {"block": [Block, Block, Narrow]},
+        r"PipelineModel: block 2 has down/bias of shape \(5,\), block 0 of \(8,\); "
+        r"blocks are stacked, so their parameters must be equal in name and shape\. "
+        r"Move what differs to embed or head",
+    ),
+    "block of a parameter more": (
+        {"block": [Block, Deep, Block]},
+        r"block 1 has out/bias of shape \(8,\), block 0 of None; blocks are stacked",
+    ),
+    "block of a parameter less": (
+        {"block": [Deep, Deep, Block]},
+        r"block 2 has out/bias of shape None, block 0 of \(8,\); blocks are stacked",
+    ),
+    "block that computes something else": (
+        {"block": [Block, Block, relu_block]},
+        r"PipelineModel: block 2 computes something else than block 0 with parameters "
+        r"of equal shapes; all blocks run as block 0 does, and only their initialisat",
+    ),
+    "state in the embedding": (
+        {"embed": nn.Sequential([nn.Embed(VOCAB, WIDTH), nn.BatchNorm(False)])},
+        r"PipelineModel: embed keeps state besides parameters \(batch_stats/layers_1/"
+        r"mean, batch_stats/layers_1/var\), which a pipeline has no order for; use "
+        r"layers without it \(a LayerNorm for a BatchNorm\)",
+    ),
+    "state in a block": (
+        {"block": Counting},
+        r"PipelineModel: block keeps state besides parameters \(norm/mean, norm/var\)",
+    ),
+    "state in a later block": (
+        {"block": [Block, CountingQuietly, Block]},
+        r"PipelineModel: block keeps state besides parameters \(calls\)",
+    ),
+    "state in the head": (
+        {"head": Counting},
+        r"PipelineModel: head keeps state besides parameters \(norm/mean, norm/var\)",
+    ),
+    "tied path that the embedding lacks": (
+        tie("tabel", "table"),
+        r"PipelineModel: tied: embed has no parameter 'tabel'; it has table\. Did you "
+        r"mean 'table'",
+    ),
+    "tied path that the head lacks": (
+        tie("table", "kernel/tabel"),
+        r"tied: head has no parameter 'kernel/tabel'; it has table\. Did you mean 'tab",
+    ),
+    "tied shapes": (
+        {**tie("table", "kernel"), "head": lambda rngs: nnx.Linear(8, 3, rngs=rngs)},
+        r"PipelineModel: tied: embed's 'table' has shape \(16, 8\), head's 'kernel' "
+        r"\(8, 3\); tied parameters are one array",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_parts_that_do_not_fit_are_said_before_anything_compiles(case, compiled):
+    change, message = PARTS[case]
+    model = make_model(**change)
+    with pytest.raises(ValueError, match=message):
+        make_engine(model)
+    assert compiled == []
+
+
+TIED = (
+    r"PipelineModel: tied=.* must pair \('embed', path\) with \('head', path\), such as"
+    r" tied=\(\('embed', 'table'\), \('head', 'table'\)\)"
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_blocks": 0}, r"PipelineModel: num_blocks=0 must be at least 1"),
+        ({"num_blocks": -2}, r"PipelineModel: num_blocks=-2 must be at least 1"),
+        ({"block": [Block] * 2},
+         r"PipelineModel: block has 2 entries, but num_blocks=3; give one block for "
+         r"all, or one for each"),
+        ({"tied": (("head", "table"), ("embed", "table"))}, TIED),
+        ({"tied": (("embed", "table"), ("block", "table"))}, TIED),
+        ({"tied": (("embed", "table"),)}, TIED),
+        ({"tied": ("embed/table", "head/table")}, TIED),
+        ({"remat": "ful"}, r"remat: policy='ful' must be .* Did you mean 'full'"),
+        ({"remat": "save-names"}, r"policy='save-names' with names=\(\) would save no"),
+        ({"remat_names": ("hidden",)}, r"names=\('hidden',\) must be empty under pol"),
+    ],
+    ids=lambda x: str(next(iter(x.items())))[:40] if isinstance(x, dict) else None,
+)  # fmt: skip
+def test_model_that_cannot_be_is_said_where_it_is_made(change, message):
+    with pytest.raises(ValueError, match=message):
+        make_model(**change)
+
+
+def calling(*args: Any, **kwargs: Any):
+    """A loss that calls the model with more than the tokens."""
+
+    def loss(model, batch):
+        out = model(batch["tokens"], *args, **kwargs)
+        return cross_entropy(out, batch["targets"])
+
+    return loss
+
+
+def never_calling(model, batch):
+    return jnp.mean(batch["tokens"] * 1.0)
+
+
+def reading_after(model, batch):
+    return loss_fn(model, batch) + model.head.table.sum()
+
+
+def reading_before(model, batch):
+    return model.num_layers * loss_fn(model, batch)
+
+
+def calling_under(transform: Callable) -> Callable:
+    def loss(model, batch):
+        return transform(lambda batch: loss_fn(model, batch))(batch)
+
+    return loss
+
+
+def calling_twice(model, batch):
+    return loss_fn(model, batch) + loss_fn(model, batch)
+
+
+KEYWORD = (
+    r"loss_fn: it calls the model with positoins=, which no part takes: embed takes "
+    r"positions; block takes positions; head takes temperature\. Did you mean 'posit"
+)
+READS = (
+    r"loss_fn: it reads model\.{}, but a PipelineModel can only be called: its parts "
+    r"lie on different devices\. Return what the loss needs from the head, or pass it"
+)
+INPUT = (
+    r"loss_fn: it calls the model with {}, but a part is given arrays, or Python's "
+    r"flags, numbers and strings; make it an array, or give it to the part when that"
+)
+UNDER = (
+    r"loss_fn: it calls the model inside jax\.checkpoint, jax\.vmap, jax\.jit or "
+    r"another transformation, but a PipelineModel is taken apart where it is called; "
+    r"call it outside of them, and give PipelineModel\(remat=\.\.\.\) what is to be"
+)
+LOSSES = {
+    "model not called": (
+        never_calling, TypeError,
+        r"loss_fn: it never called model\(\.\.\.\), so a PipelineModel has no inputs; "
+        r"call the model with the batch's inputs",
+    ),
+    "keyword that no part takes": (calling(positoins=1), ValueError, KEYWORD),
+    "keyword of Linen's apply": (
+        calling(method="encode"), ValueError, r"with method=, which no part takes: emb",
+    ),
+    "model read before the call": (
+        reading_before, ValueError, READS.format("num_layers"),
+    ),
+    "model read after the call": (reading_after, ValueError, READS.format("head")),
+    "model called under jax.checkpoint": (
+        calling_under(jax.checkpoint), ValueError, UNDER,
+    ),
+    "model called under jax.jit": (calling_under(jax.jit), ValueError, UNDER),
+    "positional argument that is an object": (
+        calling(optax.sgd), TypeError, INPUT.format("argument 1 of type function"),
+    ),
+    "keyword that is an object": (
+        calling(positions={"at": object()}), TypeError,
+        INPUT.format("positions/at of type object"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pipe", [1, 2])
+@pytest.mark.parametrize("case", LOSSES)
+def test_loss_that_uses_the_model_wrongly_is_said(case, pipe, compiled):
+    loss, error, message = LOSSES[case]
+    with pytest.raises(error, match=message):
+        make_engine(make_model(), loss_fn=loss, mesh=make_mesh(pipe=pipe))
+    assert compiled == []
+
+
+PIPES = {
+    "model that is not in parts": (
+        {"model": Head, "loss_fn": lambda model, batch: model(jnp.ones(WIDTH)).sum()},
+        r"mesh: pipe=2 needs a model that can be cut into stages: give model=jaxpar\."
+        r"PipelineModel\(embed=\.\.\., block=\.\.\., num_blocks=\.\.\., head=\.\.\.\), "
+        r"or use pipe=1",
+    ),
+    "more stages than blocks": (
+        {"pipe": 4},
+        r"mesh: pipe=4 cuts the trunk into 4 pieces, but the model has num_blocks=3; "
+        r"use at most pipe=3",
+    ),
+    "more chunks than blocks": (
+        {"schedule": "interleaved"},
+        r"mesh: pipe=2 x 2 chunks cuts the trunk into 4 pieces, but the model has "
+        r"num_blocks=3; use at most pipe=1",
+    ),
+    "micro-batches that pipe does not divide": (
+        {"schedule": "interleaved", "accumulate": 3, "model": make_model(num_blocks=4),
+         "sample_batch": {name: x[:6] for name, x in BATCHES[0].items()}},
+        r"accumulate=3: schedule='interleaved' takes micro-batches in groups of pipe=2;"
+        r" use a multiple, such as 2 or 4, or schedule='1f1b', which takes any number",
+    ),
+    "model called twice": (
+        {"loss_fn": calling_twice},
+        r"loss_fn: it calls the model twice, but a pipeline runs a model once a micro-"
+        r"batch; call it once, on all its inputs, or use pipe=1",
+    ),
+    "backward that can't be split": (
+        {"schedule": "zero_bubble",
+         "model": make_model(block=RecurrentBlock, num_blocks=4)},
+        r"schedule='zero_bubble': 0% of the block's backward can wait, for its "
+        r"gradients of weights are not matrix products of their own .* Use '1f1b', or "
+        r"give the table itself to have it anyway: schedule=jaxpar\.pipeline\.catalog"
+        r"\.make_schedule\('zero_bubble', 2, 2\)",
+    ),
+    "misspelt schedule": (
+        {"schedule": "1b1f"},
+        r"schedule='1b1f' must be one of .*'1f1b'.*\. Did you mean '1f1b'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PIPES)
+def test_pipeline_that_cannot_be_is_said_before_anything_compiles(case, compiled):
+    change, message = PIPES[case]
+    call = {"model": make_model(), "pipe": 2, "accumulate": 2} | change
+    mesh = make_mesh(pipe=call.pop("pipe"))
+    with pytest.raises(ValueError, match=message):
+        make_engine(mesh=mesh, **call)
+    assert compiled == []
+
+
+def test_one_stage_may_run_a_model_twice():
+    engine = make_engine(make_model(), loss_fn=calling_twice)
+    want = 2 * float(plain_loss(params_of(engine), BATCHES[0]))
+    assert float(engine.step(BATCHES[0])["loss"]) == pytest.approx(want, rel=1e-5)

@@ -1,0 +1,370 @@
+"""Do the builders make what they promise, and does the proof refuse what is unsound?"""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpar.pipeline.schedules.gpipe import make_gpipe
+from jaxpar.pipeline.schedules.interleaved import (
+    make_1f1b,
+    make_in_groups,
+    make_interleaved,
+)
+from jaxpar.pipeline.schedules.table import (
+    IDLE,
+    Schedule,
+    check_schedule,
+    cost,
+    empty,
+    kept,
+    slots_of,
+)
+from jaxpar.pipeline.schedules.zero_bubble import make_zero_bubble
+
+stages = st.integers(1, 8)
+microbatches = st.integers(1, 32)
+chunks = st.integers(1, 4)
+
+
+def busy_ticks(slots) -> list[int]:
+    """The ticks in which some stage does this work."""
+    return [tick for tick in range(len(slots)) if (slots[tick, ..., 0] != IDLE).any()]
+
+
+@st.composite
+def schedules(draw):
+    P, M = draw(stages), draw(microbatches)
+    name = draw(st.sampled_from(("gpipe", "1f1b", "zero_bubble", "interleaved")))
+    if name == "interleaved":
+        return make_in_groups(name, P, M, draw(chunks))
+    makers = {
+        "gpipe": make_gpipe,
+        "1f1b": make_1f1b,
+        "zero_bubble": make_zero_bubble,
+    }
+    return makers[name](P, M)
+
+
+@given(schedules())
+def test_built_schedule_is_sound_and_its_times_are_the_tables(schedule):
+    times = check_schedule(schedule)
+    for g in range(schedule.num_stages * schedule.num_chunks):
+        chunk, stage = divmod(g, schedule.num_stages)
+        for m in range(schedule.num_microbatches):
+            forward = schedule.forward[times.forward[m, g], stage]
+            backward = schedule.backward[times.backward[m, g], stage]
+            assert tuple(forward) == tuple(backward) == (m, chunk)
+            if schedule.splits_backward:
+                weight = schedule.weight[times.weight[m, g], stage]
+                assert [m, chunk] in weight.tolist()
+    if not schedule.splits_backward:
+        assert times.weight is times.backward
+
+
+@given(stages, microbatches)
+def test_gpipe_is_all_forwards_then_all_backwards(P, M):
+    schedule = make_gpipe(P, M)
+    half = M + P - 1
+    assert busy_ticks(schedule.forward) == list(range(half))
+    assert busy_ticks(schedule.backward) == list(range(half, 2 * half))
+    assert kept(schedule).inputs.tolist() == [M] * P
+    assert cost(schedule).bubble == pytest.approx((P - 1) / half)
+
+
+@given(stages, microbatches)
+def test_1f1b_takes_the_ticks_and_keeps_the_inputs_it_promises(P, M):
+    schedule = make_1f1b(P, M)
+    assert schedule.num_ticks == M + 2 * (P - 1)
+    assert busy_ticks(schedule.forward) == list(range(M + P - 1))
+    assert busy_ticks(schedule.backward) == list(range(P - 1, M + 2 * (P - 1)))
+    most = [min(M, 2 * (P - stage) - 1) for stage in range(P)]
+    assert kept(schedule).inputs.tolist() == most
+    assert kept(schedule).products.tolist() == [0] * P
+    assert cost(schedule).bubble == pytest.approx((P - 1) / (M + P - 1))
+
+
+@given(stages, chunks, st.integers(1, 4))
+def test_interleaved_divides_the_bubble_by_its_chunks(P, v, groups):
+    M = groups * P
+    schedule = make_interleaved(P, M, v)
+    bubble = cost(schedule, forward=1.0, backward=2.0).bubble
+    assert bubble == pytest.approx((P - 1) / (v * M + P - 1))
+    assert schedule.num_ticks == v * M + v * P + P - 2
+    inputs = kept(schedule).inputs
+    assert inputs.max() <= 2 * v * P - 1
+    if groups > 1:
+        assert inputs[0] == inputs.max() == (v + 1) * P - 1
+
+
+@given(st.integers(2, 8), st.data())
+def test_interleaved_refuses_a_group_that_is_not_full(P, data):
+    M = data.draw(microbatches.filter(lambda M: M % P))
+    make_interleaved(P, M, 1)
+    near = f"{M // P * P} or {M // P * P + P}" if M > P else f"{P}"
+    message = (
+        rf"accumulate={M}: schedule='interleaved' takes micro-batches in groups of "
+        rf"pipe={P}; use a multiple, such as {near}, or schedule='1f1b', which takes"
+    )
+    with pytest.raises(ValueError, match=message):
+        make_interleaved(P, M, 2)
+
+
+@given(stages, st.data())
+def test_zero_bubble_leaves_at_most_half_of_1f1b_s_bubble(P, data):
+    M = data.draw(st.integers(max(2 * (P - 1), 1), 32))
+    split = cost(make_zero_bubble(P, M), forward=1.0, backward=1.0, weight=1.0)
+    joint = cost(make_1f1b(P, M), forward=1.0, backward=2.0)
+    assert split.ticks == joint.ticks
+    assert split.bubble * split.total <= joint.bubble * joint.total / 2 + 1e-9
+
+
+@given(stages, microbatches)
+def test_zero_bubble_has_1f1b_s_order_and_its_first_stage_waits_with_nothing(P, M):
+    schedule, base = make_zero_bubble(P, M), make_1f1b(P, M)
+    assert np.array_equal(schedule.forward, base.forward)
+    assert np.array_equal(schedule.backward, base.backward)
+    assert np.array_equal(schedule.weight[:, 0, 0], base.backward[:, 0])
+    assert np.all(np.diff(check_schedule(schedule).weight, axis=0) >= 0)
+    products = kept(schedule).products
+    assert all(products[s] <= 2 * s + 1 for s in range(P))
+
+
+def fewest_ticks(P, M, v=1) -> int:
+    """By search: with a forward and a backward a stage and tick, in any order at all.
+
+    A state holds, for each micro-batch, how many forwards and backwards it is behind.
+    """
+    last = v * P
+
+    def forwards(state):
+        at = [[m for m in range(M) if state[m][0] % P == s] for s in range(P)]
+        able = [[m for m in own if state[m][0] < last] for own in at]
+        for chosen in itertools.product(*([None, *own] for own in able)):
+            yield [(f + (m in chosen), b) for m, (f, b) in enumerate(state)]
+
+    def backwards(state):
+        able = [[] for _ in range(P)]
+        for m, (f, b) in enumerate(state):
+            if f == last and b < last:
+                able[(last - 1 - b) % P].append(m)
+        for chosen in itertools.product(*([None, *own] for own in able)):
+            yield [(f, b + (m in chosen)) for m, (f, b) in enumerate(state)]
+
+    states, ticks = {((0, 0),) * M}, 0
+    while ((last, last),) * M not in states:
+        states = {
+            tuple(sorted(after))
+            for state in states
+            for between in forwards(state)
+            for after in backwards(between)
+        }
+        ticks += 1
+    return ticks
+
+
+@pytest.mark.parametrize("P", [1, 2, 3])
+@pytest.mark.parametrize("M", [1, 2, 3])
+def test_no_order_takes_fewer_ticks_than_1f1b(P, M):
+    assert fewest_ticks(P, M) == make_1f1b(P, M).num_ticks == M + 2 * (P - 1)
+
+
+@pytest.mark.parametrize(("P", "M", "v"), [(1, 3, 2), (2, 1, 2), (2, 2, 2), (3, 1, 2)])
+def test_no_order_takes_fewer_ticks_than_interleaved(P, M, v):
+    assert fewest_ticks(P, M, v) == make_in_groups("interleaved", P, M, v).num_ticks
+
+
+def changed(schedule, slots, *moves) -> Schedule:
+    """The schedule with entries of one table overwritten: (index, value)."""
+    table = getattr(schedule, slots).copy()
+    for index, value in moves:
+        table[index] = value
+    return dataclasses.replace(schedule, **{slots: table})
+
+
+@pytest.mark.parametrize("slots", ["forward", "backward", "weight"])
+def test_missing_work_is_named(slots):
+    nothing = np.full_like(getattr(make_zero_bubble(2, 3), slots), IDLE)
+    schedule = dataclasses.replace(make_zero_bubble(2, 3), **{slots: nothing})
+    message = (
+        rf"schedule='zero_bubble': micro-batch 0 has no {slots} on stage 0, chunk 0; "
+        "each is done once"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_schedule(schedule)
+
+
+def test_missing_work_is_named_by_stage_and_chunk():
+    schedule = make_interleaved(2, 2, 2)
+    tick = check_schedule(schedule).forward[1, 3]
+    schedule = changed(schedule, "forward", ((tick, 1), IDLE))
+    message = r"micro-batch 1 has no forward on stage 1, chunk 1; each is done once"
+    with pytest.raises(ValueError, match=message):
+        check_schedule(schedule)
+
+
+@pytest.mark.parametrize(
+    ("slots", "index", "tick", "stage"),
+    [
+        ("forward", (4, 0), 4, 0),
+        ("backward", (4, 1), 4, 1),
+        ("weight", (4, 0, 1), 4, 0),
+    ],
+)
+def test_work_done_twice_is_named(slots, index, tick, stage):
+    schedule = changed(make_zero_bubble(2, 3), slots, (index, (0, 0)))
+    message = (
+        rf"schedule='zero_bubble': micro-batch 0 has a second {slots} on stage "
+        rf"{stage}, chunk 0, in tick {tick}; each is done once"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_schedule(schedule)
+
+
+@pytest.mark.parametrize("slots", ["forward", "backward"])
+@pytest.mark.parametrize(("m", "chunk"), [(3, 0), (-2, 0), (0, 1), (0, -1)])
+def test_numbers_out_of_range_are_named(slots, m, chunk):
+    schedule = changed(make_1f1b(2, 3), slots, ((2, 0), (m, chunk)))
+    message = (
+        rf"schedule='1f1b': {slots} of tick 2, stage 0 names micro-batch {m}, chunk "
+        rf"{chunk}; there are 3 and 1\."
+    )
+    with pytest.raises(ValueError, match=message):
+        check_schedule(schedule)
+
+
+# A backward before its forward is, on some stage, also before its cotangent is there.
+@pytest.mark.parametrize(
+    ("slots", "moves", "message"),
+    [
+        (
+            "forward",
+            [((1, 1), IDLE), ((0, 1), (0, 0))],
+            r"tick 0 has a forward of micro-batch 0 on stage 1, chunk 0, before its "
+            r"input is there; move it to tick 1 or later\.",
+        ),
+        (
+            "backward",
+            [((2, 0), IDLE), ((1, 0), (0, 0))],
+            r"tick 1 has a backward of micro-batch 0 on stage 0, chunk 0, before its "
+            r"cotangent is there; move it to tick 2 or later\.",
+        ),
+        (
+            "backward",
+            [((1, 1), IDLE), ((0, 1), (0, 0))],
+            r"tick 0 has a backward of micro-batch 0 on stage 1, chunk 0, before its "
+            r"cotangent is there; move it to tick 1 or later\.",
+        ),
+        (
+            "weight",
+            [((2, 0, 0), IDLE), ((1, 0, 0), (0, 0))],
+            r"tick 1 has a gradient of weights of micro-batch 0 on stage 0, chunk 0, "
+            r"before its backward; move it to tick 2 or later\.",
+        ),
+    ],
+)
+def test_work_done_too_early_is_named(slots, moves, message):
+    schedule = changed(make_zero_bubble(2, 3), slots, *moves)
+    with pytest.raises(ValueError, match="schedule='zero_bubble': " + message):
+        check_schedule(schedule)
+
+
+@pytest.mark.parametrize("slots", ["forward", "backward"])
+@given(schedule=schedules(), data=st.data())
+def test_work_moved_before_what_it_needs_is_refused(slots, schedule, data):
+    M = schedule.num_microbatches
+    final = schedule.num_stages * schedule.num_chunks - 1
+    g = data.draw(st.integers(0, final - 1)) if final else 0
+    if slots == "forward":
+        g = final - g
+    m = data.draw(st.integers(0, M - 1))
+    times = check_schedule(schedule)
+    needed = times.input_there if slots == "forward" else times.cotangent_there
+    if final == 0 or needed[m, g] == 0:
+        return
+    chunk, stage = divmod(g, schedule.num_stages)
+    tick = getattr(times, slots)[m, g]
+    early = data.draw(st.integers(0, needed[m, g] - 1))
+    # Where the earlier slot is taken, the table grows by a tick before it.
+    wider = {
+        name: np.insert(getattr(schedule, name), early, IDLE, axis=0)
+        for name in ("forward", "backward", "weight")
+    }
+    wider[slots][tick + 1, stage] = IDLE
+    wider[slots][early, stage] = m, chunk
+    with pytest.raises(ValueError, match=rf"tick {early} has a {slots}"):
+        check_schedule(dataclasses.replace(schedule, **wider))
+
+
+def test_cost_of_a_small_case_is_the_one_by_hand():
+    # Ticks of 1f1b: F; F and F B; B and F B; B.
+    schedule = make_1f1b(2, 2)
+    found = cost(schedule, forward=1.0, backward=2.0)
+    assert (found.ticks, found.total) == (4, 1 + 3 + 3 + 2)
+    assert found.bubble == pytest.approx(1 / 3)
+    found = cost(schedule, forward=3.0, backward=0.5)
+    assert found.total == 3 + 3.5 + 3.5 + 0.5
+    assert found.bubble == pytest.approx(1 - 7 / 10.5)
+
+
+def test_cost_counts_gradients_of_weights_and_pieces_of_stages():
+    weight = empty(3, 1, 2)
+    weight[1, 0, 0], weight[2, 0, 0], weight[2, 0, 1] = (0, 0), (1, 0), (0, 1)
+    table = np.array([[[0, 0]], [[1, 0]], [[IDLE, IDLE]]])
+    schedule = Schedule("by hand", 1, 2, 2, table, table, weight)
+    found = cost(schedule, forward=2.0, backward=4.0, weight=6.0)
+    assert (found.total, found.bubble) == ((2 + 4 + 2 + 4 + 6 + 12) / 2, 0.0)
+
+
+@given(schedules())
+def test_kept_counts_what_a_walk_through_the_ticks_holds(schedule):
+    times, most = check_schedule(schedule), kept(schedule)
+    spans = {
+        "inputs": (times.input_there, times.backward),
+        "cotangents": (times.cotangent_there, times.backward),
+    }
+    if schedule.splits_backward:
+        spans["products"] = (times.backward, times.weight)
+    ticks = np.arange(schedule.num_ticks)[:, None]
+    for name, (begin, end) in spans.items():
+        for stage in range(schedule.num_stages):
+            own = np.s_[:, stage :: schedule.num_stages]
+            first, last = begin[own].ravel(), end[own].ravel()
+            held = ((first <= ticks) & (ticks <= last)).sum(axis=1)
+            assert getattr(most, name)[stage] == held.max()
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 6), st.data())
+def test_places_are_shared_by_nothing_alive_at_once_and_are_few(P, v, M, data):
+    size = M * v * P
+    numbers = st.lists(st.integers(0, 9), min_size=size, max_size=size)
+    begin = np.array(data.draw(numbers)).reshape(M, v * P)
+    end = begin + np.array(data.draw(numbers)).reshape(M, v * P)
+    place = slots_of(begin, end, P)
+    for stage in range(P):
+        own = np.s_[:, stage::P]
+        spans = list(zip(begin[own].flat, end[own].flat, place[own].flat, strict=True))
+        for one, other in itertools.combinations(spans, 2):
+            if one[2] == other[2]:
+                assert one[1] < other[0] or other[1] < one[0]
+        alive = [sum(b <= tick <= e for b, e, _ in spans) for tick in range(20)]
+        assert sorted({p for _, _, p in spans}) == list(range(max(alive)))
+
+
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [
+        ("forward", lambda table: table[:, :1]),
+        ("backward", lambda table: table[:-1]),
+        ("weight", lambda table: table[..., 0]),
+        ("forward", lambda table: table.astype(float)),
+    ],
+)
+def test_table_of_another_shape_or_kind_is_refused(name, cut):
+    schedule = make_1f1b(2, 3)
+    schedule = dataclasses.replace(schedule, **{name: cut(getattr(schedule, name))})
+    with pytest.raises(ValueError, match=rf"{name} has shape .* but must have \("):
+        check_schedule(schedule)

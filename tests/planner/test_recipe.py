@@ -1,0 +1,116 @@
+"""Does `jaxpar plan` plan a recipe as it is, and say what is wrong with what it got?"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxpar.cli.main import main
+from jaxpar.mesh import MeshShape
+from jaxpar.planner.environment import describe
+from jaxpar.planner.recipe import load_recipe, mesh_on
+from jaxpar.planner.targets import parse_target
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*args) -> subprocess.CompletedProcess[str]:
+    """Run the command itself, in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "jaxpar", *map(str, args)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "120", "NO_COLOR": "1"},
+        check=False,
+    )
+
+
+def refused(capsys, *args) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main([str(arg) for arg in args])
+    assert caught.value.code == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_recipe_is_planned_with_its_own_flags(tmp_path):
+    """A model that this machine could not hold, on more devices than it has."""
+    file = tmp_path / "plan.json"
+    done = run(
+        *("plan", "recipes/gpt.py", "--target", "cpu:16", "--json", file, "--"),
+        *("--model", "7b", "--mesh.tensor", 2, "--batch-size", 16, "--zero", 2),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(file.read_text())
+    assert found["mesh"] == {"data": 8, "pipe": 1, "tensor": 2}
+    assert found["num_params"] > 6.5e9
+    assert found["tokens_per_step"] == 16 * 4096
+    state = found["bytes_per_device"]["state"]
+    assert state == pytest.approx(12 * found["num_params"] / 16, rel=2e-3)
+    assert "cpu:16: 16 devices, data 8 x pipe 1 x tensor 2, ZeRO 2" in done.stdout
+    for part in ("optimizer state", "what crosses in a step", "matrix products"):
+        assert part in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (None, r"recipe: there is no file"),
+        ("def build(config): ...", "has no Config; a recipe has a dataclass Config"),
+        ("class Config: ...", "has no build; a recipe has a dataclass Config, every"),
+    ],
+)
+def test_file_that_is_no_recipe_is_told_what_one_is(tmp_path, source, message):
+    path = tmp_path / "recipe.py"
+    if source:
+        path.write_text(source)
+    with pytest.raises(ValueError, match=message):
+        load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--target", "h20:1x8"), "'h20' must be one of a100, b200, h100, h200"),
+        (("--target", "cpu"), "target='cpu' must be cpu:N"),
+    ],
+)
+def test_wrong_target_is_said_before_the_recipe_is_read(capsys, args, message):
+    assert message in refused(capsys, "plan", "nowhere.py", *args)
+
+
+def test_mesh_that_does_not_fit_the_target_is_refused():
+    done = run(
+        *("plan", "recipes/gpt.py", "--target", "cpu:8", "--"), *("--mesh.tensor", 3)
+    )
+    assert done.returncode == 2
+    assert "needs a multiple of 3 devices, but there are 8" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_mesh_of_some_of_the_target_is_refused():
+    """A plan is of all that is paid for; a run may leave devices idle."""
+    target = parse_target("cpu:8")
+    assert mesh_on(target, MeshShape(tensor=2)).size == 8
+    with pytest.raises(ValueError, match="needs 2 devices, but there are 8"):
+        mesh_on(target, MeshShape(data=2))
+
+
+def test_flags_behind_dashes_are_for_plan_alone():
+    done = run("schedule", "1f1b", "--stages", 2, "--microbatches", 2, "--", "--x")
+    assert done.returncode != 0
+    assert "only plan and launch take flags after --" in done.stderr
+
+
+def test_environment_names_versions_devices_and_targets():
+    found = describe()
+    assert found["jax"].count(".") >= 2
+    assert "cpu" in found["devices"]
+    assert "h200" in found["plans for GPUs"]
+    assert "v5e" in found["plans for TPUs"]
+    done = run("env")
+    assert done.returncode == 0
+    assert done.stdout.split()[0] == "python"

@@ -1,0 +1,150 @@
+"""Does a chart show what the table says, in any width, and a drawing last as long?"""
+
+import itertools
+import struct
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpar.pipeline.schedules.catalog import make_schedule
+from jaxpar.pipeline.schedules.table import IDLE, cost
+from jaxpar.show.schedule import boxes, chart, draw, title
+
+NAMES = ("gpipe", "1f1b", "interleaved:1", "interleaved:3", "zero_bubble")
+TIMES = {"forward": 1.0, "backward": 2.0, "weight": 0.5}
+LETTERS = {"F": "forward", "B": "backward", "W": "weight"}
+
+
+@st.composite
+def schedules(draw):
+    P = draw(st.integers(1, 5))
+    M = P * draw(st.integers(1, 4))
+    return make_schedule(draw(st.sampled_from(NAMES)), P, M)
+
+
+def work_of(schedule) -> list[tuple]:
+    """(tick, stage, work, micro-batch, chunk) of the tables."""
+    tables = {
+        "forward": schedule.forward[:, :, None],
+        "backward": schedule.backward[:, :, None],
+        "weight": schedule.weight,
+    }
+    return sorted(
+        (tick, stage, work, *map(int, slot))
+        for work, table in tables.items()
+        for tick, row in enumerate(table)
+        for stage, slots in enumerate(row)
+        for slot in slots
+        if slot[0] != IDLE
+    )
+
+
+def read_chart(text, num_chunks) -> list[tuple]:
+    """Read a chart back, band by band."""
+    found, ticks, stage = [], [], -1
+    for line in text.splitlines():
+        words = line.split()
+        if not words:
+            continue
+        if words[0] == "tick":
+            ticks = [int(word) for word in words[1:]]
+            continue
+        if words[0] == "stage":
+            stage, words = int(words[1]), words[2:]
+        work, cells = LETTERS[words[0]], words[1:]
+        for tick, cell in zip(ticks, cells, strict=True):
+            if cell != ".":
+                m, _, chunk = cell.partition(".")
+                assert bool(chunk) == (num_chunks > 1)
+                found.append((tick, stage, work, int(m), int(chunk or 0)))
+    return sorted(found)
+
+
+@given(schedules(), st.sampled_from((1, 20, 40, 80, 1000)))
+def test_chart_reads_back_as_the_table_in_any_width(schedule, width):
+    text = chart(schedule, width).plain
+    assert read_chart(text, schedule.num_chunks) == work_of(schedule)
+    cell = 6
+    assert max(map(len, text.splitlines())) <= max(width, len("stage 0 F ") + cell)
+    bands = sum(line.startswith("tick") for line in text.splitlines())
+    assert (bands == 1) == (schedule.num_ticks <= bands_of(text))
+
+
+def bands_of(text) -> int:
+    """Ticks in the first band."""
+    return len(text.splitlines()[0].split()) - 1
+
+
+def test_chart_colours_each_kind_of_work():
+    text = chart(make_schedule("zero_bubble", 2, 4), 80)
+    styles = {span.style for span in text.spans}
+    assert len(styles - {"dim"}) == 3
+
+
+@given(schedules())
+def test_boxes_last_as_long_as_the_cost_says(schedule):
+    found = boxes(schedule, TIMES)
+    whole = cost(schedule, **TIMES)
+    assert max(box.begin + box.length for box in found) == pytest.approx(whole.total)
+    busy = [0.0] * schedule.num_stages
+    for box in found:
+        busy[box.stage] += box.length
+    assert max(busy) == pytest.approx((1 - whole.bubble) * whole.total)
+
+
+@given(schedules())
+def test_boxes_are_the_tables_work_and_overlap_on_no_stage(schedule):
+    found = boxes(schedule, TIMES)
+    work = [(b.stage, b.work, b.microbatch, b.chunk) for b in found]
+    assert sorted(work) == sorted(item[1:] for item in work_of(schedule))
+    for stage in range(schedule.num_stages):
+        own = sorted((b.begin, b.begin + b.length) for b in found if b.stage == stage)
+        for (_, end), (begin, _) in itertools.pairwise(own):
+            assert begin >= end - 1e-9
+
+
+def test_boxes_of_a_small_case_are_those_by_hand():
+    found = boxes(make_schedule("1f1b", 2, 2), TIMES)
+    assert [(b.stage, b.work[0], b.microbatch, b.begin, b.length) for b in found] == [
+        (0, "f", 0, 0.0, 1.0),
+        (0, "f", 1, 1.0, 1.0),
+        (1, "f", 0, 1.0, 1.0),
+        (1, "b", 0, 2.0, 2.0),
+        (0, "b", 0, 4.0, 2.0),
+        (1, "f", 1, 4.0, 1.0),
+        (1, "b", 1, 5.0, 2.0),
+        (0, "b", 1, 7.0, 2.0),
+    ]
+
+
+def test_title_names_chunks_where_there_are_several():
+    assert title(make_schedule("gpipe", 3, 4)) == "gpipe: 3 stages, 4 micro-batches"
+    several = title(make_schedule("interleaved:4", 2, 6))
+    assert several == "interleaved: 2 stages of 4 chunks, 6 micro-batches"
+
+
+def png_size(file) -> tuple[int, int]:
+    """Width and height in pixels, of the PNG's header."""
+    content = file.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    assert content[-8:-4] == b"IEND"
+    return struct.unpack(">II", content[16:24])
+
+
+def test_drawing_is_wider_the_longer_the_schedule(tmp_path):
+    sizes = []
+    for M in (8, 16):
+        draw(make_schedule("1f1b", 4, M), TIMES, tmp_path / "schedule.png")
+        sizes.append(png_size(tmp_path / "schedule.png"))
+    assert sizes[0][0] < sizes[1][0]
+    assert sizes[0][1] == sizes[1][1]
+
+
+def test_missing_matplotlib_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    message = r"picture needs matplotlib, .* run pip install 'jaxpar\[plot\]', or leave"
+    with pytest.raises(ModuleNotFoundError, match=message):
+        draw(make_schedule("1f1b", 1, 1), TIMES, tmp_path / "schedule.png")
+    assert not list(tmp_path.iterdir())
