@@ -39,7 +39,7 @@ from jaxpar.models import GPTConfig, gpt_loss, pipeline_gpt
 from jaxpar.pipeline.schedules.catalog import make_schedule
 from jaxpar.pipeline.schedules.table import cost, kept
 
-STAGES, WAYS = 4, 2
+ZERO_STAGES, WAYS = 4, 2
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
 LARGE = {"70B": (80, 8192, 4096), "175B": (96, 12_288, 2048)}
 """Layers, width and tokens a micro-batch: Llama 2's and GPT-3's."""
@@ -104,7 +104,7 @@ def engine_step(
 
 def autodiff_loss(config: Config, network: Any, key: jax.Array) -> Callable:
     """``(params, stage's number, tokens) -> loss`` of GPipe, for shard_map."""
-    M, last = config.microbatches, STAGES - 1
+    M, last = config.microbatches, ZERO_STAGES - 1
 
     def stage(blocks: Any, hidden: jax.Array) -> jax.Array:
         def layer(hidden: jax.Array, block: Any) -> tuple[jax.Array, None]:
@@ -146,7 +146,7 @@ def autodiff_loss(config: Config, network: Any, key: jax.Array) -> Callable:
 
 def autodiff_step(config: Config) -> tuple[Callable[[], float], float]:
     """GPipe by differentiating a scan of forwards, each stage under jax.checkpoint."""
-    mesh = jaxpar.make_mesh(jaxpar.MeshShape(data=WAYS, pipe=STAGES))
+    mesh = jaxpar.make_mesh(jaxpar.MeshShape(data=WAYS, pipe=ZERO_STAGES))
     rows = {"tokens": jax.ShapeDtypeStruct((1, config.length + 1), jnp.int32)}
     network = make_model(config).make_network(gpt_loss, rows)
     optimizer, key = optax.adamw(1e-3), jax.random.key(0)
@@ -166,7 +166,7 @@ def autodiff_step(config: Config) -> tuple[Callable[[], float], float]:
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Any, state: Any, tokens: jax.Array) -> tuple:
-        numbers = jnp.arange(STAGES)
+        numbers = jnp.arange(ZERO_STAGES)
         loss, grads = jax.value_and_grad(mapped)(params, numbers, tokens)
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
@@ -188,7 +188,7 @@ def autodiff_step(config: Config) -> tuple[Callable[[], float], float]:
 
 def measure(config: Config, console: Console) -> dict[str, dict[str, float]]:
     """Time everything in turns."""
-    pipes, M = jaxpar.MeshShape(data=WAYS, pipe=STAGES), config.microbatches
+    pipes, M = jaxpar.MeshShape(data=WAYS, pipe=ZERO_STAGES), config.microbatches
     steps: dict[str, tuple[Callable[[], float], float]] = {}
     steps["GPipe by autodiff"] = autodiff_step(config)
     rows = WAYS * M // 8
@@ -221,8 +221,8 @@ def temporaries(config: Config) -> dict[str, dict[str, float]]:
     """Temporary megabytes by the blocks a stage has: these grow, rings do not."""
     found = {}
     for blocks in (1, 2, 4):
-        own = dataclasses.replace(config, layers=STAGES * blocks)
-        pipes = jaxpar.MeshShape(data=WAYS, pipe=STAGES)
+        own = dataclasses.replace(config, layers=ZERO_STAGES * blocks)
+        pipes = jaxpar.MeshShape(data=WAYS, pipe=ZERO_STAGES)
         _, ours = engine_step(own, pipes, "1f1b", own.microbatches, "full")
         _, theirs = autodiff_step(own)
         row = {"1f1b_mb": ours, "GPipe_by_autodiff_mb": theirs, "ratio": ours / theirs}

@@ -31,9 +31,9 @@ from jaxpar.cli.recipe_flags import parse
 from jaxpar.models.gpt.presets import gpt_config
 from jaxpar.planner.hardware import load_hardware
 from jaxpar.planner.plan import Plan
-from jaxpar.planner.recipe import plan_apart
+from jaxpar.planner.recipe import plan_in_subprocess
 from jaxpar.planner.roofline import Estimate
-from jaxpar.planner.subprocess import ApartError
+from jaxpar.planner.subprocess import CompilerProcessError
 
 RECIPE = Path(__file__).resolve().parent / "megatron_gpt.py"
 GPUS_PER_HOST = 8
@@ -176,7 +176,7 @@ def plan_row(row: Row) -> Planned:
         for axis, size in row.mesh.items():
             flags += [f"--mesh.{axis}", str(size)]
         target = f"a100:{row.gpus // GPUS_PER_HOST}x{GPUS_PER_HOST}"
-        plan = plan_apart(RECIPE, target, flags)
+        plan = plan_in_subprocess(RECIPE, target, flags)
         found = Planned(row, microbatch, plan)
         if plan.fits:
             break
@@ -245,7 +245,7 @@ def main(config: Config) -> None:
         with console.status(f"compiling {row.model} for {row.gpus:,} A100s"):
             try:
                 planned.append(plan_row(row))
-            except (ApartError, ValueError) as error:
+            except (CompilerProcessError, ValueError) as error:
                 failed[row.model] = str(error)
                 console.print(f"{row.model} failed: {error}", markup=False)
     if planned:

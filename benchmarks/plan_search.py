@@ -21,10 +21,10 @@ from benchmarks.record import write_result
 from jaxpar.cli.recipe_flags import parse
 from jaxpar.planner.choices import KNOBS, Choice
 from jaxpar.planner.plan import Plan
-from jaxpar.planner.recipe import plan_apart
+from jaxpar.planner.recipe import plan_in_subprocess
 from jaxpar.planner.recipe_search import search_recipe
 from jaxpar.planner.search import seconds_of
-from jaxpar.planner.subprocess import ApartError
+from jaxpar.planner.subprocess import CompilerProcessError
 from jaxpar.show.search import show_search
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "gpt_3d.py"
@@ -85,17 +85,17 @@ def measure(name: str, compiles: int, console: Console) -> dict[str, Any]:
     flags = ("--model", name, "--precision", "bf16", "--batch-size", str(rows))
     began = time.perf_counter()
 
-    def tell(choice: Choice, found: Plan | str) -> None:
+    def report(choice: Choice, found: Plan | str) -> None:
         console.print(f"{choice}: {_said(found)}", highlight=False)
 
-    search = search_recipe(RECIPE, target, flags, compiles=compiles, tell=tell)
+    search = search_recipe(RECIPE, target, flags, compiles=compiles, report=report)
     seconds = time.perf_counter() - began
     show_search(search, console)
     best, plan = search.ranking[0]
     hand: dict[str, float | str | None] = {}
     for choice in picked:
         found = search.plans.get(choice) or _planned(choice, target, flags)
-        tell(choice, found)
+        report(choice, found)
         hand[str(choice)] = found if isinstance(found, str) else _seconds(found)
     times = [each for each in hand.values() if isinstance(each, float)]
     ratio = min(times) / seconds_of(plan)
@@ -114,8 +114,8 @@ def measure(name: str, compiles: int, console: Console) -> dict[str, Any]:
 
 def _planned(choice: Choice, target: str, flags: tuple[str, ...]) -> Plan | str:
     try:
-        return plan_apart(RECIPE, target, (*flags, *choice.flags(SETS)))
-    except (ValueError, ApartError) as error:
+        return plan_in_subprocess(RECIPE, target, (*flags, *choice.flags(SETS)))
+    except (ValueError, CompilerProcessError) as error:
         return str(error)
 
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.record import write_result
-from jaxpar.planner.recipe import plan_apart
+from jaxpar.planner.recipe import plan_in_subprocess
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "gpt.py"
 FLAGS = ("--precision", "bf16", "--remat", "full", "--zero", "3")
@@ -32,7 +32,7 @@ def measure(hosts: int) -> dict[str, Any]:
     """Plan 7B on hosts of eight H200s, one row a GPU."""
     rows = str(8 * hosts)
     began = time.perf_counter()
-    plan = plan_apart(
+    plan = plan_in_subprocess(
         RECIPE, f"h200:{hosts}x8", ("--model", "7b", "--batch-size", rows, *FLAGS)
     )
     return {

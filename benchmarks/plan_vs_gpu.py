@@ -28,7 +28,7 @@ from benchmarks.record import write_result
 from jaxpar.cli.recipe_flags import parse
 from jaxpar.compiled.program import read_program
 from jaxpar.mesh import MeshShape, make_mesh
-from jaxpar.planner.recipe import load_recipe, plan_apart
+from jaxpar.planner.recipe import load_recipe, plan_in_subprocess
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "gpt.py"
 CASES: dict[str, tuple[str, ...]] = {
@@ -75,7 +75,7 @@ def measure(case: str) -> dict[str, float]:
 
 def planned(case: str, kind: str) -> dict[str, Any]:
     """Plan one configuration for a GPU of a kind."""
-    plan = plan_apart(RECIPE, f"{kind}:1x1", (*CASES[case], *COMMON))
+    plan = plan_in_subprocess(RECIPE, f"{kind}:1x1", (*CASES[case], *COMMON))
     assert plan.estimate is not None, "GPUs have rates"
     return {
         "planned_bytes": plan.memory.peak,

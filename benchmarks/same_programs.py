@@ -106,7 +106,7 @@ def _kernel(quoted: str) -> str:
     # Only for text with kernels; jax has no public way to read one.
     mlir = importlib.import_module("jax._src.interpreters.mlir")
     lib = importlib.import_module("jax._src.lib")
-    ir = importlib.import_module("jax._src.lib.mlir.ir")
+    ir = importlib.import_module("jax._src.lib.mlir").ir
     code = re.sub(
         rb"\\([0-9A-F]{2}|.)",
         lambda c: bytes.fromhex(c[1].decode()) if len(c[1]) == 2 else c[1],

@@ -12,6 +12,7 @@ from .launch.devices import choose_mesh, scaled_accumulation
 from .mesh import MeshShape, make_mesh
 from .model.blocks import PipelineModel
 from .model.remat import remat
+from .pipeline.schedules.catalog import make_schedule
 from .pipeline.schedules.table import Schedule
 from .planner.plan_step import plan
 from .sharding.constrain import constrain
@@ -49,6 +50,7 @@ __all__ = [
     "initialize",
     "make_mesh",
     "make_precision",
+    "make_schedule",
     "mean_loss",
     "models",
     "open_run",

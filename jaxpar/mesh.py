@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh
 DATA, PIPE, TENSOR = "data", "pipe", "tensor"
 AXES = (DATA, PIPE, TENSOR)
 
-_ONLY_PLANNED = contextvars.ContextVar("only_planned", default=False)
+_COMPILE_ONLY = contextvars.ContextVar("only_planned", default=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,18 +213,18 @@ def _warn_once(line: str) -> None:
 
 
 @contextlib.contextmanager
-def only_planned() -> Iterator[None]:
+def compile_only() -> Iterator[None]:
     """Inside, devices that are here count as ones to compile for, never to run on."""
-    token = _ONLY_PLANNED.set(True)
+    token = _COMPILE_ONLY.set(True)
     try:
         yield
     finally:
-        _ONLY_PLANNED.reset(token)
+        _COMPILE_ONLY.reset(token)
 
 
 def are_present(mesh: Mesh) -> bool:
     """Whether the mesh's devices can run programs, and are not just to compile for."""
-    if _ONLY_PLANNED.get():
+    if _COMPILE_ONLY.get():
         return False
     device = mesh.devices.flat[0]
     try:

@@ -20,7 +20,7 @@ from jaxpar.compiled.collectives import Collective
 from jaxpar.compiled.hlo import ArrayType
 from jaxpar.mesh import DATA
 from jaxpar.planner.plan import Plan
-from jaxpar.planner.recipe import plan_apart
+from jaxpar.planner.recipe import plan_in_subprocess
 
 DEEPSPEEDS_ELEMENTS = (2, 2, 2, 3)
 """What crosses in a step for each parameter, by stage."""
@@ -84,7 +84,7 @@ def make_plans(config: Config, console: Console) -> list[Plan]:
     flags += ["--precision", "bf16", "--remat", "full", "--accumulate", "1", "--zero"]
     for stage in "0123":
         with console.status(f"compiling stage {stage} for {config.target}"):
-            plans.append(plan_apart(recipe, config.target, [*flags, stage]))
+            plans.append(plan_in_subprocess(recipe, config.target, [*flags, stage]))
     return plans
 
 

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from jaxpar.config import parse
+from jaxpar.cli.recipe_flags import parse
 from jaxpar.mesh import MeshShape
 
 

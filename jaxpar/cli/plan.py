@@ -79,19 +79,19 @@ def _check_files(args: ShowPlan) -> None:
 
 
 def _plan(args: ShowPlan, console: Console) -> None:
-    from jaxpar.planner.recipe import plan_apart  # noqa: PLC0415
+    from jaxpar.planner.recipe import plan_in_subprocess  # noqa: PLC0415
     from jaxpar.planner.recipe_search import what_would_fit  # noqa: PLC0415
     from jaxpar.show.plan import show_plan as show  # noqa: PLC0415
     from jaxpar.show.search import show_tried  # noqa: PLC0415
 
     with console.status(f"compiling {args.recipe.name} for {args.target}"):
-        plan = plan_apart(args.recipe, args.target, args.flags)
+        plan = plan_in_subprocess(args.recipe, args.target, args.flags)
     _write(args, plan, plan.as_json())
     show(plan, console, tokens=args.tokens)
     if plan.fits is False and args.fix:
         with console.status("compiling what may fit") as status:
             tried = what_would_fit(
-                args.recipe, plan, args.flags, tell=_teller(status.update)
+                args.recipe, plan, args.flags, report=_reporter(status.update)
             )
         show_tried(tried, plan.device_memory_bytes or 0, console)
 
@@ -107,7 +107,7 @@ def _search(args: ShowPlan, console: Console) -> None:
             args.target,
             args.flags,
             compiles=args.compiles,
-            tell=_teller(
+            report=_reporter(
                 lambda line: (console.print(line), status.update("compiling"))
             ),
         )
@@ -121,7 +121,7 @@ def _search(args: ShowPlan, console: Console) -> None:
     _write(args, None, as_json(found))
     with console.status("looking for the smallest target that would do") as status:
         larger = smallest_target(
-            args.recipe, args.target, args.flags, tell=_teller(status.update)
+            args.recipe, args.target, args.flags, report=_reporter(status.update)
         )
     if larger is None:
         raise ValueError(f"{args.recipe.name} does not fit {args.target}, nor larger.")
@@ -132,10 +132,10 @@ def _search(args: ShowPlan, console: Console) -> None:
     )
 
 
-def _teller(say: Callable[[str], object]) -> "Callable[[Choice, Plan | str], None]":
+def _reporter(say: Callable[[str], object]) -> "Callable[[Choice, Plan | str], None]":
     """What is said of each step as it is compiled."""
 
-    def tell(choice: "Choice", found: "Plan | str") -> None:
+    def report(choice: "Choice", found: "Plan | str") -> None:
         if isinstance(found, str):
             say(f"{choice}: failed: {found.splitlines()[0][:160]}")
             return
@@ -144,7 +144,7 @@ def _teller(say: Callable[[str], object]) -> "Callable[[Choice, Plan | str], Non
         fits = "fits" if found.fits else "does not fit"
         say(f"{choice}: {time}{found.memory.peak / 1e9:.1f} GB, {fits}")
 
-    return tell
+    return report
 
 
 def _write(args: ShowPlan, plan: "Plan | None", text: str) -> None:

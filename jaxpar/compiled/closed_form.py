@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxpar.compiled.budget import REDUCTION, Budget
 from jaxpar.mesh import DATA, PIPE, TENSOR
 from jaxpar.sharding.collectives import wire_dtype
-from jaxpar.sharding.zero import LeafPlan, ZeroStage
+from jaxpar.sharding.zero import LeafSharding, ZeroStage
 from jaxpar.step.precision import Precision
 
 COUPLED_TOLERANCE = 0.3
@@ -22,11 +22,11 @@ COUPLED_TOLERANCE = 0.3
 
 
 @dataclasses.dataclass(frozen=True)
-class Meant:
+class ClosedForm:
     """What decides how often parameters and gradients cross data, and in what.
 
     Attributes:
-      stage: the row of the ZeRO table.
+      zero: the row of the ZeRO table.
       precision: the dtypes.
       accumulate: micro-batches a step.
       sizes: mesh axis -> devices on it.
@@ -34,7 +34,7 @@ class Meant:
       coupled: whether examples are coupled: the compiler places what crosses data.
     """
 
-    stage: ZeroStage
+    zero: ZeroStage
     precision: Precision
     accumulate: int
     sizes: Mapping[str, int]
@@ -44,9 +44,9 @@ class Meant:
     @property
     def gathers(self) -> int:
         """Times that every parameter is gathered in a step."""
-        if self.stage.gather == "never":
+        if self.zero.gather == "never":
             return 0
-        at_use = self.stage.gather == "use" and not self._pipes
+        at_use = self.zero.gather == "use" and not self._pipes
         return 2 * self.accumulate if at_use else 1
 
     @property
@@ -54,7 +54,7 @@ class Meant:
         """Times that every gradient is reduced in a step."""
         if self._pipes:
             return 1
-        each = self.stage.reduce == "microbatch" or self.coupled
+        each = self.zero.reduce == "microbatch" or self.coupled
         return self.accumulate if each else 1
 
     @property
@@ -83,8 +83,8 @@ class Meant:
         return wire_dtype(dtype, self.platform).itemsize
 
 
-def expected_budget(
-    plans: Sequence[LeafPlan], meant: Meant, state_bytes: int
+def closed_form_budget(
+    leaf_shardings: Sequence[LeafSharding], closed_form: ClosedForm, state_bytes: int
 ) -> Budget:
     """Budget a step by its design.
 
@@ -92,8 +92,8 @@ def expected_budget(
     data where the compiler places the collectives of a pipeline.
 
     Args:
-      plans: the parameters' layouts, as they cross data.
-      meant: how often and in what they do.
+      leaf_shardings: the parameters' layouts, as they cross data.
+      closed_form: how often and in what they do.
       state_bytes: of the state at rest, by its layout.
 
     Returns:
@@ -103,55 +103,61 @@ def expected_budget(
       embeds tokens and makes logits.
     """
     unbounded = (PIPE, TENSOR)
-    if meant.coupled and meant.sizes[PIPE] > 1:
+    if closed_form.coupled and closed_form.sizes[PIPE] > 1:
         unbounded = (DATA, PIPE, TENSOR)
-    whole = 4 * sum(math.prod(plan.shape) for plan in plans)
+    whole = 4 * sum(math.prod(leaf.shape) for leaf in leaf_shardings)
     return Budget(
         state_bytes=state_bytes,
-        crossing={DATA: _over_data(plans, meant)} if meant.sizes[DATA] > 1 else {},
-        tolerance=COUPLED_TOLERANCE if meant.coupled else Budget.tolerance,
+        crossing={DATA: _over_data(leaf_shardings, closed_form)}
+        if closed_form.sizes[DATA] > 1
+        else {},
+        tolerance=COUPLED_TOLERANCE if closed_form.coupled else Budget.tolerance,
         small_bytes=max(Budget.small_bytes, whole // 1000),
         unbounded=unbounded,
     )
 
 
-def step_bytes(plans: Iterable[LeafPlan], meant: Meant) -> tuple[int, int]:
+def step_bytes(
+    leaf_shardings: Iterable[LeafSharding], closed_form: ClosedForm
+) -> tuple[int, int]:
     """What a step holds besides the state, by closed form.
 
     Args:
-      plans: the parameters' layouts.
-      meant: how often and in what they cross data.
+      leaf_shardings: the parameters' layouts.
+      closed_form: how often and in what they cross data.
 
     Returns:
       Bytes on one device of parameters in the compute dtype, and of gradients; a copy
       that is made where it is used is not among them. Gradients of a single
       micro-batch lie in the dtype in which they are made, or have crossed.
     """
-    stage, itemsize = meant.stage, meant.precision.compute_dtype.itemsize
-    at_use = stage.gather == "use" and not meant._pipes
-    as_they_rest = stage.gather == "never" and itemsize == 4
-    split = stage.reduce == "microbatch" and not meant._pipes
-    single = meant.reduce_bytes if split else itemsize
+    zero, itemsize = closed_form.zero, closed_form.precision.compute_dtype.itemsize
+    at_use = zero.gather == "use" and not closed_form._pipes
+    as_stored = zero.gather == "never" and itemsize == 4
+    split = zero.reduce == "microbatch" and not closed_form._pipes
+    single = closed_form.reduce_bytes if split else itemsize
     copies = gradients = 0
-    for plan in plans:
-        own = math.prod(plan.shape) // plan.ways_computed
-        at_rest = math.prod(plan.shape) // plan.ways_at_rest
-        copies += 0 if at_use or as_they_rest else own * itemsize
-        gradients += (at_rest if split else own) * (4 if meant.adds_up else single)
+    for leaf in leaf_shardings:
+        own = math.prod(leaf.shape) // leaf.ways_computed
+        stored = math.prod(leaf.shape) // leaf.ways_stored
+        copies += 0 if at_use or as_stored else own * itemsize
+        gradients += (stored if split else own) * (4 if closed_form.adds_up else single)
     return copies, gradients
 
 
-def _over_data(plans: Sequence[LeafPlan], meant: Meant) -> dict[str, int]:
+def _over_data(
+    leaf_shardings: Sequence[LeafSharding], closed_form: ClosedForm
+) -> dict[str, int]:
     """Kind of collective -> bytes of the whole arrays, per device and step."""
-    split = [plan for plan in plans if plan.data_dim is not None]
-    kept = [plan for plan in plans if plan.data_dim is None]
-    gathered = meant.gathers * meant.gather_bytes * sum(map(_piece, split))
-    each = meant.reductions * meant.reduce_bytes
-    if meant.coupled or meant.platform != "gpu":
+    split = [leaf for leaf in leaf_shardings if leaf.data_dim is not None]
+    kept = [leaf for leaf in leaf_shardings if leaf.data_dim is None]
+    gathered = closed_form.gathers * closed_form.gather_bytes * sum(map(_piece, split))
+    each = closed_form.reductions * closed_form.reduce_bytes
+    if closed_form.coupled or closed_form.platform != "gpu":
         # The compiler reduces over data where a gradient is made, at its compute spec.
-        made = _computed if meant.coupled else _piece
-        again = max(map(made, plans)) if meant.coupled else 0
-        reduced = {REDUCTION: each * (sum(map(made, plans)) + again)}
+        made = _computed if closed_form.coupled else _piece
+        again = max(map(made, leaf_shardings)) if closed_form.coupled else 0
+        reduced = {REDUCTION: each * (sum(map(made, leaf_shardings)) + again)}
     else:
         scattered, summed = (each * sum(map(_piece, x)) for x in (split, kept))
         reduced = {"reduce-scatter": scattered, "all-reduce": summed}
@@ -159,12 +165,12 @@ def _over_data(plans: Sequence[LeafPlan], meant: Meant) -> dict[str, int]:
     return {kind: number for kind, number in named.items() if number}
 
 
-def _computed(plan: LeafPlan) -> int:
+def _computed(leaf: LeafSharding) -> int:
     """Elements of what one place on tensor computes of a leaf."""
-    return math.prod(plan.shape) // plan.ways_computed
+    return math.prod(leaf.shape) // leaf.ways_computed
 
 
-def _piece(plan: LeafPlan) -> int:
+def _piece(leaf: LeafSharding) -> int:
     """Elements of what one place on pipe and tensor holds of a leaf."""
-    data = 1 if plan.data_dim is None else plan.ways[0]
-    return math.prod(plan.shape) * data // plan.ways_at_rest
+    data = 1 if leaf.data_dim is None else leaf.ways[0]
+    return math.prod(leaf.shape) * data // leaf.ways_stored

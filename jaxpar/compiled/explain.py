@@ -20,7 +20,7 @@ from jaxpar import tree
 from jaxpar.compiled.program import CompiledProgram
 from jaxpar.compiled.xla_flags import Setting
 from jaxpar.mesh import DATA
-from jaxpar.sharding.zero import LeafPlan, ZeroStage
+from jaxpar.sharding.zero import LeafSharding, ZeroStage
 from jaxpar.types import PyTree
 
 _MEANT = {
@@ -75,7 +75,7 @@ class Explanation:
       mesh: axis -> devices.
       zero: the ZeRO stage.
       leaves: a row per leaf of the train state.
-      meant: what should cross which axis, by the stage's design.
+      closed_form: what should cross which axis, by the stage's design.
       program: what does, and the memory, read from the compiled step.
       settings: the compiler's options that were set, and why.
     """
@@ -83,7 +83,7 @@ class Explanation:
     mesh: dict[str, int]
     zero: int
     leaves: tuple[LeafReport, ...]
-    meant: tuple[str, ...]
+    closed_form: tuple[str, ...]
     program: CompiledProgram
     settings: tuple[Setting, ...]
 
@@ -105,7 +105,7 @@ class Explanation:
         console.print(f"state at rest: {self.bytes_per_device:,} bytes per device")
         console.print("\nwhat crosses in a step, read from the compiled program:")
         console.print(_traffic_table(self.program))
-        for line in self.meant:
+        for line in self.closed_form:
             console.print(f"- meant: {line}")
         for loop in self.program.unknown_loops:
             console.print(f"- loop {loop}: trip count not known, counted once")
@@ -157,8 +157,8 @@ def _traffic_table(program: CompiledProgram) -> Table:
 
 def make_explanation(
     state: PyTree,
-    plans: Mapping[str, LeafPlan],
-    stage: ZeroStage,
+    leaf_shardings: Mapping[str, LeafSharding],
+    zero: ZeroStage,
     *,
     coupled: bool,
     program: CompiledProgram,
@@ -170,8 +170,8 @@ def make_explanation(
 
     Args:
       state: the train state's shapes, dtypes and shardings.
-      plans: parameter name -> plan.
-      stage: the row of the ZeRO table.
+      leaf_shardings: parameter name -> plan.
+      zero: the row of the ZeRO table.
       coupled: whether examples are coupled (data is automatic).
       program: the compiled step, read.
       settings: what it was compiled with.
@@ -183,21 +183,21 @@ def make_explanation(
     """
     leaves = tree.named_leaves(state)
     rows = [
-        _row(name, leaf, plans.get(name.removeprefix("params/")))
+        _row(name, leaf, leaf_shardings.get(name.removeprefix("params/")))
         for name, leaf in leaves.items()
     ]
     mesh = next(iter(leaves.values())).sharding.mesh
-    meant = _meant(
-        min(stage.number, 1) if notes else stage.number,
+    closed_form = _meant(
+        min(zero.number, 1) if notes else zero.number,
         mesh.shape[DATA],
-        list(plans.values()),
+        list(leaf_shardings.values()),
         coupled,
     )
     return Explanation(
         mesh=dict(mesh.shape),
-        zero=stage.number,
+        zero=zero.number,
         leaves=tuple(rows),
-        meant=(*meant, *notes, *remarks),
+        closed_form=(*closed_form, *notes, *remarks),
         program=program,
         settings=settings,
     )
@@ -221,7 +221,9 @@ def _piece_bytes(leaf: jax.ShapeDtypeStruct) -> int:
     return tree.num_bytes(jax.ShapeDtypeStruct(piece, leaf.dtype))
 
 
-def _row(name: str, leaf: jax.ShapeDtypeStruct, plan: LeafPlan | None) -> LeafReport:
+def _row(
+    name: str, leaf: jax.ShapeDtypeStruct, sharded: LeafSharding | None
+) -> LeafReport:
     assert isinstance(leaf.sharding, NamedSharding), "of a state at rest"
     return LeafReport(
         name=name,
@@ -229,12 +231,12 @@ def _row(name: str, leaf: jax.ShapeDtypeStruct, plan: LeafPlan | None) -> LeafRe
         dtype=str(leaf.dtype),
         spec=str(tuple(leaf.sharding.spec)),
         bytes_per_device=_piece_bytes(leaf),
-        why=plan.why if plan else "",
+        why=sharded.why if sharded else "",
     )
 
 
 def _meant(
-    number: int, data: int, plans: Sequence[LeafPlan], coupled: bool
+    number: int, data: int, leaf_shardings: Sequence[LeafSharding], coupled: bool
 ) -> tuple[str, ...]:
     if data == 1:
         lines: tuple[str, ...] = ("data: one device, nothing crosses.",)
@@ -245,5 +247,5 @@ def _meant(
         )
     else:
         lines = _MEANT[number]
-    ruled = sum(any(plan.compute) for plan in plans)
+    ruled = sum(any(leaf.compute) for leaf in leaf_shardings)
     return (*lines, f"tensor: {ruled} parameters are split by rule.")

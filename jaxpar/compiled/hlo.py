@@ -236,7 +236,7 @@ def runs_of(module: Module) -> tuple[dict[str, int], tuple[str, ...]]:
     """Count how often each computation runs when the program runs once.
 
     A loop's body runs as often as the loop's trip count says; each branch of a
-    conditional as often as `Module.taken` says.
+    conditional as often as `Module.active_fraction` says.
 
     Args:
       module: the program.

@@ -109,11 +109,11 @@ def make_loss_check(
 
     def totals(shards, inputs, model_state, key) -> Sums:
         sums = forward_of(checked, 1)(shards, inputs, model_state, key)
-        return sums.over_data(checked.exchange)
+        return sums.over_data(checked.collectives)
 
     def noisy(of: Partition, run: Callable[..., Any], *given: Any) -> Any:
         params, model_state, batch, step, key, noise = given
-        shards = of.views(with_noise(placement.update.computed(params), noise))
+        shards = of.views(with_noise(placement.update.compute_params(params), noise))
         return run(shards, make_inputs(batch, step), model_state, key)
 
     def compare(*given: Any) -> dict[str, jax.Array]:

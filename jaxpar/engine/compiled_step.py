@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import jax
 
 from jaxpar.compiled.budget import Budget, BudgetExceeded, Measured, check, measure
-from jaxpar.compiled.closed_form import Meant, expected_budget
+from jaxpar.compiled.closed_form import ClosedForm, closed_form_budget
 from jaxpar.compiled.explain import Explanation, make_explanation, state_bytes
 from jaxpar.compiled.hlo import Module, parse
 from jaxpar.compiled.program import read_program
@@ -18,7 +18,7 @@ from jaxpar.engine.placement import Placement
 from jaxpar.mesh import lowering_platform
 from jaxpar.pipeline.execution import Execution
 from jaxpar.step.precision import Precision
-from jaxpar.step.state import kept_structs, state_shardings
+from jaxpar.step.state import packed_structs, state_shardings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,35 +124,35 @@ class CompiledStep(abc.ABC):
             operations by their lines in the source.
         """
         measured = self.measure(self.lower())
-        violations = check(budget or self.expected_budget(), measured)
+        violations = check(budget or self.closed_form_budget(), measured)
         if violations:
             raise BudgetExceeded(violations)
         return measured.budget()
 
-    def expected_budget(self) -> Budget:
+    def closed_form_budget(self) -> Budget:
         """What the step holds and moves by design, by its closed form."""
         own, spec = self.placement, self.spec
-        ruled = state_shardings(own.abstract, own.plans, own.stage, own.mesh)
-        stored = state_bytes(kept_structs(own.update, own.abstract, ruled))
-        crossing = spec.execution.crossing(list(own.plans.values()))
-        return expected_budget(crossing, self.closed_form, sum(stored.values()))
+        ruled = state_shardings(own.abstract, own.leaves, own.zero, own.mesh)
+        stored = state_bytes(packed_structs(own.update, own.abstract, ruled))
+        crossing = spec.execution.crossing(list(own.leaves.values()))
+        return closed_form_budget(crossing, self.closed_form, sum(stored.values()))
 
     def measure(self, lowered: jax.stages.Lowered) -> Measured:
         """Compile the step, and say what it holds and moves, and for which lines."""
         with todays_lines():
             compiled = lowered.compile()
         text = compiled.as_text() or ""
-        module = parse(text, self.spec.execution.taken)
+        module = parse(text, self.spec.execution.active_fraction)
         explanation = self._explanation(compiled, module)
         on_cpu = self.closed_form.platform == "cpu"
         return measure(explanation, module, text, on_cpu=on_cpu)
 
     @property
-    def closed_form(self) -> Meant:
+    def closed_form(self) -> ClosedForm:
         """How parameters and gradients are communicated over data by design."""
         mesh = self.placement.mesh
-        return Meant(
-            stage=self.placement.stage,
+        return ClosedForm(
+            zero=self.placement.zero,
             precision=self.spec.precision,
             accumulate=self.spec.accumulate,
             sizes=dict(mesh.shape),
@@ -164,18 +164,18 @@ class CompiledStep(abc.ABC):
     def notes(self) -> tuple[str, ...]:
         """What is worth knowing of the schedule and of the optimizer, a line each."""
         own, execution = self.placement, self.spec.execution
-        return (*execution.notes(own.stage, own.plans), *own.update.notes())
+        return (*execution.notes(own.zero, own.leaves), *own.update.notes())
 
     def _explanation(self, compiled: Any, module: Module | None = None) -> Explanation:
         """Explain the compiled step; `module` is its program, where that is parsed."""
         own, spec = self.placement, self.spec
         return make_explanation(
-            own.kept,
-            own.plans,
-            own.stage,
+            own.packed,
+            own.leaves,
+            own.zero,
             coupled=spec.coupled,
             program=read_program(compiled, own.mesh, module),
             settings=spec.settings,
-            notes=spec.execution.notes(own.stage, own.plans),
+            notes=spec.execution.notes(own.zero, own.leaves),
             remarks=(*own.update.notes(), *spec.remarks),
         )

@@ -72,7 +72,7 @@ class Engine(CompiledStep):
         mesh = " x ".join(f"{axis} {size}" for axis, size in sizes)
         return (
             f"<jaxpar.Engine: {num_elements(self.placement.abstract.params):,} "
-            f"parameters, ZeRO {self.placement.stage.number}, {mesh}, "
+            f"parameters, ZeRO {self.placement.zero.number}, {mesh}, "
             f"{spec.precision.compute_dtype}, accumulate {spec.accumulate}, "
             f"{self.batch_spec.num_rows} rows a step>"
         )
@@ -93,16 +93,16 @@ class Engine(CompiledStep):
         are for `load_params`.
         """
         if self._view is None:
-            self._view = make_view(self.placement.logical(self._kept))
+            self._view = make_view(self.placement.unpack(self._packed))
         return self._view.state
 
     @property
     def steps(self) -> int:
         """Steps taken, skipped ones too; waits for them."""
-        return int(self._kept.step)
+        return int(self._packed.step)
 
     @property
-    def _kept(self) -> TrainState:
+    def _packed(self) -> TrainState:
         return jax.tree.unflatten(self._structure, self._leaves)
 
     def step(self, batch: Batch) -> Metrics:
@@ -131,7 +131,7 @@ class Engine(CompiledStep):
         with self._alone("step"):
             placed = self._put(batch)
             self._program.loss_check.before_call(
-                lambda: self._kept, placed, self._ahead
+                lambda: self._packed, placed, self._ahead
             )
             # The view goes first, for a fused optimizer's holds arrays of its own.
             self._view, self._number = None, self._number + 1
@@ -159,14 +159,14 @@ class Engine(CompiledStep):
             own = set(map(id, self._leaves))
             leaves = [
                 jnp.copy(leaf) if id(leaf) in own else leaf
-                for leaf in jax.tree.leaves(self.placement.keep(state))
+                for leaf in jax.tree.leaves(self.placement.pack(state))
             ]
             given = jax.tree.unflatten(self._structure, leaves)
             self._program.loss_check.before_call(lambda: given, placed, self._ahead)
             new, metrics, _ = self._program.step(leaves, placed)
             self._ahead.add(Dispatched("a train_step", metrics["loss"]))
-            kept = jax.tree.unflatten(self._structure, new)
-            return self.placement.logical(kept), metrics
+            packed = jax.tree.unflatten(self._structure, new)
+            return self.placement.unpack(packed), metrics
 
     def evaluate(self, batch: Batch, *, params: Params | None = None) -> Metrics:
         """Evaluate on a batch of any number of rows.
@@ -186,13 +186,15 @@ class Engine(CompiledStep):
             self.placement.require_devices("batch")
             self._ahead.finish_before_others()
             parts = self.batch_spec.put_any(batch, whole=self.spec.coupled)
-            kept = self._kept
+            packed = self._packed
             if parts[0] is not None:
                 self._program.eval_check.before_call(
-                    lambda: kept, parts[0], self._ahead
+                    lambda: packed, parts[0], self._ahead
                 )
-            used = kept.params if params is None else self._placed(params)
-            metrics = self._program.evaluated(parts, used, kept, is_kept=params is None)
+            used = packed.params if params is None else self._placed(params)
+            metrics = self._program.evaluated(
+                parts, used, packed, is_packed=params is None
+            )
             self._ahead.add(Dispatched("an evaluation", metrics["loss"]))
             return metrics
 
@@ -208,9 +210,9 @@ class Engine(CompiledStep):
         """
         self.placement.require_devices("model")
         with self._alone("model"):
-            kept = self._kept
-            own = params is None and self.placement.update.logical(kept.params, ())[0]
-            given = (own or self._placed(params), kept.model_state), kept.key, None
+            packed = self._packed
+            own = params is None and self.placement.update.unpack(packed.params, ())[0]
+            given = (own or self._placed(params), packed.model_state), packed.key, None
             return self._network.run(lambda model, _: model, *given, training=False)[0]
 
     def load_params(self, params: Params) -> None:
@@ -225,7 +227,7 @@ class Engine(CompiledStep):
         """
         self.placement.require_devices("load_params")
         with self._thread.calling("load_params"):
-            state = self.placement.logical(self._kept)
+            state = self.placement.unpack(self._packed)
             new = self._placed(params, may_alias=False)  # The next step donates it.
             self._take(dataclasses.replace(state, params=new))
 
@@ -261,7 +263,7 @@ class Engine(CompiledStep):
         self.placement.require_devices("save")
         with self._alone("save"):
             self._ahead.finish()
-            require_sound(state := self.placement.logical(self._kept))
+            require_sound(state := self.placement.unpack(self._packed))
             checkpoints = self._opened(folder)
             checkpoints.set_keep(keep)
             checkpoints.save(
@@ -324,7 +326,7 @@ class Engine(CompiledStep):
                 data.set_state(restored.position(folder))
             state = restored.tree
             if only is not None or reset:
-                state = filled_in(state, self.placement.logical(self._kept))
+                state = filled_in(state, self.placement.unpack(self._packed))
             self._take(state)
             self._ahead = RunAhead(skipped=int(state.loss_scale.skipped))
             self._number = restored.step
@@ -339,7 +341,7 @@ class Engine(CompiledStep):
         self.placement.require_devices("probe")
         with self._alone("probe"):
             if self._probe is None:
-                shardings = named_leaves(self.placement.kept_shardings)
+                shardings = named_leaves(self.placement.packed_shardings)
                 self._probe = make_probe(self.mesh, shardings)
             self._probe.check(self._leaves)
 
@@ -371,7 +373,7 @@ class Engine(CompiledStep):
         """Go on from another logical state."""
         # Else three states are there, where one is kept in buckets.
         self._leaves, self._view = [], None
-        self._leaves = jax.tree.leaves(self.placement.keep(state))
+        self._leaves = jax.tree.leaves(self.placement.pack(state))
 
     @contextlib.contextmanager
     def _alone(self, method: str) -> Iterator[None]:

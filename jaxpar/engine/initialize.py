@@ -29,14 +29,16 @@ from jaxpar.optim.make_update import make_update
 from jaxpar.pipeline.execution import Execution, make_execution
 from jaxpar.pipeline.schedules.table import Schedule
 from jaxpar.sharding.rules import Rules, compute_specs
-from jaxpar.sharding.zero import LeafPlan, ZeroStage, zero_stage
+from jaxpar.sharding.zero import LeafSharding, ZeroStage, zero_stage
 from jaxpar.step.gradients import Partition
 from jaxpar.step.inputs import Inputs, abstract_inputs, check_packed
 from jaxpar.step.loss import Loss, as_losses
 from jaxpar.step.loss_check import why_not
 from jaxpar.step.precision import Precision, make_precision
 from jaxpar.step.row_draws import AsTraced, OwnRows
+from jaxpar.step.state import TrainState
 from jaxpar.step.train_step import TrainStep, make_train_step
+from jaxpar.step.update import Update
 from jaxpar.types import Batch, LossFn
 
 
@@ -126,7 +128,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     arguments = {**locals(), "mesh": None, "devices": None}
     mesh = as_mesh(mesh, devices)
     check_arguments(mesh, optimizer, clip_norm, seed)
-    stage, precision = zero_stage(zero), make_precision(precision)
+    zero_row, precision = zero_stage(zero), make_precision(precision)
     losses = as_losses(loss_fn, eval_fn)
     check_packed(sample_batch, mesh.shape[PIPE], coupled_batch=coupled_batch)
     batch_spec = make_batch_spec(sample_batch, mesh, accumulate)
@@ -140,12 +142,10 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
         network, losses, optimizer, precision, rows, pipelined=pipelined
     )
     execution = make_execution(network, mesh, schedule, accumulate, traced.block)
-    plans = _plans(traced, execution, rules, stage, mesh, allow_whole)
-    partition = _partition(traced, plans, stage, precision, mesh, coupled_batch)
-    shapes = traced.abstract.params, traced.abstract.opt_state
-    dtype = precision.compute_dtype
-    update = make_update(optimizer, partition.plans, mesh, shapes, dtype)
-    placement = Placement(mesh, traced.abstract, plans, stage, update)
+    leaves = _leaf_shardings(traced, execution, rules, zero_row, mesh, allow_whole)
+    partition = _partition(traced, leaves, zero_row, precision, mesh, coupled_batch)
+    update = _update(optimizer, partition, traced.abstract)
+    placement = Placement(mesh, traced.abstract, leaves, zero_row, update)
     reasons = _why_not_checked(traced, rows, partition, splits, asked=check_loss)
     spec = StepSpec(
         execution=execution,
@@ -158,20 +158,20 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     )
     checks = make_loss_checks(placement, spec, partition, rows, traced, reasons)
     step = _train_step(placement, spec, partition, losses[0], clip_norm)
-    evaluate = execution.make_evaluation(partition, losses[1], shapes[0])
+    evaluate = execution.make_evaluation(partition, losses[1], traced.abstract.params)
     program = make_program(placement, spec, batch_spec, step, evaluate, checks)
     state = placement.initial_state(traced.init, seed)
     return Engine(network, placement, spec, batch_spec, program, state, arguments)
 
 
-def _plans(
+def _leaf_shardings(
     traced: ModelTrace,
     execution: Execution,
     rules: Rules | None,
-    stage: ZeroStage,
+    zero_row: ZeroStage,
     mesh: Mesh,
     allow_whole: Sequence[str],
-) -> dict[str, LeafPlan]:
+) -> dict[str, LeafSharding]:
     """Where every leaf is stored, and what the rules split of it."""
     network, params = traced.network, traced.abstract.params
     check_elements(params, mesh)
@@ -179,13 +179,13 @@ def _plans(
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
     names, flax_rules = network.dim_names(), network.axis_rules
     compute = compute_specs(shapes, names, rules or {}, sizes, flax_rules)
-    return execution.plan_leaves(leaves, compute, stage, sizes, allow_whole)
+    return execution.shard_leaves(leaves, compute, zero_row, sizes, allow_whole)
 
 
 def _partition(
     traced: ModelTrace,
-    plans: Mapping[str, LeafPlan],
-    stage: ZeroStage,
+    leaves: Mapping[str, LeafSharding],
+    zero_row: ZeroStage,
     precision: Precision,
     mesh: Mesh,
     coupled_batch: bool,
@@ -194,11 +194,22 @@ def _partition(
     network = traced.network
     is_bound = isinstance(network, BoundNetwork)
     coupled = coupled_batch or traced.losses["loss_fn"].changes_state or is_bound
-    given = network, tuple(plans.values()), stage, precision, mesh, coupled
+    given = network, tuple(leaves.values()), zero_row, precision, mesh, coupled
     partition = Partition(*given, AsTraced())
     if partition.automatic:
         return partition
     return dataclasses.replace(partition, draws=OwnRows(mesh.shape[DATA]))
+
+
+def _update(
+    optimizer: optax.GradientTransformation | FusedOptimizer,
+    partition: Partition,
+    abstract: TrainState,
+) -> Update:
+    """The optimizer, and how it keeps the state."""
+    shapes = abstract.params, abstract.opt_state
+    dtype = partition.precision.compute_dtype
+    return make_update(optimizer, partition.leaves, partition.mesh, shapes, dtype)
 
 
 def _why_not_checked(

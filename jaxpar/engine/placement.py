@@ -8,13 +8,13 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpar.mesh import are_present
-from jaxpar.sharding.zero import LeafPlan, ZeroStage
+from jaxpar.sharding.zero import LeafSharding, ZeroStage
 from jaxpar.step.state import (
     TrainState,
-    keep_state,
-    kept_structs,
-    logical_state,
+    pack_state,
+    packed_structs,
     state_shardings,
+    unpack_state,
 )
 from jaxpar.step.update import Update
 
@@ -26,21 +26,21 @@ class Placement:
     Attributes:
       mesh: the mesh.
       abstract: the train state's shapes.
-      plans: parameter name -> plan.
-      stage: the row of the ZeRO table.
+      leaf_shardings: parameter name -> plan.
+      zero: the row of the ZeRO table.
       update: the optimizer, and how it keeps the state.
     """
 
     mesh: Mesh
     abstract: TrainState
-    plans: dict[str, LeafPlan]
-    stage: ZeroStage
+    leaves: dict[str, LeafSharding]
+    zero: ZeroStage
     update: Update
 
     @functools.cached_property
     def shardings(self) -> TrainState:
         """Where the state's leaves are stored."""
-        return state_shardings(self.abstract, self.plans, self.stage, self.mesh)
+        return state_shardings(self.abstract, self.leaves, self.zero, self.mesh)
 
     @functools.cached_property
     def can_run(self) -> bool:
@@ -56,36 +56,38 @@ class Placement:
         )
 
     @functools.cached_property
-    def kept(self) -> TrainState:
+    def packed(self) -> TrainState:
         """What lies on the devices from step to step: shapes, dtypes and shardings."""
-        return kept_structs(self.update, self.abstract, self.shardings)
+        return packed_structs(self.update, self.abstract, self.shardings)
 
     @functools.cached_property
-    def kept_shardings(self) -> TrainState:
-        """Of `kept`."""
-        return jax.tree.map(lambda x: x.sharding, self.kept)
+    def packed_shardings(self) -> TrainState:
+        """Of `packed`."""
+        return jax.tree.map(lambda x: x.sharding, self.packed)
 
-    def keep(self, state: TrainState) -> TrainState:
+    def pack(self, state: TrainState) -> TrainState:
         """Lay a logical state out as the optimizer keeps it."""
-        return keep_state(self.update, state)
+        return pack_state(self.update, state)
 
-    def logical(self, kept: TrainState) -> TrainState:
-        """Undo `keep`; shapes where the devices are not here."""
+    def unpack(self, packed: TrainState) -> TrainState:
+        """Undo `pack`; shapes where the devices are not here."""
         if not self.can_run:
             return self.structs()
-        return logical_state(self.update, kept)
+        return unpack_state(self.update, packed)
 
     def initial_state(
         self, init: Callable[[jax.Array], TrainState], seed: int
     ) -> TrainState:
-        """Initialise what is kept; `kept` itself where the devices are not here."""
+        """Initialise what is kept; `packed` itself where the devices are not here."""
         if not self.can_run:
-            return self.kept
+            return self.packed
 
-        def kept(key: jax.Array) -> TrainState:
-            return self.keep(init(key))
+        def packed(key: jax.Array) -> TrainState:
+            return self.pack(init(key))
 
-        return jax.jit(kept, out_shardings=self.kept_shardings)(jax.random.key(seed))
+        return jax.jit(packed, out_shardings=self.packed_shardings)(
+            jax.random.key(seed)
+        )
 
     def require_devices(self, call: str) -> None:
         """Refuse what runs something on devices that are only to compile for.

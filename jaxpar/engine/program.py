@@ -29,7 +29,7 @@ class Program:
       step: ``(leaves, batch) -> (leaves, metrics, exhausted)``; donates the leaves. The
         last is a list: of one flag where the loss is scaled, else empty.
       evaluate: ``(params, model_state, batch, step, key, is_kept, is_left_over) ->
-        Sums``; parameters as they are kept, or (`is_kept` false) the logical ones.
+        Sums``; parameters as they are kept, or (`is_packed` false) the logical ones.
       results: the metrics of the `Sums` of an evaluation's parts.
       loss_check: compares the loss of rows with that of their halves.
       eval_check: the same of eval_fn.
@@ -47,7 +47,7 @@ class Program:
         params: Params,
         state: TrainState,
         *,
-        is_kept: bool,
+        is_packed: bool,
     ) -> Metrics:
         """Evaluate the two parts of a batch, as `BatchSpec.put_any` gives them.
 
@@ -55,7 +55,7 @@ class Program:
           parts: the rows that data divides, and those left over.
           params: the parameters.
           state: what else is needed of the train state.
-          is_kept: whether the parameters are as they are kept.
+          is_packed: whether the parameters are as they are kept.
         """
         model_state, step, key = state.model_state, state.step, state.key
         sums: list[Sums] = []
@@ -64,7 +64,7 @@ class Program:
                 continue
             if jax.process_count() > 1:  # As of `RunAhead.finish_before_others`.
                 jax.block_until_ready(sums)
-            given = params, model_state, part, step, key, is_kept, is_left_over
+            given = params, model_state, part, step, key, is_packed, is_left_over
             sums.append(self.evaluate(*given))
         return self.results(sums)
 
@@ -88,7 +88,7 @@ def make_program(
       checks: of "loss_fn", and of "eval_fn" where there is one.
     """
     mesh = batch_spec.mesh
-    stored, structure = jax.tree.flatten(placement.kept_shardings)
+    stored, structure = jax.tree.flatten(placement.packed_shardings)
     replicated = NamedSharding(mesh, P())
 
     def flat_step(state: list, batch: Batch) -> tuple[list, Metrics, list]:
@@ -97,9 +97,11 @@ def make_program(
         watched = [new.loss_scale.exhausted] if spec.precision.scales_loss else []
         return jax.tree.leaves(new), metrics, watched
 
-    def evaluate(params, model_state, batch, step, key, is_kept, is_left_over) -> Sums:
+    def evaluate(
+        params, model_state, batch, step, key, is_packed, is_left_over
+    ) -> Sums:
         with on_abstract_mesh(mesh):
-            computed = placement.update.computed(params) if is_kept else params
+            computed = placement.update.compute_params(params) if is_packed else params
             inputs = make_inputs(batch, step)
             return evaluation(computed, model_state, inputs, key, is_left_over)
 

@@ -10,7 +10,7 @@ from jax.extend import core, source_info_util
 
 from kernels_pallas.operations import operations_of
 
-PLANNED = "jaxpar.planned"
+PLACEHOLDER = "jaxpar.planned"
 """How the names of foreign calls begin that stand for kernels in a program which is
 compiled and never run; their attribute ``flops`` says what the kernels compute."""
 

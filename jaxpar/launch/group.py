@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from jaxpar.launch.errors import read_error
-from jaxpar.launch.heartbeat import Beat, read_pulse
+from jaxpar.launch.heartbeat import Beat, read_heartbeat
 from jaxpar.launch.rendezvous import WorkerEnd
 from jaxpar.launch.worker_environment import Worker
 
@@ -64,7 +64,7 @@ class Group:
     def beats(self) -> list[Beat]:
         """What each worker is at; from its start on where it has not said."""
         unknown = Beat("start", None, None, self.began)
-        return [read_pulse(worker.pulse) or unknown for worker in self.workers]
+        return [read_heartbeat(worker.heartbeat) or unknown for worker in self.workers]
 
     def stopped(self) -> set[int]:
         """The places of those that a signal has stopped."""

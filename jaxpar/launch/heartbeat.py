@@ -47,7 +47,7 @@ class Beat:
         return f"{self.phase}{at}"
 
 
-class Pulse:
+class Heartbeat:
     """Writes what this process is at.
 
     Args:
@@ -95,7 +95,7 @@ class Pulse:
         struct.pack_into("<Q", self._map, 0, self._writes)
 
 
-def read_pulse(path: Path) -> Beat | None:
+def read_heartbeat(path: Path) -> Beat | None:
     """Read what another process is at; None before it has said so."""
     for _ in range(3):
         try:

@@ -2,12 +2,12 @@
 
 import functools
 
-from jaxpar.launch.heartbeat import Pulse
+from jaxpar.launch.heartbeat import Heartbeat
 from jaxpar.launch.worker_environment import current
 
 
 @functools.cache
-def own_pulse() -> Pulse:
+def own_heartbeat() -> Heartbeat:
     """This process's pulse; where no supervisor listens, it is written nowhere."""
     worker = current()
-    return Pulse(None if worker is None else worker.pulse)
+    return Heartbeat(None if worker is None else worker.heartbeat)

@@ -20,7 +20,7 @@ from types import TracebackType
 from jaxpar.exit_codes import REFUSED
 from jaxpar.launch.errors import say_error
 from jaxpar.launch.group import STACKS_SIGNAL
-from jaxpar.launch.own_heartbeat import own_pulse
+from jaxpar.launch.own_heartbeat import own_heartbeat
 from jaxpar.launch.worker_environment import Worker, current
 
 _PR_SET_PDEATHSIG = 1
@@ -39,14 +39,14 @@ def main(args: list[str]) -> None:
     _end_with_parent()
     stacks = worker.stacks.open("w", encoding="utf-8")
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
-    pulse = own_pulse()
+    heartbeat = own_heartbeat()
     sys.excepthook = functools.partial(_end_by, worker)
     try:
         _run_script(worker, args)
     except SystemExit as ended:
         if ended.code not in (0, None):
             _end(worker, str(ended), _code(ended))
-    pulse.enter("end")
+    heartbeat.enter("end")
 
 
 def _run_script(worker: Worker, args: list[str]) -> None:
@@ -70,7 +70,7 @@ def _end_by(
 ) -> None:
     """What Python calls with an error that nothing caught."""
     sys.__excepthook__(kind, error, trace)
-    refuses = own_pulse().phase == "start" and isinstance(error, _REFUSALS)
+    refuses = own_heartbeat().phase == "start" and isinstance(error, _REFUSALS)
     _end(worker, f"{kind.__name__}: {error}", REFUSED if refuses else 1)
 
 

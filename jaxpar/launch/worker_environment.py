@@ -66,7 +66,7 @@ class Worker:
     heartbeat_seconds: int = 30
 
     @property
-    def pulse(self) -> Path:
+    def heartbeat(self) -> Path:
         """The file of its pulse."""
         return self._file("pulse")
 

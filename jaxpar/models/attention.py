@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.mesh import DATA, TENSOR
-from jaxpar.models.attention_placeholder import planned_attention
+from jaxpar.models.attention_placeholder import attention_placeholder
 from jaxpar.models.causal_attention import causal_attention
 from jaxpar.models.layers import Linear
 from jaxpar.models.sparse_attention import sparse_attention
@@ -62,7 +62,7 @@ def attention_implementation(
     capability = _compute_capability()
     largest = 256 if capability >= 9.0 else 128
     fits = head_size % 8 == 0 and head_size <= largest
-    if fits and _is_planned():
+    if fits and _is_placeholder():
         return "planned"
     return "cudnn" if capability >= 8.0 and fits else "xla"
 
@@ -73,7 +73,7 @@ def _device_kind() -> str:
     return (mesh_device or jax.devices()[0]).device_kind
 
 
-def _is_planned() -> bool:
+def _is_placeholder() -> bool:
     """Whether the traced program is for NVIDIA GPUs, and none is here."""
     here = jax.devices()[0].device_kind
     return "NVIDIA" in _device_kind() and "NVIDIA" not in here
@@ -159,7 +159,7 @@ def attend(
     if implementation == "blocked":
         return causal_attention(query_BTNH, key_BSKH, value_BSKH, mask_BNTS)
     if implementation == "planned":
-        return planned_attention(query_BTNH, key_BSKH, value_BSKH)
+        return attention_placeholder(query_BTNH, key_BSKH, value_BSKH)
     attention = functools.partial(
         jax.nn.dot_product_attention, is_causal=True, implementation=implementation
     )

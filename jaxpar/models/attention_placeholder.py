@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxpar.jaxprs.evaluate import PLANNED
+from jaxpar.jaxprs.evaluate import PLACEHOLDER
 from jaxpar.models.shard_kernel import on_pieces, split_of
 
 Results = tuple[jax.Array, ...]
@@ -23,7 +23,7 @@ Saved = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 @jax.custom_vjp
-def planned_attention(
+def attention_placeholder(
     query_BTNH: Float[Array, "B T N H"],
     key_BSKH: Float[Array, "B S K H"],
     value_BSKH: Float[Array, "B S K H"],
@@ -74,7 +74,7 @@ def _backward(
     return grads[0], grads[1], grads[2]
 
 
-planned_attention.defvjp(_forward, _backward)
+attention_placeholder.defvjp(_forward, _backward)
 
 
 def _call(
@@ -84,5 +84,5 @@ def _call(
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
     # Half of two operations per score and feature.
     flops = products * batch * heads * length * args[1].shape[1] * size
-    call = jax.ffi.ffi_call(f"{PLANNED}.attention.{name}", shapes)
+    call = jax.ffi.ffi_call(f"{PLACEHOLDER}.attention.{name}", shapes)
     return tuple(call(*args, flops=np.int64(flops)))

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.mesh import AXES
 from jaxpar.sharding.rules import axes_of
-from jaxpar.sharding.zero import LeafPlan
+from jaxpar.sharding.zero import LeafSharding
 from kernels_pallas.fused_optimizers import TILE
 
 
@@ -80,19 +80,19 @@ class Buckets:
     """The buckets of a tree of parameters on a mesh.
 
     Attributes:
-      plans: the leaves' layouts, in flattening order.
+      leaf_shardings: the leaves' layouts, in flattening order.
       mesh: the mesh.
     """
 
-    plans: tuple[LeafPlan, ...]
+    leaf_shardings: tuple[LeafSharding, ...]
     mesh: Mesh
 
     @functools.cached_property
     def by_name(self) -> dict[str, Bucket]:
         """The buckets."""
         grouped: dict[tuple[str, ...], list[int]] = {}
-        for number, plan in enumerate(self.plans):
-            split = {axis for entry in plan.rest_spec for axis in axes_of(entry)}
+        for number, leaf in enumerate(self.leaf_shardings):
+            split = {axis for entry in leaf.stored_spec for axis in axes_of(entry)}
             axes = tuple(a for a in AXES if a in split and self.mesh.shape[a] > 1)
             grouped.setdefault(axes, []).append(number)
         found = [
@@ -102,8 +102,8 @@ class Buckets:
         return {bucket.name: bucket for bucket in found}
 
     def _piece(self, number: int) -> tuple[int, ...]:
-        plan = self.plans[number]
-        return NamedSharding(self.mesh, plan.rest_spec).shard_shape(plan.shape)
+        leaf = self.leaf_shardings[number]
+        return NamedSharding(self.mesh, leaf.stored_spec).shard_shape(leaf.shape)
 
     @property
     def filling(self) -> float:
@@ -143,7 +143,7 @@ class Buckets:
             }
             return flat if then is None else jax.tree.map(then, flat)
 
-        return self.mapped(body, (self._at_rest,), self.specs())(list(leaves))
+        return self.mapped(body, (self._stored,), self.specs())(list(leaves))
 
     def unpack(
         self, buckets: dict[str, Any], first: Callable[[Any], jax.Array] | None = None
@@ -163,9 +163,9 @@ class Buckets:
             for name, bucket in self.by_name.items():
                 flat = buckets[name] if first is None else first(buckets[name])
                 found |= zip(bucket.members, bucket.pieces(flat), strict=True)
-            return [found[number] for number in range(len(self.plans))]
+            return [found[number] for number in range(len(self.leaf_shardings))]
 
-        return self.mapped(body, (self.specs(),), self._at_rest)(buckets)
+        return self.mapped(body, (self.specs(),), self._stored)(buckets)
 
     def mapped(self, body: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """Run on each device's own pieces."""
@@ -178,5 +178,5 @@ class Buckets:
         )
 
     @property
-    def _at_rest(self) -> list[P]:
-        return [plan.rest_spec for plan in self.plans]
+    def _stored(self) -> list[P]:
+        return [leaf.stored_spec for leaf in self.leaf_shardings]

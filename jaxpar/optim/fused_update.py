@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.optim.buckets import Bucket, Buckets
 from jaxpar.optim.fused import FusedOptimizer
-from jaxpar.sharding.zero import LeafPlan
+from jaxpar.sharding.zero import LeafSharding
 from jaxpar.types import Metrics, Params, PyTree
 from kernels_pallas.fused_optimizers import (
     Leaves,
@@ -56,7 +56,7 @@ class FusedUpdate:
     def _has_codes(self) -> bool:
         return self.optimizer.bits == 8
 
-    def keep(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+    def pack(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
         """See `Update`."""
         return self._keep(params, opt_state)
 
@@ -65,14 +65,14 @@ class FusedUpdate:
         return jax.jit(self._kept)
 
     def _kept(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-        kept = {"masters": self.packed(params)}
+        kept = {"masters": self.pack_grads(params)}
         if self._has_copies:
             kept["copies"] = jax.tree.map(
                 lambda x: x.astype(self.compute_dtype), kept["masters"]
             )
         return kept, self._with_moments(opt_state, self._pack_moment)
 
-    def logical(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+    def unpack(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
         """See `Update`."""
         return self._logical(params, opt_state)
 
@@ -95,12 +95,12 @@ class FusedUpdate:
         del params
         return kept, self._with_moments(opt_state, lambda _, __: moment)
 
-    def computed(self, params: PyTree) -> Params:
+    def compute_params(self, params: PyTree) -> Params:
         """See `Update`."""
         kept = params["copies" if self._has_copies else "masters"]
         return self._tree(self.buckets.unpack(kept))
 
-    def packed(self, grads: Params) -> PyTree:
+    def pack_grads(self, grads: Params) -> PyTree:
         """See `Update`."""
         return self.buckets.pack(jax.tree.leaves(grads))
 
@@ -191,14 +191,14 @@ class FusedUpdate:
 
         return jax.tree.map(changed, opt_state, is_leaf=_is(_WITH_MOMENTS))
 
-    def laid_out(self, plans: tuple[LeafPlan, ...]) -> "FusedUpdate":
+    def with_shardings(self, leaf_shardings: tuple[LeafSharding, ...]) -> "FusedUpdate":
         """See `Update`."""
-        buckets = Buckets(plans, self.buckets.mesh)
+        buckets = Buckets(leaf_shardings, self.buckets.mesh)
         return dataclasses.replace(self, buckets=buckets)
 
     def notes(self) -> tuple[str, ...]:
         """See `Update`."""
-        buckets, num = self.buckets.by_name, len(self.buckets.plans)
+        buckets, num = self.buckets.by_name, len(self.buckets.leaf_shardings)
         pieces = [shape for bucket in buckets.values() for shape in bucket.shapes]
         arrays = 1 + len(self.optimizer.rule.moments)
         more = 4 * arrays * sum(map(math.prod, pieces)) / 1e9

@@ -11,14 +11,14 @@ from jaxpar.optim.fused import FusedOptimizer
 from jaxpar.optim.fused_update import FusedUpdate
 from jaxpar.optim.optax_update import OptaxUpdate
 from jaxpar.optim.trace_update import trace_update
-from jaxpar.sharding.zero import LeafPlan
+from jaxpar.sharding.zero import LeafSharding
 from jaxpar.step.update import Update
 from jaxpar.types import Params, PyTree
 
 
 def make_update(
     optimizer: optax.GradientTransformation | FusedOptimizer,
-    plans: tuple[LeafPlan, ...],
+    leaf_shardings: tuple[LeafSharding, ...],
     mesh: Mesh,
     shapes: tuple[Params, PyTree],
     compute_dtype: Any,
@@ -27,7 +27,7 @@ def make_update(
 
     Args:
       optimizer: any optax transformation, or a fused one.
-      plans: the parameters' layouts, in flattening order.
+      leaf_shardings: the parameters' layouts, in flattening order.
       mesh: the mesh.
       shapes: of the parameters, and of the optimizer's logical state.
       compute_dtype: of the parameters that the loss function sees.
@@ -36,7 +36,9 @@ def make_update(
       ValueError: if the step can't give what its update asks for, or carry its state.
     """
     if isinstance(optimizer, FusedOptimizer):
-        return FusedUpdate(optimizer, Buckets(plans, mesh), shapes[0], compute_dtype)
+        return FusedUpdate(
+            optimizer, Buckets(leaf_shardings, mesh), shapes[0], compute_dtype
+        )
     traced = trace_update(optimizer, *shapes)
     loops_over = mesh.shape[DATA] if traced.has_loops else 1
     return OptaxUpdate(optimizer, traced.extras, loops_over)

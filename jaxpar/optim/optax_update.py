@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.optim.loops import with_divided_loops
-from jaxpar.sharding.zero import LeafPlan
+from jaxpar.sharding.zero import LeafSharding
 from jaxpar.types import Metrics, Params, PyTree
 
 
@@ -28,11 +28,11 @@ class OptaxUpdate:
     extras: tuple[str, ...]
     loops_over: int
 
-    def keep(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+    def pack(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
         """See `Update`."""
         return params, opt_state
 
-    def logical(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+    def unpack(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
         """See `Update`."""
         return params, opt_state
 
@@ -40,11 +40,11 @@ class OptaxUpdate:
         """See `Update`."""
         return params, opt_state
 
-    def computed(self, params: PyTree) -> Params:
+    def compute_params(self, params: PyTree) -> Params:
         """See `Update`."""
         return params
 
-    def packed(self, grads: Params) -> PyTree:
+    def pack_grads(self, grads: Params) -> PyTree:
         """See `Update`."""
         return grads
 
@@ -70,9 +70,9 @@ class OptaxUpdate:
         params, opt_state = optax.tree.where(applied, after, (params, opt_state))
         return params, opt_state, _learning_rate(opt_state)
 
-    def laid_out(self, plans: tuple[LeafPlan, ...]) -> "OptaxUpdate":
+    def with_shardings(self, leaf_shardings: tuple[LeafSharding, ...]) -> "OptaxUpdate":
         """See `Update`."""
-        del plans
+        del leaf_shardings
         return self
 
     def notes(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from jaxpar.model.network import PipelineNetwork
 from jaxpar.pipeline.backward import trace_pullback
 from jaxpar.pipeline.schedules.catalog import make_schedule
 from jaxpar.pipeline.schedules.table import Cost, Schedule, cost
-from jaxpar.pipeline.stage_functions import Trunk
+from jaxpar.pipeline.stage_functions import StageFunctions
 from jaxpar.pipeline.stages import Stages
 from jaxpar.step.inputs import Inputs
 from jaxpar.step.loss import Loss
@@ -45,7 +45,7 @@ def trace_microbatch(network: PipelineNetwork, loss: Loss, rows: Inputs) -> Bloc
       ValueError: if loss_fn calls the model twice, or uses an axis name that nothing
         binds.
     """
-    trunk = Trunk(
+    functions = StageFunctions(
         network,
         loss,
         Stages(network.num_blocks, 1, 1),
@@ -60,13 +60,13 @@ def trace_microbatch(network: PipelineNetwork, loss: Loss, rows: Inputs) -> Bloc
         params, _ = network.init(key)
         shard_key = ShardKey(key, jax.numpy.int32(0))
         first = jax.numpy.int32(0)
-        hidden = trunk.embed(params["embed"], rows, first, shard_key)
+        hidden = functions.embed(params["embed"], rows, first, shard_key)
         shared = (params["head"], network.tied(params["embed"]))
-        trunk.head(shared, hidden, rows, first, shard_key)
-        own, others = trunk.places(first, rows, first, shard_key)
+        functions.head(shared, hidden, rows, first, shard_key)
+        own, others = functions.places(first, rows, first, shard_key)
         block, own = jax.tree.map(lambda x: x[0], (params["blocks"], own))
         arguments = (block, hidden, *own, *others)
-        block_of = trunk.block_on(rows)
+        block_of = functions.block_on(rows)
         forward = jax.make_jaxpr(block_of)(*arguments)
         deferred = trace_pullback(block_of, *arguments).deferred
         found.append(BlockWork(flops(forward.eqns), deferred))
@@ -103,7 +103,7 @@ def check_split(schedule: Schedule, deferred: float) -> None:
         "for its gradients of weights are not matrix products of their own (as inside "
         "jax.lax.scan), so that it would take as long as '1f1b' and more memory. Use "
         "'1f1b', or give the table itself to have it anyway: "
-        f"schedule=jaxpar.pipeline.schedules.catalog.make_schedule({schedule.name!r}, "
+        f"schedule=jaxpar.make_schedule({schedule.name!r}, "
         f"{schedule.num_stages}, {schedule.num_microbatches})."
     )
 

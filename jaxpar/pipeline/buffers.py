@@ -64,32 +64,32 @@ def from_stage(values: PyTree, stage: int, *, platform: str) -> PyTree:
 
 
 def arrived(
-    pairs: Sequence[tuple[int, int]], ring: PyTree, sent: PyTree, place: jax.Array
+    pairs: Sequence[tuple[int, int]], buffer: PyTree, sent: PyTree, place: jax.Array
 ) -> PyTree:
     """Send from stage to stage, and put what arrives into a ring."""
     arrived = jax.tree.map(lambda x: jax.lax.ppermute(x, PIPE, pairs), sent)
-    return put(ring, arrived, place)
+    return put(buffer, arrived, place)
 
 
-def put(ring: PyTree, value: PyTree, place: jax.Array) -> PyTree:
+def put(buffer: PyTree, value: PyTree, place: jax.Array) -> PyTree:
     """Write into a place of a ring; nothing where it is `IDLE`."""
     index = jnp.maximum(place, 0)
 
-    def put(ring: jax.Array, value: jax.Array) -> jax.Array:
-        kept = jnp.where(place == IDLE, ring[index], value)
-        return jax.lax.dynamic_update_index_in_dim(ring, kept, index, 0)
+    def put(buffer: jax.Array, value: jax.Array) -> jax.Array:
+        kept = jnp.where(place == IDLE, buffer[index], value)
+        return jax.lax.dynamic_update_index_in_dim(buffer, kept, index, 0)
 
-    return jax.tree.map(put, ring, value)
+    return jax.tree.map(put, buffer, value)
 
 
-def take(ring: PyTree, place: jax.Array) -> PyTree:
+def take(buffer: PyTree, place: jax.Array) -> PyTree:
     """Read a place of a ring; any where it is `IDLE`."""
     index = jnp.maximum(place, 0)
-    return jax.tree.map(lambda x: x[index], ring)
+    return jax.tree.map(lambda x: x[index], buffer)
 
 
 def take_before(
-    ring: PyTree, places: Sequence[jax.Array], value: PyTree
+    buffer: PyTree, places: Sequence[jax.Array], value: PyTree
 ) -> tuple[list[PyTree], PyTree]:
     """Read places of a ring before `value` is put into it.
 
@@ -98,7 +98,7 @@ def take_before(
     Returns:
       What is there; and the value, which waits for it.
     """
-    there = [take(ring, place) for place in places]
+    there = [take(buffer, place) for place in places]
     return jax.lax.optimization_barrier((there, value))
 
 

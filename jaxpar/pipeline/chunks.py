@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxpar.pipeline.backward import Pullback, run_and_keep, trace_pullback
-from jaxpar.pipeline.stage_functions import Trunk
+from jaxpar.pipeline.stage_functions import StageFunctions
 from jaxpar.step.inputs import Inputs
 from jaxpar.step.row_draws import ShardKey
 from jaxpar.types import Params, PyTree
@@ -41,13 +41,13 @@ class Chunks:
     """What a stage does with a chunk.
 
     Attributes:
-      trunk: the blocks.
+      functions: the blocks.
       keeps: the forward keeps what every block's backward needs; else the backward runs
         the chunk again from its input.
       splits: gradients of weights are made apart.
     """
 
-    trunk: Trunk
+    functions: StageFunctions
     keeps: bool
     splits: bool
 
@@ -55,7 +55,7 @@ class Chunks:
         self, blocks: Params, hidden: PyTree, work: ChunkWork
     ) -> tuple[PyTree, PyTree]:
         """Run a chunk; its output, and what is kept for the backward."""
-        if self.keeps and self.trunk.training:
+        if self.keeps and self.functions.training:
             return self._run_and_keep(blocks, hidden, work)
         own, shared = self._arguments(work)
         block = self._block(work)
@@ -115,7 +115,7 @@ class Chunks:
         def step(_: None, products: Any) -> tuple[None, Params]:
             return None, pullback.run_weights(products)
 
-        places = self.trunk.stages.places
+        places = self.functions.stages.places
         return jax.lax.scan(step, None, products, length=places)[1]
 
     def _run_and_keep(
@@ -131,7 +131,7 @@ class Chunks:
         return jax.lax.scan(step, hidden, (blocks, *own))
 
     def _arguments(self, work: ChunkWork) -> tuple[tuple, tuple]:
-        return self.trunk.places(work.virtual, work.inputs, work.index, work.key)
+        return self.functions.places(work.virtual, work.inputs, work.index, work.key)
 
     def _pullback(self, blocks: Params, hidden: PyTree, work: ChunkWork) -> Pullback:
         own, shared = self._arguments(work)
@@ -140,4 +140,4 @@ class Chunks:
         return trace_pullback(block, first[0], hidden, *first[1], *shared)
 
     def _block(self, work: ChunkWork) -> Callable[..., PyTree]:
-        return self.trunk.block_on(self.trunk.rows(work.inputs, work.index))
+        return self.functions.block_on(self.functions.rows(work.inputs, work.index))

@@ -20,7 +20,7 @@ from jaxpar.pipeline.schedules.catalog import make_schedule
 from jaxpar.pipeline.schedules.table import Schedule
 from jaxpar.pipeline.stages import Stages
 from jaxpar.sharding.rules import Spec
-from jaxpar.sharding.zero import LeafPlan, ZeroStage, plan_leaves
+from jaxpar.sharding.zero import LeafSharding, ZeroStage, shard_leaves
 from jaxpar.step.gradients import (
     Partition,
     make_evaluation,
@@ -35,15 +35,15 @@ from jaxpar.types import Params, PyTree
 class Execution(Protocol):
     """How the parts of a model meet the pipe axis."""
 
-    def plan_leaves(
+    def shard_leaves(
         self,
         leaves: Mapping[str, jax.ShapeDtypeStruct],
         compute: Mapping[str, Spec],
-        stage: ZeroStage,
+        zero: ZeroStage,
         sizes: Mapping[str, int],
         allow_whole: Sequence[str],
-    ) -> dict[str, LeafPlan]:
-        """As `jaxpar.sharding.zero.plan_leaves`."""
+    ) -> dict[str, LeafSharding]:
+        """As `jaxpar.sharding.zero.shard_leaves`."""
         ...
 
     def make_gradients(
@@ -68,11 +68,13 @@ class Execution(Protocol):
         """As `jaxpar.step.gradients.make_forward`."""
         ...
 
-    def crossing(self, plans: Sequence[LeafPlan]) -> list[LeafPlan]:
+    def crossing(self, leaf_shardings: Sequence[LeafSharding]) -> list[LeafSharding]:
         """The parameters' plans as they cross data."""
         ...
 
-    def notes(self, stage: ZeroStage, plans: Mapping[str, LeafPlan]) -> tuple[str, ...]:
+    def notes(
+        self, zero: ZeroStage, leaf_shardings: Mapping[str, LeafSharding]
+    ) -> tuple[str, ...]:
         """What to say of the pipe axis in an explanation."""
         ...
 
@@ -92,7 +94,7 @@ class Execution(Protocol):
         ...
 
     @property
-    def taken(self) -> float:
+    def active_fraction(self) -> float:
         """Fraction of the ticks in which a stage does what it may do in a tick."""
         ...
 
@@ -159,21 +161,23 @@ class OneStage:
     """No pipeline: the loss function runs as it is."""
 
     bubble = 0.0
-    taken = 1.0
+    active_fraction = 1.0
     schedule: Schedule | None = None
     times: Mapping[str, float] = MappingProxyType({})
-    plan_leaves = staticmethod(plan_leaves)
+    shard_leaves = staticmethod(shard_leaves)
     make_gradients = staticmethod(make_gradients)
     make_evaluation = staticmethod(make_evaluation)
     make_forward = staticmethod(make_forward)
 
-    def crossing(self, plans: Sequence[LeafPlan]) -> list[LeafPlan]:
+    def crossing(self, leaf_shardings: Sequence[LeafSharding]) -> list[LeafSharding]:
         """They cross as they are."""
-        return list(plans)
+        return list(leaf_shardings)
 
-    def notes(self, stage: ZeroStage, plans: Mapping[str, LeafPlan]) -> tuple[str, ...]:
+    def notes(
+        self, zero: ZeroStage, leaf_shardings: Mapping[str, LeafSharding]
+    ) -> tuple[str, ...]:
         """Nothing to say."""
-        del stage, plans
+        del zero, leaf_shardings
         return ()
 
     def flops(self, counted: int, model: int, shards: int) -> int:

@@ -19,7 +19,7 @@ from jaxpar.pipeline.buffers import from_stage, unused_like
 from jaxpar.pipeline.chunks import Chunks
 from jaxpar.pipeline.schedules.table import IDLE
 from jaxpar.pipeline.slots import Rings, Slots
-from jaxpar.pipeline.stage_functions import Trunk
+from jaxpar.pipeline.stage_functions import StageFunctions
 from jaxpar.pipeline.tick_table import TickRows, TickTable
 from jaxpar.step.inputs import Inputs
 from jaxpar.step.loss import Sums
@@ -30,7 +30,7 @@ from jaxpar.types import Params, PyTree
 
 def run_schedule(
     chunks: Chunks,
-    plan: TickTable,
+    table: TickTable,
     params: Params,
     inputs: Inputs,
     key: ShardKey,
@@ -40,7 +40,7 @@ def run_schedule(
 
     Args:
       chunks: the model's work.
-      plan: the schedule.
+      table: the schedule.
       params: whole over data, in the compute dtype; blocks in the stages' order.
       inputs: this data shard's rows.
       key: for this step.
@@ -51,19 +51,19 @@ def run_schedule(
       fp32, in the structure of `params`; and the losses' and metrics' sums.
     """
     executor = _Executor(chunks, params, inputs, key, scale)
-    carry = executor.initial(plan)
-    carry, _ = jax.lax.scan(executor.tick, carry, _as_arrays(plan.rows))
+    carry = executor.initial(table)
+    carry, _ = jax.lax.scan(executor.tick, carry, _as_arrays(table.rows))
     grads = {"embed": carry.embed, "blocks": carry.blocks, "head": carry.head}
     return grads, carry.sums
 
 
 def run_forwards(
-    chunks: Chunks, plan: TickTable, params: Params, inputs: Inputs, key: ShardKey
+    chunks: Chunks, table: TickTable, params: Params, inputs: Inputs, key: ShardKey
 ) -> Sums:
     """Run a schedule's forwards; the losses' and metrics' sums over micro-batches."""
     executor = _Executor(chunks, params, inputs, key, jnp.float32(1))
-    carry = executor.initial(plan, training=False)
-    carry, _ = jax.lax.scan(executor.forward_tick, carry, _as_arrays(plan.rows))
+    carry = executor.initial(table, training=False)
+    carry, _ = jax.lax.scan(executor.forward_tick, carry, _as_arrays(table.rows))
     return carry.sums
 
 
@@ -73,7 +73,7 @@ class _Carry:
     """What goes from tick to tick.
 
     Attributes:
-      rings: what stages hold.
+      buffers: what stages hold.
       weights: [M]: the weight of each micro-batch's loss.
       sums: of losses and metrics.
       embed: gradients, fp32.
@@ -81,7 +81,7 @@ class _Carry:
       head: likewise.
     """
 
-    rings: Rings
+    buffers: Rings
     weights: jax.Array
     sums: Sums
     embed: Params | None
@@ -100,9 +100,9 @@ class _Executor:
     scale: jax.Array
 
     @property
-    def trunk(self) -> Trunk:
+    def functions(self) -> StageFunctions:
         """The parts of the model."""
-        return self.chunks.trunk
+        return self.chunks.functions
 
     @property
     def slots(self) -> Slots:
@@ -112,60 +112,62 @@ class _Executor:
     @property
     def head_params(self) -> tuple[Params, dict[str, jax.Array]]:
         """The head's own parameters, and those it shares."""
-        return self.params["head"], self.trunk.network.tied(self.params["embed"])
+        return self.params["head"], self.functions.network.tied(self.params["embed"])
 
-    def initial(self, plan: TickTable, *, training: bool = True) -> _Carry:
+    def initial(self, table: TickTable, *, training: bool = True) -> _Carry:
         """Empty rings and zero sums."""
         first = jnp.int32(0)
         hidden = jax.eval_shape(
-            self.trunk.embed, self.params["embed"], self.inputs, first, self.key
+            self.functions.embed, self.params["embed"], self.inputs, first, self.key
         )
         sums = jax.eval_shape(
-            self.trunk.head, self.head_params, hidden, self.inputs, first, self.key
+            self.functions.head, self.head_params, hidden, self.inputs, first, self.key
         )
         zeros = {name: None for name in self.params}
         if training:
             zeros = jax.tree.map(_fp32_zeros, self.params)
         return _Carry(
-            rings=self.slots.empty_rings(plan, hidden, training=training),
-            weights=jnp.zeros(self.trunk.accumulate, jnp.float32),
+            buffers=self.slots.empty_rings(table, hidden, training=training),
+            weights=jnp.zeros(self.functions.accumulate, jnp.float32),
             sums=of_no_examples(sums),
             **zeros,
         )
 
     def tick(self, carry: _Carry, row: TickRows) -> tuple[_Carry, None]:
         """A tick of a training step."""
-        out, rings = self.slots.forwards(carry.rings, self._embedded(row), row)
+        out, buffers = self.slots.forwards(carry.buffers, self._embedded(row), row)
         carry, cotangent = self._losses(carry, out, row)
-        rings, blocks, sent_back = self.slots.backwards(
-            rings, carry.blocks, cotangent, carry.weights, row
+        buffers, blocks, sent_back = self.slots.backwards(
+            buffers, carry.blocks, cotangent, carry.weights, row
         )
         embed = self._embed_backward(carry, sent_back, row)
-        rings = self.slots.send(rings, out, sent_back, row)
-        return dataclasses.replace(carry, rings=rings, embed=embed, blocks=blocks), None
+        buffers = self.slots.send(buffers, out, sent_back, row)
+        return dataclasses.replace(
+            carry, buffers=buffers, embed=embed, blocks=blocks
+        ), None
 
     def forward_tick(self, carry: _Carry, row: TickRows) -> tuple[_Carry, None]:
         """A tick of an evaluation."""
-        out, rings = self.slots.forwards(carry.rings, self._embedded(row), row)
+        out, buffers = self.slots.forwards(carry.buffers, self._embedded(row), row)
 
         def loss() -> Sums:
             hidden = self._last(out)
-            head = self.trunk.head
+            head = self.functions.head
             return head(self.head_params, hidden, self.inputs, row.head, self.key)
 
         nothing = of_no_examples(carry.sums)
         sums = jax.lax.cond(row.head != IDLE, loss, lambda: nothing)
         sums = merged(carry.sums, sums)
 
-        rings = self.slots.send(rings, out, None, row)
-        return dataclasses.replace(carry, rings=rings, sums=sums), None
+        buffers = self.slots.send(buffers, out, None, row)
+        return dataclasses.replace(carry, buffers=buffers, sums=sums), None
 
     def _embedded(self, row: TickRows) -> PyTree:
         """The hidden state of the micro-batch that enters."""
 
         def embed() -> PyTree:
             params = self.params["embed"]
-            hidden = self.trunk.embed(params, self.inputs, row.embed, self.key)
+            hidden = self.functions.embed(params, self.inputs, row.embed, self.key)
             # A branch that ends in a sharding constraint, as that of sequence
             # parallelism does, aborts XLA 0.11.2 ("inconsistent conditional sharding").
             return jax.lax.optimization_barrier(hidden)
@@ -184,7 +186,9 @@ class _Executor:
             hidden = self._last(out)
 
             def total(params: Any, hidden: PyTree) -> tuple[jax.Array, Sums]:
-                sums = self.trunk.head(params, hidden, self.inputs, row.head, self.key)
+                sums = self.functions.head(
+                    params, hidden, self.inputs, row.head, self.key
+                )
                 return sums.loss.total, sums
 
             _, pull, sums = jax.vjp(total, params, hidden, has_aux=True)
@@ -201,9 +205,9 @@ class _Executor:
         sums, (own, tied), cotangent = jax.lax.cond(row.head != IDLE, loss, nothing)
         embed = carry.embed
         for path, grad in tied.items():
-            names = self.trunk.network.tied_paths[path].split("/")
+            names = self.functions.network.tied_paths[path].split("/")
             embed = _add_at(embed, names, grad)
-        index = jnp.where(row.head == IDLE, self.trunk.accumulate, row.head)
+        index = jnp.where(row.head == IDLE, self.functions.accumulate, row.head)
         after = dataclasses.replace(
             carry,
             sums=merged(carry.sums, sums),
@@ -222,7 +226,7 @@ class _Executor:
             cotangent = self._first(sent_back)
 
             def embed(params: Params) -> PyTree:
-                return self.trunk.embed(
+                return self.functions.embed(
                     params, self.inputs, row.embed_backward, self.key
                 )
 
@@ -236,11 +240,11 @@ class _Executor:
         return jax.tree.map(jnp.add, carry.embed, grads)
 
     def _first(self, values: PyTree) -> PyTree:
-        return from_stage(values, 0, platform=self.trunk.platform)
+        return from_stage(values, 0, platform=self.functions.platform)
 
     def _last(self, values: PyTree) -> PyTree:
-        last = self.trunk.stages.num_stages - 1
-        return from_stage(values, last, platform=self.trunk.platform)
+        last = self.functions.stages.num_stages - 1
+        return from_stage(values, last, platform=self.functions.platform)
 
 
 def _as_arrays(rows: TickRows) -> TickRows:

@@ -18,11 +18,11 @@ from jaxpar.pipeline.chunks import Chunks
 from jaxpar.pipeline.executor import run_forwards, run_schedule
 from jaxpar.pipeline.schedules.interleaved import make_in_groups
 from jaxpar.pipeline.schedules.table import Schedule, kept
-from jaxpar.pipeline.stage_functions import Trunk
+from jaxpar.pipeline.stage_functions import StageFunctions
 from jaxpar.pipeline.stages import Stages, is_stacked
-from jaxpar.pipeline.tick_table import make_plan
+from jaxpar.pipeline.tick_table import make_tick_table
 from jaxpar.sharding.rules import Spec, axes_of
-from jaxpar.sharding.zero import LeafPlan, ZeroStage, plan_leaves
+from jaxpar.sharding.zero import LeafSharding, ZeroStage, shard_leaves
 from jaxpar.step.gradients import (
     Partition,
     evaluation_on_shards,
@@ -49,20 +49,20 @@ class Pipeline:
     stages: Stages
     block: BlockWork
 
-    def plan_leaves(
+    def shard_leaves(
         self,
         leaves: Mapping[str, jax.ShapeDtypeStruct],
         compute: Mapping[str, Spec],
-        stage: ZeroStage,
+        zero: ZeroStage,
         sizes: Mapping[str, int],
         allow_whole: Sequence[str],
-    ) -> dict[str, LeafPlan]:
+    ) -> dict[str, LeafSharding]:
         """Lay leaves out; stacks over pipe, where their order is the stages'."""
         stacks = tuple(filter(is_stacked, leaves))
         if not self.stages.in_order:
-            return plan_leaves(leaves, compute, stage, sizes, allow_whole, stacks)
+            return shard_leaves(leaves, compute, zero, sizes, allow_whole, stacks)
         split = {name: (PIPE, *compute[name][1:]) for name in stacks}
-        return plan_leaves(leaves, {**compute, **split}, stage, sizes, allow_whole)
+        return shard_leaves(leaves, {**compute, **split}, zero, sizes, allow_whole)
 
     def make_gradients(
         self,
@@ -77,25 +77,27 @@ class Pipeline:
         """
         structure = jax.tree.structure(params_like)
         chunks = self._chunks(partition, loss, accumulate, training=True)
-        plan = make_plan(self.schedule, training=True, keeps=chunks.keeps)
-        plans = self.crossing(partition.plans)
+        leaf = make_tick_table(self.schedule, training=True, keeps=chunks.keeps)
+        leaf_shardings = self.crossing(partition.leaves)
 
         def body(shards, inputs, model_state, key, scale):
             key = partition.shard_key(key)
             params = jax.tree.unflatten(structure, self._whole(partition, shards))
-            grads, sums = run_schedule(chunks, plan, params, inputs, key, scale)
-            sums = sums.over_data(partition.exchange)
+            grads, sums = run_schedule(chunks, leaf, params, inputs, key, scale)
+            sums = sums.over_data(partition.collectives)
             weight = sums.loss.weight
             inverse = jax.numpy.where(weight > 0, 1.0 / weight, 0.0)
             reduced = [
-                partition.exchange.reduce(own, grad * inverse)
-                for own, grad in zip(plans, jax.tree.leaves(grads), strict=True)
+                partition.collectives.reduce(own, grad * inverse)
+                for own, grad in zip(
+                    leaf_shardings, jax.tree.leaves(grads), strict=True
+                )
             ]
-            at_rest = [
+            stored = [
                 self.stages.from_stages(own, view) if is_stacked(own.name) else view
-                for own, view in zip(partition.plans, reduced, strict=True)
+                for own, view in zip(partition.leaves, reduced, strict=True)
             ]
-            return at_rest, sums, model_state
+            return stored, sums, model_state
 
         return gradients_on_shards(partition, structure, body)
 
@@ -114,9 +116,9 @@ class Pipeline:
             chunks = self._chunks(partition, loss, parts, training=training)
             chunks = dataclasses.replace(chunks, keeps=False)
             params = jax.tree.unflatten(structure, self._whole(partition, shards))
-            plan = make_plan(schedule, training=False)
+            leaf = make_tick_table(schedule, training=False)
             key = partition.shard_key(key)
-            return run_forwards(chunks, plan, params, inputs, key)
+            return run_forwards(chunks, leaf, params, inputs, key)
 
         return forward
 
@@ -140,7 +142,9 @@ class Pipeline:
 
         return evaluation_on_shards(partition, make_body)
 
-    def notes(self, stage: ZeroStage, plans: Mapping[str, LeafPlan]) -> tuple[str, ...]:
+    def notes(
+        self, zero: ZeroStage, leaf_shardings: Mapping[str, LeafSharding]
+    ) -> tuple[str, ...]:
         """The schedule, idle places, what the ends cost, and what a stage pays."""
         own, cut = self.schedule, self.stages
         lines = [
@@ -167,17 +171,17 @@ class Pipeline:
             )
         if not cut.in_order:
             lines.append("pipe: blocks move to their stages, and back, once a step.")
-        ends = [plan for name, plan in plans.items() if not is_stacked(name)]
+        ends = [leaf for name, leaf in leaf_shardings.items() if not is_stacked(name)]
         if not any(
-            PIPE in axes for plan in ends for axes in map(axes_of, plan.compute)
+            PIPE in axes for leaf in ends for axes in map(axes_of, leaf.compute)
         ):
             lines.append(
                 "pipe: no dim of embedding or head is named 'vocab', so every stage "
                 "does the whole of both."
             )
-        if stage.number >= 2:
+        if zero.number >= 2:
             lines.append(
-                f"pipe: at ZeRO {stage.number} a stage gathers its parameters, and "
+                f"pipe: at ZeRO {zero.number} a stage gathers its parameters, and "
                 "reduces its gradients, once a step as at 1, and holds both whole."
             )
         return tuple(lines)
@@ -188,7 +192,7 @@ class Pipeline:
         return cost_of(self.schedule, self.block.deferred).bubble
 
     @property
-    def taken(self) -> float:
+    def active_fraction(self) -> float:
         """Of a stage's forwards, and of its backwards; the ends' are no more."""
         own = self.schedule
         return own.num_microbatches * own.num_chunks / own.num_ticks
@@ -212,7 +216,7 @@ class Pipeline:
     def _chunks(
         self, partition: Partition, loss: Loss, accumulate: int, *, training: bool
     ) -> Chunks:
-        trunk = Trunk(
+        functions = StageFunctions(
             self.network,
             loss,
             self.stages,
@@ -222,22 +226,22 @@ class Pipeline:
             draws=partition.draws,
         )
         keeps = self.network.remat == "none"
-        return Chunks(trunk, keeps=keeps, splits=self.schedule.splits_backward)
+        return Chunks(functions, keeps=keeps, splits=self.schedule.splits_backward)
 
-    def crossing(self, plans: Sequence[LeafPlan]) -> list[LeafPlan]:
+    def crossing(self, leaf_shardings: Sequence[LeafSharding]) -> list[LeafSharding]:
         """The plans by which whole leaves are made, and gradients reduced."""
         return [
-            self.stages.staged(plan) if is_stacked(plan.name) else plan
-            for plan in plans
+            self.stages.staged(leaf) if is_stacked(leaf.name) else leaf
+            for leaf in leaf_shardings
         ]
 
     def _whole(self, partition: Partition, shards: Sequence[Any]) -> list[jax.Array]:
         """Cast, put in the stages' order, gather: once a step."""
         whole = []
-        staged = self.crossing(partition.plans)
-        for plan, own, shard in zip(partition.plans, staged, shards, strict=True):
+        staged = self.crossing(partition.leaves)
+        for leaf, own, shard in zip(partition.leaves, staged, shards, strict=True):
             view = shard.astype(partition.precision.compute_dtype)
-            if is_stacked(plan.name):
-                view = self.stages.to_stages(plan, view)
-            whole.append(partition.exchange.gather(own, view))
+            if is_stacked(leaf.name):
+                view = self.stages.to_stages(leaf, view)
+            whole.append(partition.collectives.gather(own, view))
         return whole

@@ -64,11 +64,11 @@ class Slots:
     inputs: Inputs
     key: ShardKey
 
-    def empty_rings(self, plan: TickTable, hidden: PyTree, *, training: bool) -> Rings:
+    def empty_rings(self, table: TickTable, hidden: PyTree, *, training: bool) -> Rings:
         """Make rings for a schedule.
 
         Args:
-          plan: the schedule.
+          table: the schedule.
           hidden: shapes of what passes from block to block.
           training: with those that only backwards use.
 
@@ -77,31 +77,31 @@ class Slots:
         """
         num_stages = self._stages.num_stages
 
-        def ring(places: int, shapes: PyTree) -> PyTree:
+        def buffer(places: int, shapes: PyTree) -> PyTree:
             wide = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct((num_stages, places, *x.shape), x.dtype),
                 shapes,
             )
             return jax.tree.map(over_pipe, unused_like(wide))
 
-        waiting = ring(plan.num_inputs, hidden)
+        waiting = buffer(table.num_inputs, hidden)
         if not training:
             return Rings(waiting, [], [], [])
         kept, products = self._shapes_between(hidden)
         return Rings(
             inputs=waiting,
-            kept=ring(plan.num_kept, kept),
-            cotangents=ring(plan.num_cotangents, hidden),
-            products=ring(plan.num_products, products),
+            kept=buffer(table.num_kept, kept),
+            cotangents=buffer(table.num_cotangents, hidden),
+            products=buffer(table.num_products, products),
         )
 
     def forwards(
-        self, rings: Rings, entered: PyTree, row: TickRows
+        self, buffers: Rings, entered: PyTree, row: TickRows
     ) -> tuple[PyTree, Rings]:
         """Run each stage's forward.
 
         Args:
-          rings: the rings.
+          buffers: the rings.
           entered: the hidden state of the micro-batch that enters.
           row: the tick.
 
@@ -110,13 +110,13 @@ class Slots:
         """
 
         def forward(own: tuple, blocks: Params, shared: tuple) -> tuple:
-            stage, rings, row = own
+            stage, buffers, row = own
             entered, inputs, key = shared
             index, chunk, place = row.forward, row.forward_chunk, row.forward_place
             enters = (stage == 0) & (chunk == 0) & (index != IDLE)
-            (there,), entered = take_before(rings.inputs, [place], entered)
+            (there,), entered = take_before(buffers.inputs, [place], entered)
             hidden = optax.tree.where(enters, entered, there)
-            put_in = put(rings.inputs, entered, jnp.where(enters, place, IDLE))
+            put_in = put(buffers.inputs, entered, jnp.where(enters, place, IDLE))
             work = self._work(stage, chunk, inputs, index, key)
 
             def run() -> tuple[PyTree, PyTree]:
@@ -124,18 +124,18 @@ class Slots:
                 return self.chunks.forward(blocks_of_chunk, hidden, work)
 
             out, kept = _if_busy(index, run)
-            rings = dataclasses.replace(
-                rings, inputs=put_in, kept=put(rings.kept, kept, row.forward_kept)
+            buffers = dataclasses.replace(
+                buffers, inputs=put_in, kept=put(buffers.kept, kept, row.forward_kept)
             )
-            return (out, rings), None
+            return (out, buffers), None
 
         shared = (entered, self.inputs, self.key)
-        own = (self._numbers, rings, _of_stages(row))
+        own = (self._numbers, buffers, _of_stages(row))
         return on_stages(forward)(own, self.blocks, shared)[0]
 
     def backwards(
         self,
-        rings: Rings,
+        buffers: Rings,
         grads: Params,
         cotangent: PyTree,
         weights: jax.Array,
@@ -144,7 +144,7 @@ class Slots:
         """Run each stage's backward, and its gradients of weights.
 
         Args:
-          rings: the rings.
+          buffers: the rings.
           grads: gradients so far, fp32, [P v n, ...].
           cotangent: of the hidden state that left in this tick.
           weights: [M]: of each micro-batch's loss.
@@ -155,19 +155,19 @@ class Slots:
         """
 
         def backward(own: tuple, stacks: tuple, shared: tuple) -> tuple:
-            stage, rings, row = own
+            stage, buffers, row = own
             blocks, grads = stacks
             cotangent, head_place, weights, inputs, key = shared
             leaves = jnp.where(stage == self._stages.num_stages - 1, head_place, IDLE)
-            cotangents = put(rings.cotangents, cotangent, leaves)
+            cotangents = put(buffers.cotangents, cotangent, leaves)
             index, chunk = row.backward, row.backward_chunk
             blocks = self._stages.chunk_of(blocks, chunk)
             work = self._work(stage, chunk, inputs, index, key)
 
             # Read here: a ring that a branch reads and the tick then writes is copied.
             given = (
-                take(rings.inputs, row.backward_place),
-                take(rings.kept, row.backward_kept),
+                take(buffers.inputs, row.backward_place),
+                take(buffers.kept, row.backward_kept),
                 take(cotangents, row.cotangent_place),
             )
             made, sent_back, products = _if_busy(
@@ -176,7 +176,7 @@ class Slots:
             made = _weighed(made, weights, index)
             grads = self._stages.add_chunk(grads, made, chunk)
             waiting, products = take_before(
-                rings.products, list(row.weight_place), products
+                buffers.products, list(row.weight_place), products
             )
             for slot, there in enumerate(waiting):
                 is_new = row.weight_place[slot] == row.products_place
@@ -184,23 +184,25 @@ class Slots:
                 late = self._late(own, sent_back, row.weight[slot], blocks, work)
                 late = _weighed(late, weights, row.weight[slot])
                 grads = self._stages.add_chunk(grads, late, row.weight_chunk[slot])
-            products = put(rings.products, products, row.products_place)
-            rings = dataclasses.replace(rings, cotangents=cotangents, products=products)
-            return (rings, sent_back), grads
+            products = put(buffers.products, products, row.products_place)
+            buffers = dataclasses.replace(
+                buffers, cotangents=cotangents, products=products
+            )
+            return (buffers, sent_back), grads
 
-        own = (self._numbers, rings, _of_stages(row))
+        own = (self._numbers, buffers, _of_stages(row))
         shared = (cotangent, row.head_place, weights, self.inputs, self.key)
         stacks = (self.blocks, grads)
-        (rings, sent_back), grads = on_stages(backward)(own, stacks, shared)
-        return rings, grads, sent_back
+        (buffers, sent_back), grads = on_stages(backward)(own, stacks, shared)
+        return buffers, grads, sent_back
 
     def send(
-        self, rings: Rings, out: PyTree, sent_back: PyTree | None, row: TickRows
+        self, buffers: Rings, out: PyTree, sent_back: PyTree | None, row: TickRows
     ) -> Rings:
         """Send activations on and cotangents back, and put away what arrives.
 
         Args:
-          rings: the rings.
+          buffers: the rings.
           out: what the chunks gave, [P, ...].
           sent_back: the cotangents of their inputs, likewise; None in an evaluation.
           row: the tick.
@@ -210,23 +212,25 @@ class Slots:
         """
 
         def send(own: tuple, *_: None) -> tuple:
-            rings, out, sent_back, row = own
+            buffers, out, sent_back, row = own
             on = self._pairs
-            inputs = arrived(on, rings.inputs, out, row.input_arrives)
-            rings = dataclasses.replace(rings, inputs=inputs)
+            inputs = arrived(on, buffers.inputs, out, row.input_arrives)
+            buffers = dataclasses.replace(buffers, inputs=inputs)
             if sent_back is not None:
                 back = [(there, here) for here, there in on]
                 cotangents = arrived(
-                    back, rings.cotangents, sent_back, row.cotangent_arrives
+                    back, buffers.cotangents, sent_back, row.cotangent_arrives
                 )
-                rings = dataclasses.replace(rings, cotangents=cotangents)
-            return rings, None
+                buffers = dataclasses.replace(buffers, cotangents=cotangents)
+            return buffers, None
 
-        return on_stages(send)((rings, out, sent_back, _of_stages(row)), None, None)[0]
+        return on_stages(send)((buffers, out, sent_back, _of_stages(row)), None, None)[
+            0
+        ]
 
     @property
     def _stages(self) -> Stages:
-        return self.chunks.trunk.stages
+        return self.chunks.functions.stages
 
     @property
     def _numbers(self) -> jax.Array:

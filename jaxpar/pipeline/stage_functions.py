@@ -23,7 +23,7 @@ from jaxpar.types import Params, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
-class Trunk:
+class StageFunctions:
     """A chunk's work on one stage, and the ends', as pure functions.
 
     Attributes:

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxpar.mesh import PIPE
 from jaxpar.sharding.constrain import constrain
-from jaxpar.sharding.zero import LeafPlan
+from jaxpar.sharding.zero import LeafSharding
 from jaxpar.types import Params
 
 
@@ -67,22 +67,22 @@ class Stages:
         """Whether the stages' order is the order at rest."""
         return self.idle_places == 0 and self.num_chunks == 1
 
-    def staged(self, plan: LeafPlan) -> LeafPlan:
+    def staged(self, leaf: LeafSharding) -> LeafSharding:
         """The plan of a stacked leaf in the stages' order, which lies over pipe."""
         if self.in_order:
-            return plan
+            return leaf
         rest = (
             (PIPE,),
-            *(tuple(a for a in axes if a != PIPE) for axes in plan.placed[1:]),
+            *(tuple(a for a in axes if a != PIPE) for axes in leaf.placed[1:]),
         )
         return dataclasses.replace(
-            plan,
-            shape=(self.num_virtual * self.places, *plan.shape[1:]),
-            compute=(PIPE, *plan.compute[1:]),
+            leaf,
+            shape=(self.num_virtual * self.places, *leaf.shape[1:]),
+            compute=(PIPE, *leaf.compute[1:]),
             placed=rest,
         )
 
-    def to_stages(self, plan: LeafPlan, view: jax.Array) -> jax.Array:
+    def to_stages(self, leaf: LeafSharding, view: jax.Array) -> jax.Array:
         """Put the view of a stacked leaf in the stages' order."""
         if self.in_order:
             return view
@@ -96,15 +96,15 @@ class Stages:
         by_stage = chunks.reshape(v, P, n, *view.shape[1:]).swapaxes(0, 1)
         staged = by_stage.reshape(P * v * n, *view.shape[1:])
         # Stated, or the compiler moves blocks while it cuts them, and makes them whole.
-        staged = constrain(staged, None, *plan.view_spec(data=False)[1:])
-        return constrain(staged, *self.staged(plan).view_spec(data=False))
+        staged = constrain(staged, None, *leaf.view_spec(data=False)[1:])
+        return constrain(staged, *self.staged(leaf).view_spec(data=False))
 
-    def from_stages(self, plan: LeafPlan, view: jax.Array) -> jax.Array:
+    def from_stages(self, leaf: LeafSharding, view: jax.Array) -> jax.Array:
         """Put a view in the stages' order back in the order at rest."""
         if self.in_order:
             return view
         P, v, n = self.num_stages, self.num_chunks, self.places
-        view = constrain(view, None, *plan.view_spec(data=False)[1:])
+        view = constrain(view, None, *leaf.view_spec(data=False)[1:])
         chunks = view.reshape(P, v, n, *view.shape[1:]).swapaxes(0, 1)
         chunks = chunks.reshape(P * v, n, *view.shape[1:])
         blocks = chunks[: self._num_full].reshape(-1, *view.shape[1:])

@@ -85,7 +85,9 @@ class TickTable:
     num_products: int
 
 
-def make_plan(schedule: Schedule, *, training: bool, keeps: bool = False) -> TickTable:
+def make_tick_table(
+    schedule: Schedule, *, training: bool, keeps: bool = False
+) -> TickTable:
     """Work a schedule out.
 
     Args:
@@ -144,8 +146,8 @@ def make_plan(schedule: Schedule, *, training: bool, keeps: bool = False) -> Tic
         _fill_weights(weights, schedule, products)
     tables = by_stage | weights | for_all
     rows = {name: table.astype(np.int32) for name, table in tables.items()}
-    rings = (inputs, kept, cotangents, products)
-    return TickTable(TickRows(**rows), *(int(ring.max()) + 1 for ring in rings))
+    buffers = (inputs, kept, cotangents, products)
+    return TickTable(TickRows(**rows), *(int(buffer.max()) + 1 for buffer in buffers))
 
 
 def _fill_weights(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpar.compiled.program import CompiledProgram
-from jaxpar.jaxprs.evaluate import ATTENTION_KERNEL, PLANNED
+from jaxpar.jaxprs.evaluate import ATTENTION_KERNEL, PLACEHOLDER
 from jaxpar.pipeline.schedules.table import Schedule
 from jaxpar.planner.roofline import Estimate
 from jaxpar.planner.targets import Target
@@ -214,7 +214,7 @@ def backend_notes(target: Target, text: str) -> list[str]:
         ]
     if target.hardware.platform != "cuda":
         return ["TPUs pad arrays to tiles: the state's bytes include it."]
-    if PLANNED in text:
+    if PLACEHOLDER in text:
         return [
             "attention is a call of the bytes and operations of cuDNN's, which only a "
             "GPU can compile; blocks of scores above the diagonal are skipped."

@@ -17,9 +17,9 @@ from jaxpar.mesh import (
     PIPE,
     TENSOR,
     MeshShape,
+    compile_only,
     lowering_platform,
     make_mesh,
-    only_planned,
 )
 from jaxpar.planner.plan import BytesPerDevice, Plan, backend_notes, split_memory
 from jaxpar.planner.roofline import Work, estimate
@@ -52,7 +52,7 @@ def plan(
 
     Raises:
       ValueError: if there is no such target, or the mesh or the batch does not fit it.
-      ApartError: if the compiler fails, crashes, or takes more memory than there is.
+      CompilerProcessError: if the compiler fails, crashes, or runs out of memory.
     """
     found = parse_target(target)
     if not engine.placement.can_run and mesh is None:
@@ -80,7 +80,7 @@ def plan_elsewhere(
     found = parse_target(target)
     devices = found.devices()
     mesh = make_mesh(shape.resolve(len(devices)), devices)
-    with only_planned():
+    with compile_only():
         engine = initialize(**{**arguments, "mesh": mesh})
     return plan_step(engine, found, tokens)
 
@@ -104,7 +104,7 @@ def plan_step(
     traced, platform = engine.trace(), lowering_platform(mesh)
     compiled = traced.lower(lowering_platforms=(platform,)).compile()
     compile_seconds = time.perf_counter() - began
-    module = parse(text := compiled.as_text() or "", execution.taken)
+    module = parse(text := compiled.as_text() or "", execution.active_fraction)
     program = read_program(compiled, mesh, module)
     model_flops = 3 * spec.forward_flops
     counted = flops(traced.jaxpr.eqns)
@@ -116,7 +116,7 @@ def plan_step(
         traffic=memory_traffic(module),
         collectives=program.collectives,
         bubble=execution.bubble,
-        zero=placement.stage.number,
+        zero=placement.zero.number,
     )
     hardware, sizes = target.hardware, dict(mesh.shape)
     links = hardware and link_bytes(program.collectives, sizes, target.devices_per_host)
@@ -145,7 +145,7 @@ def plan_step(
 
 def _memory(engine: CompiledStep, program: CompiledProgram) -> BytesPerDevice:
     """A program's memory by kind."""
-    leaves = engine.placement.plans.values()
+    leaves = engine.placement.leaves.values()
     copies, gradients = step_bytes(leaves, engine.closed_form)
-    stored = state_bytes(engine.placement.kept)
+    stored = state_bytes(engine.placement.packed)
     return split_memory(program, stored, copies=copies, gradients=gradients)

@@ -11,7 +11,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxpar.config import parse
-from jaxpar.mesh import MeshShape, make_mesh, only_planned
+from jaxpar.mesh import MeshShape, compile_only, make_mesh
 from jaxpar.planner.plan import Plan
 from jaxpar.planner.plan_step import plan_step
 from jaxpar.planner.subprocess import Stopped, call
@@ -50,7 +50,7 @@ def load_recipe(path: Path) -> ModuleType:
     return module
 
 
-def plan_apart(path: Path, target: str, args: Sequence[str] = ()) -> Plan:
+def plan_in_subprocess(path: Path, target: str, args: Sequence[str] = ()) -> Plan:
     """Plan a recipe in a process of its own, which nothing else is disturbed by.
 
     Args:
@@ -64,7 +64,7 @@ def plan_apart(path: Path, target: str, args: Sequence[str] = ()) -> Plan:
     Raises:
       ValueError: if there is no such target, the recipe is none, or its mesh does not
         fit the target.
-      ApartError: if the compiler fails, crashes, or takes more memory than there is.
+      CompilerProcessError: if the compiler fails, crashes, or runs out of memory.
       SystemExit: if the flags are wrong or ask for help, after printing what they do.
     """
     name = parse_target(target).name
@@ -101,7 +101,7 @@ def plan_recipe(path: Path, target: str, args: Sequence[str] = ()) -> Plan:
     recipe = load_recipe(path)
     config = parse(recipe.Config, recipe.__doc__, list(args), prog=str(path))
     mesh = mesh_on(found, mesh_of(config))
-    with only_planned():
+    with compile_only():
         engine = recipe.build(config, mesh)
     tokens = getattr(recipe, "tokens_per_step", None)
     return plan_step(engine, found, tokens and tokens(config))

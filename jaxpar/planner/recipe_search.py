@@ -18,7 +18,7 @@ from jaxpar.compiled.closed_form import step_bytes
 from jaxpar.compiled.explain import state_bytes
 from jaxpar.config import parse
 from jaxpar.engine.engine import Engine
-from jaxpar.mesh import TENSOR, MeshShape, make_mesh, only_planned
+from jaxpar.mesh import TENSOR, MeshShape, compile_only, make_mesh
 from jaxpar.planner.choices import (
     KNOBS,
     REMATS,
@@ -29,13 +29,13 @@ from jaxpar.planner.choices import (
     shapes,
 )
 from jaxpar.planner.plan import Plan
-from jaxpar.planner.recipe import answer_of, load_recipe, plan_apart
+from jaxpar.planner.recipe import answer_of, load_recipe, plan_in_subprocess
 from jaxpar.planner.search import Search, attempt, require_rates, run, start
 from jaxpar.planner.subprocess import call
 from jaxpar.planner.targets import parse_target
 from jaxpar.sharding.rules import axes_of
-from jaxpar.sharding.zero import STAGES, LeafPlan, ZeroStage
-from jaxpar.step.state import kept_structs, state_shardings
+from jaxpar.sharding.zero import ZERO_STAGES, LeafSharding, ZeroStage
+from jaxpar.step.state import packed_structs, state_shardings
 
 COMPILES = 16
 """Steps that a search compiles, unless told otherwise."""
@@ -43,7 +43,7 @@ COMPILES = 16
 _USUAL_HOST = 8
 """GPUs of a host: up to so many are added to it before there is another."""
 
-Tell = Callable[[Choice, Plan | str], None]
+Report = Callable[[Choice, Plan | str], None]
 
 
 def search_recipe(
@@ -53,7 +53,7 @@ def search_recipe(
     *,
     compiles: int = COMPILES,
     jobs: int | None = None,
-    tell: Tell = lambda choice, found: None,
+    report: Report = lambda choice, found: None,
 ) -> Search:
     """Search a recipe's fastest choices on a target.
 
@@ -64,24 +64,24 @@ def search_recipe(
       args: the recipe's own flags; what they set is not searched.
       compiles: steps to compile at most.
       jobs: how many at once; None for one a core, four at most.
-      tell: told of each choice as it is compiled.
+      report: told of each choice as it is compiled.
 
     Returns:
       The search; `Search.ranking` is empty if nothing fits.
 
     Raises:
       ValueError: if nothing is possible on the target, or the recipe is none.
-      ApartError: if the recipe can't be surveyed.
+      CompilerProcessError: if the recipe can't be surveyed.
     """
     goal = parse_target(target)
     require_rates(goal)
-    search = start(survey_apart(path, target, args), goal)
+    search = start(survey_in_subprocess(path, target, args), goal)
     run(
         search,
         lambda choice: plan_choice(path, target, args, search.survey, choice),
         compiles=compiles,
         jobs=jobs or min(4, os.cpu_count() or 1),
-        tell=tell,
+        report=report,
     )
     return search
 
@@ -89,12 +89,12 @@ def search_recipe(
 def plan_choice(
     path: Path, target: str, args: Sequence[str], survey: Survey, choice: Choice
 ) -> Plan:
-    """Compile one choice, in a process of its own; raises as `plan_apart` does."""
-    return plan_apart(path, target, (*args, *choice.flags(survey.knobs)))
+    """Compile one choice, in a subprocess; raises as `plan_in_subprocess` does."""
+    return plan_in_subprocess(path, target, (*args, *choice.flags(survey.knobs)))
 
 
 def smallest_target(
-    path: Path, target: str, args: Sequence[str], *, most: int = 8, tell: Tell
+    path: Path, target: str, args: Sequence[str], *, most: int = 8, report: Report
 ) -> tuple[str, Choice, Plan] | None:
     """Find a larger target that a recipe fits, doubling its devices.
 
@@ -105,21 +105,21 @@ def smallest_target(
       target: where it does not fit.
       args: its flags.
       most: doublings to try.
-      tell: told of each choice as it is compiled.
+      report: told of each choice as it is compiled.
 
     Returns:
       The target, a choice that fits, and its plan; None if none was found.
     """
     for name in itertools.islice(larger_targets(target), most):
         try:
-            search = start(survey_apart(path, name, args), parse_target(name))
+            search = start(survey_in_subprocess(path, name, args), parse_target(name))
         except ValueError:  # No mesh of so many devices for these rows.
             continue
         for _ in range(3):
             choice = min(search.left, key=lambda c: _need(search, c), default=None)
             if choice is None:
                 break
-            tell(choice, _tried(search, choice, path, args))
+            report(choice, _tried(search, choice, path, args))
             search.prune()
         if search.ranking:
             return (name, *search.ranking[0])
@@ -144,39 +144,39 @@ def _need(search: Search, choice: Choice) -> tuple[Any, ...]:
 
 def what_would_fit(
     path: Path,
-    plan: Plan,
+    leaf: Plan,
     args: Sequence[str],
     *,
     compiles: int = 4,
-    tell: Tell = lambda choice, found: None,
+    report: Report = lambda choice, found: None,
 ) -> list[tuple[Choice, Plan | str]]:
     """Compile the choices nearest to one that does not fit, until two do.
 
     Args:
       path: the recipe.
-      plan: of it, which does not fit.
+      leaf: of it, which does not fit.
       args: the recipe's flags; any of the knobs may be changed.
       compiles: steps to compile at most.
-      tell: told of each choice as it is compiled.
+      report: told of each choice as it is compiled.
 
     Returns:
       What was tried, and its plan or why it failed, in that order; nothing where no
       choice can fit.
     """
-    target = plan.target
-    found = survey_apart(path, target, args, pins=False)
+    target = leaf.target
+    found = survey_in_subprocess(path, target, args, pins=False)
     search = start(found, parse_target(target))
     knobs: Mapping[str, Any] = found.knobs
-    data, pipe, tensor = plan.mesh.values()
+    data, pipe, tensor = leaf.mesh.values()
     own = Choice(
         (data, pipe, tensor),
-        plan.zero,
+        leaf.zero,
         knobs.get("accumulate", 1),
         knobs.get("schedule") if pipe > 1 else None,
         knobs.get("remat"),
     )
     if own.mesh in found.facts:
-        search.note(own, plan)
+        search.note(own, leaf)
     tried: list[tuple[Choice, Plan | str]] = []
     while search.left and len(tried) < compiles:
         search.prune()
@@ -185,7 +185,7 @@ def what_would_fit(
             break
         made = _tried(search, choice, path, args)
         tried.append((choice, made))
-        tell(choice, made)
+        report(choice, made)
         if sum(not isinstance(p, str) and bool(p.fits) for _, p in tried) > 1:
             break
     return tried
@@ -219,10 +219,10 @@ def larger_targets(target: str) -> Iterator[str]:
             yield f"{kind}:{hosts}x{devices}"
 
 
-def survey_apart(
+def survey_in_subprocess(
     path: Path, target: str, args: Sequence[str], *, pins: bool = True
 ) -> Survey:
-    """Survey in a process of its own; raises as `plan_apart` does."""
+    """Survey in a subprocess; raises as `plan_in_subprocess` does."""
     told = f"survey of {path.name} on {target}"
     asked = (path, target, args, pins)
     return answer_of(call(f"{__name__}:survey", *asked, what=told))
@@ -264,7 +264,7 @@ def survey(path: Path, target: str, args: Sequence[str], pins: bool = True) -> S
             continue
         rows, spec = engine.batch_spec.num_rows, engine.spec
         flops, dtype = 3 * spec.forward_flops, str(spec.precision.compute_dtype)
-        facts[sizes] = {stage.number: _facts(engine, stage) for stage in STAGES}
+        facts[sizes] = {zero.number: _facts(engine, zero) for zero in ZERO_STAGES}
     return Survey(
         rows=rows,
         tokens=tokens and tokens(config),
@@ -282,44 +282,46 @@ def _traced(
     """A recipe's engine on one mesh: traced, not compiled."""
     simple: dict[str, Any] = {"mesh": shape, "accumulate": 1, "schedule": "1f1b"}
     changed = {name: value for name, value in simple.items() if name in knobs}
-    with only_planned():
+    with compile_only():
         return recipe.build(
             dataclasses.replace(config, **changed), make_mesh(shape, devices)
         )
 
 
-def _facts(engine: Engine, stage: ZeroStage) -> ShapeFacts:
+def _facts(engine: Engine, zero: ZeroStage) -> ShapeFacts:
     """What one mesh and stage hold, from the plans of its leaves."""
     placement, spec = engine.placement, engine.spec
     sizes = dict(placement.mesh.shape)
     leaves = tree.named_leaves(placement.abstract.params)
-    compute = {name: plan.compute for name, plan in placement.plans.items()}
-    plans = spec.execution.plan_leaves(leaves, compute, stage, sizes, ("*",))
-    shardings = state_shardings(placement.abstract, plans, stage, placement.mesh)
-    update = placement.update.laid_out(tuple(plans.values()))
-    kept = kept_structs(update, placement.abstract, shardings)
+    compute = {name: leaf.compute for name, leaf in placement.leaves.items()}
+    leaf_shardings = spec.execution.shard_leaves(leaves, compute, zero, sizes, ("*",))
+    shardings = state_shardings(
+        placement.abstract, leaf_shardings, zero, placement.mesh
+    )
+    update = placement.update.with_shardings(tuple(leaf_shardings.values()))
+    kept = packed_structs(update, placement.abstract, shardings)
     state = sum(state_bytes(kept).values())
-    meant = dataclasses.replace(engine.closed_form, stage=stage, accumulate=1)
-    copies, gradients = step_bytes(plans.values(), meant)
+    closed_form = dataclasses.replace(engine.closed_form, zero=zero, accumulate=1)
+    copies, gradients = step_bytes(leaf_shardings.values(), closed_form)
     itemsize = spec.precision.compute_dtype.itemsize
     owned = itemsize * sum(
-        math.prod(plan.shape) // plan.ways_computed for plan in plans.values()
+        math.prod(leaf.shape) // leaf.ways_computed for leaf in leaf_shardings.values()
     )
-    reduced = sum(_reduced(plan) for plan in plans.values()) * itemsize
+    reduced = sum(_reduced(leaf) for leaf in leaf_shardings.values()) * itemsize
     return ShapeFacts(state, copies, gradients, owned, reduced)
 
 
-def _reduced(plan: LeafPlan) -> int:
+def _reduced(leaf: LeafSharding) -> int:
     """Elements of a token's activations that a leaf split over tensor sums up.
 
     A matrix split along its inputs sums its outputs in the forward pass; one split
     along its outputs the gradients of its inputs in the backward pass: what is not
     split, once for every layer of a stack.
     """
-    split = [TENSOR in axes_of(axes) for axes in plan.compute]
-    if sum(split) != 1 or len(plan.shape) < 2:
+    split = [TENSOR in axes_of(axes) for axes in leaf.compute]
+    if sum(split) != 1 or len(leaf.shape) < 2:
         return 0
-    kept = [n for n, is_split in zip(plan.shape, split, strict=True) if not is_split]
+    kept = [n for n, is_split in zip(leaf.shape, split, strict=True) if not is_split]
     return kept[0] * kept[-1] if len(kept) > 1 else kept[0]
 
 

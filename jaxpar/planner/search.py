@@ -28,7 +28,7 @@ from jaxpar.planner.choices import (
 )
 from jaxpar.planner.plan import Plan
 from jaxpar.planner.roofline import link_rate
-from jaxpar.planner.subprocess import ApartError
+from jaxpar.planner.subprocess import CompilerProcessError
 from jaxpar.planner.targets import Target
 
 _SURELY_OVER = 1.15
@@ -272,31 +272,33 @@ def start(survey: Survey, target: Target) -> Search:
 
 def run(
     search: Search,
-    make_plan: Callable[[Choice], Plan],
+    compile_plan: Callable[[Choice], Plan],
     *,
     compiles: int,
     jobs: int,
-    tell: Callable[[Choice, Plan | str], None] = lambda choice, found: None,
+    report: Callable[[Choice, Plan | str], None] = lambda choice, found: None,
 ) -> None:
     """Compile the most promising choices until the best are known.
 
     Args:
       search: one begun; it holds what is found.
-      make_plan: compiles one choice; may raise ValueError or ApartError, after which
-        the search goes on.
+      compile_plan: compiles one choice; may raise ValueError or
+        CompilerProcessError, after which the search goes on.
       compiles: steps to compile at most.
       jobs: how many at once.
-      tell: told of each choice as it is compiled, with its plan or why it failed.
+      report: told of each choice as it is compiled, with its plan or why it failed.
     """
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         while compiles > 0 and not search.is_decided():
             batch = search.next(min(jobs, compiles))
             compiles -= len(batch)
             for choice, found in zip(
-                batch, pool.map(lambda c: attempt(make_plan, c), batch), strict=True
+                batch,
+                pool.map(lambda c: attempt(compile_plan, c), batch),
+                strict=True,
             ):
                 search.note(choice, found)
-                tell(choice, found)
+                report(choice, found)
             search.prune()
     for choice in search.left:
         seconds = search.predict(choice).seconds
@@ -304,11 +306,11 @@ def run(
     search.left.clear()
 
 
-def attempt(make_plan: Callable[[Choice], Plan], choice: Choice) -> Plan | str:
+def attempt(compile_plan: Callable[[Choice], Plan], choice: Choice) -> Plan | str:
     """Compile a choice; why it failed, if it does."""
     try:
-        return make_plan(choice)
-    except (ValueError, ApartError) as error:
+        return compile_plan(choice)
+    except (ValueError, CompilerProcessError) as error:
         return str(error)
 
 

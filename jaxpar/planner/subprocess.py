@@ -33,7 +33,7 @@ serve(*map(pathlib.Path, sys.argv[1:]))
 _LAST_LINES = 5
 
 
-class ApartError(RuntimeError):
+class CompilerProcessError(RuntimeError):
     """A process of a plan ended without one; the message says how."""
 
 
@@ -73,7 +73,7 @@ def call(function: str, *args: Any, what: str) -> Any:
 
     Raises:
       ValueError: if it raised one, or an argument can't be pickled.
-      ApartError: if it raised another error, or the process died.
+      CompilerProcessError: if it raised another error, or the process died.
     """
     with tempfile.TemporaryDirectory(prefix="jaxpar-plan-") as folder:
         asked, answered = Path(folder, "asked"), Path(folder, "answered")
@@ -82,14 +82,14 @@ def call(function: str, *args: Any, what: str) -> Any:
         with printed.open("w") as out, complained.open("w") as err:
             code = _run([asked, answered], stdout=out, stderr=err)
         if not answered.exists():
-            raise ApartError(f"{what}: {_how_it_died(code, complained)}")
+            raise CompilerProcessError(f"{what}: {_how_it_died(code, complained)}")
         answer = pickle.loads(answered.read_bytes())
         if isinstance(answer, int):
             return Stopped(answer, printed.read_text(), complained.read_text())
     if isinstance(answer, _Failed):
         if answer.kind == "ValueError":
             raise ValueError(answer.message)
-        raise ApartError(f"{what}: {answer.kind}: {answer.message}")
+        raise CompilerProcessError(f"{what}: {answer.kind}: {answer.message}")
     return answer[0]
 
 

@@ -1,10 +1,10 @@
 """How does an array cross the data axis: gathers and reductions of leaves and scalars.
 
-Two forms with one interface. `ManualExchange` runs inside ``shard_map`` with data
+Two forms with one interface. `ManualCollectives` runs inside ``shard_map`` with data
 manual: its collectives are explicit, so gradients can be summed over micro-batches
-before they cross. `AutomaticExchange` sees global arrays and states only where they
+before they cross. `AutomaticCollectives` sees global arrays and states only where they
 lie; the compiler inserts the collectives. Arrays at rest are given as their plan's
-*view* (see `jaxpar.sharding.zero.LeafPlan`).
+*view* (see `jaxpar.sharding.zero.LeafSharding`).
 """
 
 import dataclasses
@@ -20,25 +20,25 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.mesh import AXES, DATA
 from jaxpar.sharding.constrain import constrain
 from jaxpar.sharding.rules import axes_of
-from jaxpar.sharding.zero import LeafPlan
+from jaxpar.sharding.zero import LeafSharding
 
 
 @runtime_checkable
-class Exchange(Protocol):
+class Collectives(Protocol):
     """What crosses the data axis, and how."""
 
-    def gather(self, plan: LeafPlan, shard: jax.Array) -> jax.Array:
+    def gather(self, leaf: LeafSharding, shard: jax.Array) -> jax.Array:
         """Make the whole leaf, at its compute spec, from its view at rest."""
         ...
 
-    def reduce(self, plan: LeafPlan, whole: jax.Array) -> jax.Array:
+    def reduce(self, leaf: LeafSharding, whole: jax.Array) -> jax.Array:
         """Sum a whole gradient over data, as the leaf's view at rest.
 
         In the dtype that it crossed in.
         """
         ...
 
-    def crossing_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
+    def communicated_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
         """The dtype in which gradients that are made in `dtype` cross."""
         ...
 
@@ -56,7 +56,7 @@ class Exchange(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class ManualExchange:
+class ManualCollectives:
     """Explicit collectives, for a body whose data axis is manual.
 
     Attributes:
@@ -67,28 +67,28 @@ class ManualExchange:
     reduce_dtype: jnp.dtype
     platform: str
 
-    def gather(self, plan: LeafPlan, shard: jax.Array) -> jax.Array:
+    def gather(self, leaf: LeafSharding, shard: jax.Array) -> jax.Array:
         """All-gather along the view's data dim."""
-        dim = plan.view_data_dim
+        dim = leaf.view_data_dim
         if dim is None:
-            return _as_computed(plan, shard)
+            return _as_computed(leaf, shard)
         gather = functools.partial(
             jax.lax.all_gather, axis_name=DATA, axis=dim, tiled=True
         )
-        return _as_computed(plan, _on_placed_shards(gather, plan)(shard))
+        return _as_computed(leaf, _on_placed_shards(gather, leaf)(shard))
 
-    def reduce(self, plan: LeafPlan, whole: jax.Array) -> jax.Array:
+    def reduce(self, leaf: LeafSharding, whole: jax.Array) -> jax.Array:
         """Reduce-scatter along the view's data dim, or all-reduce a leaf kept whole."""
-        view = constrain(_as_made(plan, whole), *plan.view_spec(data=False))
-        view = view.astype(self.crossing_dtype(view.dtype))
-        dim = plan.view_data_dim
+        view = constrain(_as_made(leaf, whole), *leaf.view_spec(data=False))
+        view = view.astype(self.communicated_dtype(view.dtype))
+        dim = leaf.view_data_dim
         if dim is None:
             reduce = functools.partial(jax.lax.psum, axis_name=DATA)
         else:
             reduce = functools.partial(
                 jax.lax.psum_scatter, axis_name=DATA, scatter_dimension=dim, tiled=True
             )
-        return self._as_kept(_on_placed_shards(reduce, plan)(view))
+        return self._as_kept(_on_placed_shards(reduce, leaf)(view))
 
     def _as_kept(self, reduced: jax.Array) -> jax.Array:
         """A reduced gradient, in memory as its parameter is.
@@ -101,7 +101,7 @@ class ManualExchange:
             return reduced
         return with_layout_constraint(reduced, Layout(tuple(range(reduced.ndim))))
 
-    def crossing_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
+    def communicated_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
         """The one they are told to cross in, or the platform's."""
         return wire_dtype(self.reduce_dtype, self.platform)
 
@@ -119,21 +119,21 @@ class ManualExchange:
 
 
 @dataclasses.dataclass(frozen=True)
-class AutomaticExchange:
+class AutomaticCollectives:
     """Layouts only, for a body that sees the whole micro-batch."""
 
-    def gather(self, plan: LeafPlan, shard: jax.Array) -> jax.Array:
+    def gather(self, leaf: LeafSharding, shard: jax.Array) -> jax.Array:
         """State the layout at rest, then the one computed on."""
-        at_rest = constrain(shard, *plan.view_spec())
+        stored = constrain(shard, *leaf.view_spec())
         # In two steps: over both axes at once, every tensor shard would cross data.
-        over_tensor = constrain(at_rest, *plan.view_spec(data=False))
-        return _as_computed(plan, over_tensor)
+        over_tensor = constrain(stored, *leaf.view_spec(data=False))
+        return _as_computed(leaf, over_tensor)
 
-    def reduce(self, plan: LeafPlan, whole: jax.Array) -> jax.Array:
+    def reduce(self, leaf: LeafSharding, whole: jax.Array) -> jax.Array:
         """State the layout at rest; the sum is the compiler's."""
-        return constrain(_as_made(plan, whole), *plan.view_spec())
+        return constrain(_as_made(leaf, whole), *leaf.view_spec())
 
-    def crossing_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
+    def communicated_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
         """The same: the compiler reduces what the backward pass makes."""
         return dtype
 
@@ -160,18 +160,18 @@ def wire_dtype(dtype: jnp.dtype, platform: str) -> jnp.dtype:
 
 
 def _on_placed_shards(
-    exchange: Callable[[jax.Array], jax.Array], plan: LeafPlan
+    collectives: Callable[[jax.Array], jax.Array], leaf: LeafSharding
 ) -> Callable[[jax.Array], jax.Array]:
     """Run a manual collective over data on each pipe and tensor shard of a view.
 
     The compiler does not look into a collective that is manual: where another axis is
     automatic, it makes the operand whole over that first (jax 0.10.2 to 0.12.0.1).
     """
-    if not any(plan.placed):
-        return exchange
-    spec = plan.view_spec(data=False)
+    if not any(leaf.placed):
+        return collectives
+    spec = leaf.view_spec(data=False)
     return jax.shard_map(
-        exchange,
+        collectives,
         in_specs=(spec,),
         out_specs=spec,
         axis_names=set(AXES) - {DATA},
@@ -179,35 +179,35 @@ def _on_placed_shards(
     )
 
 
-def _as_computed(plan: LeafPlan, view: jax.Array) -> jax.Array:
+def _as_computed(leaf: LeafSharding, view: jax.Array) -> jax.Array:
     """Lay a view that is whole over data out as its leaf is computed on."""
     kept = (
         axes_of(entry) if rests else ()
-        for entry, rests in zip(plan.compute, plan.placed, strict=True)
+        for entry, rests in zip(leaf.compute, leaf.placed, strict=True)
     )
-    view = constrain(view, *plan.in_view(list(kept)))
-    return constrain(view.reshape(plan.shape), *plan.compute)
+    view = constrain(view, *leaf.in_view(list(kept)))
+    return constrain(view.reshape(leaf.shape), *leaf.compute)
 
 
-def _as_made(plan: LeafPlan, grad: jax.Array) -> jax.Array:
+def _as_made(leaf: LeafSharding, grad: jax.Array) -> jax.Array:
     """See a gradient as its leaf's view, laid out as the leaf was computed on.
 
     Stated, because the compiler would else carry the layout at rest back into the
     backward pass, and split activations over tensor along the width.
     """
-    return constrain(grad, *plan.compute).reshape(plan.view_shape)
+    return constrain(grad, *leaf.compute).reshape(leaf.view_shape)
 
 
-def to_view(plan: LeafPlan, leaf: jax.Array) -> jax.Array:
+def to_view(sharded: LeafSharding, leaf: jax.Array) -> jax.Array:
     """See a leaf at rest as its plan's view, in automatic mode; nothing moves."""
-    return constrain(leaf.reshape(plan.view_shape), *plan.view_spec())
+    return constrain(leaf.reshape(sharded.view_shape), *sharded.view_spec())
 
 
-def from_view(plan: LeafPlan, view: jax.Array) -> jax.Array:
+def from_view(leaf: LeafSharding, view: jax.Array) -> jax.Array:
     """Undo `to_view`."""
-    return constrain(view.reshape(plan.shape), *plan.rest_spec)
+    return constrain(view.reshape(leaf.shape), *leaf.stored_spec)
 
 
-def manual_spec(plan: LeafPlan) -> P:
+def manual_spec(leaf: LeafSharding) -> P:
     """The part of a view's spec that ``shard_map`` with data manual is told."""
-    return plan.view_spec(placed=False)
+    return leaf.view_spec(placed=False)

@@ -1,9 +1,9 @@
 """Where is each leaf stored, and where is it computed on: ZeRO as two axis maps.
 
-A stage is a row of a table, not a code path (`STAGES`), and a leaf's layout is a
-`LeafPlan`: the spec it rests at and the spec it is computed at. At stages 1-3 a leaf
-rests over data, pipe *and* tensor, whatever its compute spec, so the state of Adam
-takes 12 Psi / N bytes.
+A ZeRO stage is a row of a table, not a code path (`ZERO_STAGES`). A leaf has a
+`LeafSharding`: the spec it is stored at and the spec it is computed at. At ZeRO stages
+1-3 a leaf is stored sharded over data, pipe *and* tensor, whatever its compute spec, so
+the state of Adam takes 12 Psi / N bytes.
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion
 Parameter Models", sections 5 and 7. Differs: parameters rest sharded at stages 1 and 2
@@ -43,16 +43,16 @@ class ZeroStage:
     """
 
     number: int
-    rest: Literal["whole", "sharded"]
+    stored: Literal["whole", "sharded"]
     gather: Literal["never", "step", "use"]
     reduce: Literal["step", "microbatch"]
 
 
-STAGES = (
-    ZeroStage(0, rest="whole", gather="never", reduce="step"),
-    ZeroStage(1, rest="sharded", gather="step", reduce="step"),
-    ZeroStage(2, rest="sharded", gather="step", reduce="microbatch"),
-    ZeroStage(3, rest="sharded", gather="use", reduce="microbatch"),
+ZERO_STAGES = (
+    ZeroStage(0, stored="whole", gather="never", reduce="step"),
+    ZeroStage(1, stored="sharded", gather="step", reduce="step"),
+    ZeroStage(2, stored="sharded", gather="step", reduce="microbatch"),
+    ZeroStage(3, stored="sharded", gather="use", reduce="microbatch"),
 )
 
 
@@ -66,16 +66,16 @@ def zero_stage(number: int) -> ZeroStage:
       >>> zero_stage(3).gather
       'use'
     """
-    if type(number) is not int or number not in range(len(STAGES)):
+    if type(number) is not int or number not in range(len(ZERO_STAGES)):
         raise ValueError(
             f"zero={number!r} must be 0 (replicate), 1 (shard the state), 2 (and the "
             "gradients) or 3 (and gather parameters at use)."
         )
-    return STAGES[number]
+    return ZERO_STAGES[number]
 
 
 @dataclasses.dataclass(frozen=True)
-class LeafPlan:
+class LeafSharding:
     """How one leaf is laid out.
 
     A dim that rests over data and another axis is split in two in the leaf's *view*
@@ -117,14 +117,14 @@ class LeafPlan:
         return math.prod(sizes[a] for axes in self.compute for a in axes_of(axes))
 
     @property
-    def ways_at_rest(self) -> int:
+    def ways_stored(self) -> int:
         """Pieces that the leaf is in at rest."""
         sizes: dict[str, int] = dict(zip(AXES, self.ways, strict=True))
         others = math.prod(sizes[axis] for axes in self.placed for axis in axes)
         return others * (1 if self.data_dim is None else sizes[DATA])
 
     @property
-    def rest_spec(self) -> P:
+    def stored_spec(self) -> P:
         """The spec at rest, over the logical shape."""
         entries = list(self.placed)
         if self.data_dim is not None:
@@ -171,7 +171,7 @@ class LeafPlan:
             entries.insert(self.data_dim + 1, None)
         return entries
 
-    def without_leading_dim(self) -> "LeafPlan | None":
+    def without_leading_dim(self) -> "LeafSharding | None":
         """The plan of one slice along dim 0; None if an axis splits that dim."""
         if self.data_dim == 0 or self.placed[0] or self.compute[0] is not None:
             return None
@@ -188,20 +188,20 @@ def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
     return axes if len(axes) > 1 else next(iter(axes), None)
 
 
-def plan_leaves(
+def shard_leaves(
     leaves: Mapping[str, jax.ShapeDtypeStruct],
     compute: Mapping[str, Spec],
-    stage: ZeroStage,
+    zero: ZeroStage,
     sizes: Mapping[str, int],
     allow_whole: Sequence[str] = (),
     regrouped: Collection[str] = (),
-) -> dict[str, LeafPlan]:
+) -> dict[str, LeafSharding]:
     """Lay every leaf out for a stage and a mesh.
 
     Args:
       leaves: leaf name -> shape and dtype.
       compute: leaf name -> its compute spec.
-      stage: the row of the ZeRO table.
+      zero: the row of the ZeRO table.
       sizes: mesh axis -> devices on it.
       allow_whole: path patterns of large leaves that may stay whole over data.
       regrouped: leaves whose dim 0 is put in another order over pipe to compute: no
@@ -226,60 +226,60 @@ def plan_leaves(
                 f"{', '.join(list(leaves)[:8])}.{tree.near_match(pattern, leaves)}"
             )
     ways = (sizes[DATA], sizes[PIPE], sizes[TENSOR])
-    plans = {}
+    leaf_shardings = {}
     for name, leaf in leaves.items():
-        plan = _plan_leaf(
-            name, leaf, compute[name], stage, ways, regroups=name in regrouped
+        sharded = _shard_leaf(
+            name, leaf, compute[name], zero, ways, regroups=name in regrouped
         )
         allowed = any(tree.matches(pattern, name) for pattern in allow_whole)
-        if _is_too_large_to_stay_whole(plan, leaf, stage) and not allowed:
+        if _is_too_large_to_stay_whole(sharded, leaf, zero) and not allowed:
             raise ValueError(
-                f"zero={stage.number}: {name} (shape {leaf.shape}, "
+                f"zero={zero.number}: {name} (shape {leaf.shape}, "
                 f"{tree.num_bytes(leaf) / 2**20:.1f} MiB) has no dim that data="
                 f"{ways[0]} divides, so every device would hold it whole. Pad a dim to "
                 f"a multiple of {ways[0]}, change the mesh, or pass "
                 f"allow_whole=({name!r},)."
             )
-        plans[name] = plan
-    return plans
+        leaf_shardings[name] = sharded
+    return leaf_shardings
 
 
 def _is_too_large_to_stay_whole(
-    plan: LeafPlan, leaf: jax.ShapeDtypeStruct, stage: ZeroStage
+    sharded: LeafSharding, leaf: jax.ShapeDtypeStruct, zero: ZeroStage
 ) -> bool:
     return (
-        stage.rest == "sharded"
-        and plan.ways[0] > 1
-        and plan.data_dim is None
+        zero.stored == "sharded"
+        and sharded.ways[0] > 1
+        and sharded.data_dim is None
         and tree.num_bytes(leaf) >= LARGE_BYTES
     )
 
 
-def _plan_leaf(
+def _shard_leaf(
     name: str,
     leaf: jax.ShapeDtypeStruct,
     compute: Spec,
-    stage: ZeroStage,
+    zero: ZeroStage,
     ways: tuple[int, int, int],
     *,
     regroups: bool,
-) -> LeafPlan:
+) -> LeafSharding:
     shape = tuple(leaf.shape)
     placed = tuple(map(axes_of, compute))
-    if stage.rest == "whole":
+    if zero.stored == "whole":
         why = "stage 0 replicates over data"
         if regroups:
             dims = _best_dims(shape, placed, (1, ways[1], 1), regroups=True)
             placed = _placed(shape, dims)
-        return LeafPlan(name, shape, compute, None, placed, ways, why)
+        return LeafSharding(name, shape, compute, None, placed, ways, why)
     size_bytes = math.prod(shape) * np.dtype(leaf.dtype).itemsize
     if size_bytes < WHOLE_BELOW_BYTES:
         why = f"kept whole over data: {size_bytes} B is under {WHOLE_BELOW_BYTES}"
-        return LeafPlan(name, shape, compute, None, placed, ways, why)
+        return LeafSharding(name, shape, compute, None, placed, ways, why)
     dims = _best_dims(shape, placed, ways, regroups=regroups)
     rests = _placed(shape, dims)
-    plan = LeafPlan(name, shape, compute, dims[0], rests, ways, "")
-    return dataclasses.replace(plan, why=_why(plan, placed))
+    sharded = LeafSharding(name, shape, compute, dims[0], rests, ways, "")
+    return dataclasses.replace(sharded, why=_why(sharded, placed))
 
 
 def _placed(
@@ -292,19 +292,19 @@ def _placed(
     )
 
 
-def _why(plan: LeafPlan, ruled: tuple[tuple[str, ...], ...]) -> str:
+def _why(leaf: LeafSharding, ruled: tuple[tuple[str, ...], ...]) -> str:
     parts = []
     for axis in (TENSOR, PIPE):
-        ways, dim = plan.ways[AXES.index(axis)], plan.dim_of(axis)
+        ways, dim = leaf.ways[AXES.index(axis)], leaf.dim_of(axis)
         if ways > 1 and dim is not None and axis in ruled[dim]:
             parts.append(f"rule: {axis} splits dim {dim}")
         elif dim is not None and axis not in ruled[dim]:
             parts.append(f"rests over {axis} on dim {dim}")
         elif ways > 1:
             parts.append(f"whole over {axis}: no dim divides by {ways}")
-    data = plan.ways[0]
-    if plan.data_dim is not None:
-        parts.append(f"zero: data splits dim {plan.data_dim}")
+    data = leaf.ways[0]
+    if leaf.data_dim is not None:
+        parts.append(f"zero: data splits dim {leaf.data_dim}")
     elif data > 1:
         parts.append(f"whole over data: no dim divides by {data}")
     return "; ".join(parts) or "one device on every axis"

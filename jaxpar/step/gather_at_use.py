@@ -1,9 +1,10 @@
-"""When is a parameter made whole: where the loss function first uses it, not before.
+"""When is a parameter gathered: where the loss function first uses it, not before.
 
-A loss function sees whole parameters; ZeRO 2 and 3 have shards. `call_deferred` traces
-the function to a jaxpr and evaluates it with `Deferred` leaves in the parameters'
-place. The first equation that needs one makes it whole; a leaf that a scan slices layer
-by layer is sliced as a shard and made whole inside the scan's body, so that one layer
+A loss function sees whole parameters; at ZeRO 2 and 3 there are shards.
+`call_gathering_at_use` traces the function to a jaxpr and evaluates it with
+`GatheredAtUse` leaves in the place of the parameters. The first equation that needs one
+gathers it. A leaf that a scan slices layer by layer is sliced as a shard and gathered
+inside the scan's body, so that one layer
 is whole at a time and its gradient is reduced there too. Works for any model: nothing
 of the user's code is changed.
 """
@@ -18,8 +19,8 @@ from jax.extend import core
 from jaxpar.jaxprs.compat import scan_counts
 from jaxpar.jaxprs.evaluate import bind, read
 from jaxpar.jaxprs.residuals import with_own_residuals
-from jaxpar.sharding.collectives import Exchange
-from jaxpar.sharding.zero import LeafPlan
+from jaxpar.sharding.collectives import Collectives
+from jaxpar.sharding.zero import LeafSharding
 
 # What these make of a parameter is as large as the parameter and costs nothing to make
 # again: were it a residual, a gathered leaf would live until the backward pass.
@@ -41,7 +42,7 @@ _CALLS = {"custom_vjp_call": "call_jaxpr", "shard_map": "jaxpr"}
 """Call primitive -> the parameter that holds what it calls."""
 
 
-class Deferred:
+class GatheredAtUse:
     """A leaf that is not whole yet.
 
     Args:
@@ -49,23 +50,23 @@ class Deferred:
       slot: what gradients are taken with respect to: of the shape of the view at rest,
         in the dtype that gradients cross in. Its values are not read.
       source: what it is made of: the fp32 view at rest, or itself, gathered already.
-      exchange: how it is gathered and its gradient reduced.
+      collectives: how it is gathered and its gradient reduced.
       dtype: the compute dtype.
       is_whole: whether the source is the leaf itself.
     """
 
     def __init__(
         self,
-        plan: LeafPlan,
+        leaf: LeafSharding,
         slot: jax.Array,
         source: jax.Array,
-        exchange: Exchange,
+        collectives: Collectives,
         dtype: jnp.dtype,
         *,
         is_whole: bool,
     ):
-        self.plan, self.slot, self.source = plan, slot, source
-        self.exchange, self.dtype, self.is_whole = exchange, dtype, is_whole
+        self.plan, self.slot, self.source = leaf, slot, source
+        self.collectives, self.dtype, self.is_whole = collectives, dtype, is_whole
         self._made: jax.Array | None = None
 
     @property
@@ -73,11 +74,13 @@ class Deferred:
         """What stands for the leaf while it travels."""
         return self.slot, self.source
 
-    def rebuilt(self, arrays: Sequence[jax.Array], plan: LeafPlan) -> "Deferred":
+    def rebuilt(
+        self, arrays: Sequence[jax.Array], leaf: LeafSharding
+    ) -> "GatheredAtUse":
         """The same leaf (or a slice of it) around other tracers."""
         slot, source = arrays
-        return Deferred(
-            plan, slot, source, self.exchange, self.dtype, is_whole=self.is_whole
+        return GatheredAtUse(
+            leaf, slot, source, self.collectives, self.dtype, is_whole=self.is_whole
         )
 
     def make(self) -> jax.Array:
@@ -88,12 +91,12 @@ class Deferred:
 
     def _use(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
         """``use(slot, source) -> whole`` whose backward pass reduces into the slot."""
-        plan, exchange, slot_dtype = self.plan, self.exchange, self.slot.dtype
+        leaf, collectives, slot_dtype = self.plan, self.collectives, self.slot.dtype
 
         def make(_: jax.Array, source: jax.Array) -> jax.Array:
             if self.is_whole:
                 return source
-            return exchange.gather(plan, source.astype(self.dtype))
+            return collectives.gather(leaf, source.astype(self.dtype))
 
         def forward(slot: jax.Array, source: jax.Array) -> tuple[jax.Array, None]:
             # Not by a call of `use`: a scan would take its result for something new,
@@ -101,15 +104,15 @@ class Deferred:
             return make(slot, source), None
 
         def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array, None]:
-            return exchange.reduce(plan, cotangent).astype(slot_dtype), None
+            return collectives.reduce(leaf, cotangent).astype(slot_dtype), None
 
         use = jax.custom_vjp(make)
         use.defvjp(forward, backward)
         return use
 
 
-def call_deferred(
-    fn: Callable[..., Any], leaves: Sequence[Deferred], *args: Any
+def call_gathering_at_use(
+    fn: Callable[..., Any], leaves: Sequence[GatheredAtUse], *args: Any
 ) -> Any:
     """Evaluate ``fn(leaves, *args)`` with each leaf made whole at its first use.
 
@@ -154,7 +157,7 @@ def _refuse_layout_ops(prim: Any, *_: Any, **params: Any) -> bool:
 
 
 def _evaluate(closed: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-    """Evaluate a jaxpr some of whose inputs are `Deferred`; outputs are arrays."""
+    """Evaluate a jaxpr some of whose inputs are `GatheredAtUse`; outputs are arrays."""
     jaxpr = closed.jaxpr
     env: dict[core.Var, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
@@ -168,7 +171,7 @@ def _evaluate(closed: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
 
 
 def _made(value: Any) -> Any:
-    return value.make() if isinstance(value, Deferred) else value
+    return value.make() if isinstance(value, GatheredAtUse) else value
 
 
 def _inline(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
@@ -225,7 +228,7 @@ def _scan(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
         outs = _evaluate(eqn.params["jaxpr"], [*consts, *carry, *layer])
         return outs[:num_carry], outs[num_carry:]
 
-    if any(isinstance(x, Deferred) and not x.is_whole for x in xs):
+    if any(isinstance(x, GatheredAtUse) and not x.is_whole for x in xs):
         # Else the backward pass finds every layer gathered, as one stack of residuals.
         body = jax.checkpoint(body, policy=_refuse_layout_ops, prevent_cse=False)
     carry, ys = jax.lax.scan(
@@ -239,28 +242,34 @@ def _scan(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
     return [*carry, *ys]
 
 
-def _sliced_plan(value: Any) -> LeafPlan | None:
-    return value.plan.without_leading_dim() if isinstance(value, Deferred) else None
+def _sliced_plan(value: Any) -> LeafSharding | None:
+    return (
+        value.plan.without_leading_dim() if isinstance(value, GatheredAtUse) else None
+    )
 
 
 def _sliceable(value: Any) -> Any:
-    if isinstance(value, Deferred) and _sliced_plan(value) is None:
+    if isinstance(value, GatheredAtUse) and _sliced_plan(value) is None:
         return value.make()
     return value
 
 
 def _packed(value: Any) -> Any:
-    return value.arrays if isinstance(value, Deferred) else value
+    return value.arrays if isinstance(value, GatheredAtUse) else value
 
 
 def _unpacked(
-    values: Sequence[Any], packed: Sequence[Any], plans: Sequence[Any] | None = None
+    values: Sequence[Any],
+    packed: Sequence[Any],
+    leaf_shardings: Sequence[Any] | None = None,
 ) -> list[Any]:
     """Put the tracers of `packed` in the place of `values`."""
-    plans = plans or [v.plan if isinstance(v, Deferred) else None for v in values]
+    leaf_shardings = leaf_shardings or [
+        v.plan if isinstance(v, GatheredAtUse) else None for v in values
+    ]
     return [
-        value.rebuilt(arrays, plan) if isinstance(value, Deferred) else arrays
-        for value, arrays, plan in zip(values, packed, plans, strict=True)
+        value.rebuilt(arrays, leaf) if isinstance(value, GatheredAtUse) else arrays
+        for value, arrays, leaf in zip(values, packed, leaf_shardings, strict=True)
     ]
 
 

@@ -20,16 +20,16 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.mesh import DATA
 from jaxpar.model.bridge import Network
 from jaxpar.sharding.collectives import (
-    AutomaticExchange,
-    Exchange,
-    ManualExchange,
+    AutomaticCollectives,
+    Collectives,
+    ManualCollectives,
     from_view,
     manual_spec,
     to_view,
 )
 from jaxpar.sharding.constrain import constrain
-from jaxpar.sharding.zero import LeafPlan, ZeroStage
-from jaxpar.step.gather_at_use import Deferred, call_deferred
+from jaxpar.sharding.zero import LeafSharding, ZeroStage
+from jaxpar.step.gather_at_use import GatheredAtUse, call_gathering_at_use
 from jaxpar.step.inputs import Inputs, map_rows, specs_of, with_keys
 from jaxpar.step.loss import Loss, Sums, make_loss
 from jaxpar.step.precision import Precision
@@ -44,8 +44,8 @@ class Partition:
 
     Attributes:
       network: the model.
-      plans: the leaves' layouts, in flattening order.
-      stage: the row of the ZeRO table.
+      leaf_shardings: the leaves' layouts, in flattening order.
+      zero: the row of the ZeRO table.
       precision: the dtypes.
       mesh: the mesh.
       coupled: whether the loss couples examples, so that it is given whole batches.
@@ -53,8 +53,8 @@ class Partition:
     """
 
     network: Network
-    plans: tuple[LeafPlan, ...]
-    stage: ZeroStage
+    leaves: tuple[LeafSharding, ...]
+    zero: ZeroStage
     precision: Precision
     mesh: Mesh
     coupled: bool
@@ -69,11 +69,11 @@ class Partition:
         return self.coupled or self.mesh.shape[DATA] == 1
 
     @property
-    def exchange(self) -> Exchange:
+    def collectives(self) -> Collectives:
         """How arrays cross the data axis."""
         if self.automatic:
-            return AutomaticExchange()
-        return ManualExchange(self.precision.reduce_dtype, self.platform)
+            return AutomaticCollectives()
+        return ManualCollectives(self.precision.reduce_dtype, self.platform)
 
     @property
     def platform(self) -> str:
@@ -82,20 +82,21 @@ class Partition:
 
     def shard_key(self, key: jax.Array) -> ShardKey:
         """A key of all shards, as this one uses it."""
-        return ShardKey(key, self.exchange.shard_number())
+        return ShardKey(key, self.collectives.shard_number())
 
     def views(self, params: Params) -> list[jax.Array]:
         """The parameters at rest as their plans' views."""
         leaves = jax.tree.leaves(params)
-        return [to_view(*x) for x in zip(self.plans, leaves, strict=True)]
+        return [to_view(*x) for x in zip(self.leaves, leaves, strict=True)]
 
     def prepare(self, shards: Sequence[jax.Array]) -> list[jax.Array]:
         """Do what is done to the parameters once a step: cast, gather, or nothing."""
-        if self.stage.gather == "use":
+        if self.zero.gather == "use":
             return list(shards)
         cast = [x.astype(self.precision.compute_dtype) for x in shards]
         return [
-            self.exchange.gather(p, x) for p, x in zip(self.plans, cast, strict=True)
+            self.collectives.gather(p, x)
+            for p, x in zip(self.leaves, cast, strict=True)
         ]
 
     def call(
@@ -106,30 +107,33 @@ class Partition:
         *args: Any,
     ) -> Any:
         """Evaluate ``fn(whole leaves, *args)`` from what `differentiated` gives."""
-        if self.stage.reduce == "step":
+        if self.zero.reduce == "step":
             return fn(list(leaves), *args)
-        dtype, is_whole = self.precision.compute_dtype, self.stage.gather != "use"
+        dtype, is_whole = self.precision.compute_dtype, self.zero.gather != "use"
         deferred = [
-            Deferred(plan, slot, source, self.exchange, dtype, is_whole=is_whole)
-            for plan, slot, source in zip(self.plans, leaves, prepared, strict=True)
+            GatheredAtUse(
+                leaf, slot, source, self.collectives, dtype, is_whole=is_whole
+            )
+            for leaf, slot, source in zip(self.leaves, leaves, prepared, strict=True)
         ]
-        return call_deferred(fn, deferred, *args)
+        return call_gathering_at_use(fn, deferred, *args)
 
     def differentiated(
         self, shards: Sequence[jax.Array], prepared: Sequence[jax.Array]
     ) -> list[jax.Array]:
         """What gradients are taken of: the whole leaves, or slots for their shards."""
-        if self.stage.reduce == "step":
+        if self.zero.reduce == "step":
             return list(prepared)
-        dtype = self.exchange.crossing_dtype(self.precision.compute_dtype)
+        dtype = self.collectives.communicated_dtype(self.precision.compute_dtype)
         return [jnp.zeros(shard.shape, dtype) for shard in shards]
 
     def reduced(self, grads: Sequence[jax.Array]) -> list[jax.Array]:
         """Reduce over data what the backward pass has not reduced yet."""
-        if self.stage.reduce == "microbatch":
+        if self.zero.reduce == "microbatch":
             return list(grads)
         return [
-            self.exchange.reduce(p, g) for p, g in zip(self.plans, grads, strict=True)
+            self.collectives.reduce(p, g)
+            for p, g in zip(self.leaves, grads, strict=True)
         ]
 
     def mapped(
@@ -141,7 +145,7 @@ class Partition:
         """
         if self.automatic:
             return body
-        specs = [manual_spec(plan) for plan in self.plans]
+        specs = [manual_spec(leaf) for leaf in self.leaves]
 
         def run(shards: list, inputs: Inputs, *replicated: Any) -> Any:
             own = P() if whole else specs_of(inputs)
@@ -188,7 +192,7 @@ def make_gradients(
         _, pull, (sums, state) = jax.vjp(total, leaves, has_aux=True)
         # Of all shards, so that a backward pass that is not linear (clipped or rounded
         # cotangents) sees the numbers that it does on one device.
-        weight = partition.exchange.total(sums.loss.weight)
+        weight = partition.collectives.total(sums.loss.weight)
         (grads,) = pull(jnp.where(weight > 0, scale / weight, 0.0))
         grads = [grad.astype(jnp.float32) * weight for grad in grads]
         return grads, sums, state
@@ -202,7 +206,7 @@ def make_gradients(
             return microbatch(shards, prepared, model_state, own, scale, rows)
 
         grads, sums, state = _accumulated(one, model_state, inputs, accumulate)
-        sums = sums.over_data(partition.exchange)
+        sums = sums.over_data(partition.collectives)
         weight = sums.loss.weight
         inverse = jnp.where(weight > 0, 1.0 / weight, 0.0)
         grads = partition.reduced([grad * inverse for grad in grads])
@@ -224,13 +228,13 @@ def gradients_on_shards(
     Returns:
       What `make_gradients` does.
     """
-    views = [manual_spec(plan) for plan in partition.plans]
+    views = [manual_spec(leaf) for leaf in partition.leaves]
     run = partition.mapped(body, out_specs=(views, P(), P()))
 
     def gradients(params, model_state, inputs, key, scale):
         shards, inputs = partition.views(params), with_keys(inputs, key)
         grads, sums, state = run(shards, inputs, model_state, key, scale)
-        grads = [from_view(*x) for x in zip(partition.plans, grads, strict=True)]
+        grads = [from_view(*x) for x in zip(partition.leaves, grads, strict=True)]
         return jax.tree.unflatten(structure, grads), sums, state
 
     return gradients
@@ -302,7 +306,7 @@ def evaluation_on_shards(
 
         def on_shard(*given: Any) -> Sums:
             sums = body(*given)
-            return sums if is_left_over else sums.over_data(used.exchange)
+            return sums if is_left_over else sums.over_data(used.collectives)
 
         run = used.mapped(on_shard, out_specs=P(), whole=is_left_over)
         key = jax.random.fold_in(key, 1) if is_left_over else key

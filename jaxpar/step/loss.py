@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.model.bridge import Network
-from jaxpar.sharding.collectives import Exchange
+from jaxpar.sharding.collectives import Collectives
 from jaxpar.sharding.constrain import constrain, own_constraints
 from jaxpar.step.inputs import (
     Inputs,
@@ -22,7 +22,7 @@ from jaxpar.step.inputs import (
     unwrapped,
 )
 from jaxpar.step.row_draws import Draws, Rows
-from jaxpar.step.state import keep_model_state
+from jaxpar.step.state import cast_model_state
 from jaxpar.step.weighted import (
     Max,
     Reduced,
@@ -66,11 +66,11 @@ class Sums:
         named = {"loss": self.loss, **self.metrics}
         return {name: result(value) for name, value in named.items()}
 
-    def over_data(self, exchange: Exchange) -> "Sums":
+    def over_data(self, collectives: Collectives) -> "Sums":
         """Combine the data shards' numbers."""
 
         def combine(value: Reduced) -> Reduced:
-            over = exchange.largest if isinstance(value, Max) else exchange.total
+            over = collectives.largest if isinstance(value, Max) else collectives.total
             return jax.tree.map(over, value)
 
         return jax.tree.map(combine, self, is_leaf=is_reduced)
@@ -158,7 +158,7 @@ def make_loss(
         variables = (jax.tree.unflatten(structure, leaves), model_state)
         out, after = network.run(fn, variables, key, inputs, training=training)
         if training:
-            model_state = keep_model_state(after, model_state)
+            model_state = cast_model_state(after, model_state)
         return loss_sums(out, inputs), model_state
 
     def redrawn(leaves, model_state, shard_key, inputs):

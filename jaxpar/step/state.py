@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import tree
 from jaxpar.model.bridge import Network
-from jaxpar.sharding.zero import LeafPlan, ZeroStage, plan_leaves
+from jaxpar.sharding.zero import LeafSharding, ZeroStage, shard_leaves
 from jaxpar.step.loss_scale import init_loss_scale
 from jaxpar.step.update import Update
 from jaxpar.types import Leaf, Params, PyTree
@@ -81,7 +81,7 @@ def _as_array(path: tuple, leaf: Any) -> jax.Array:
         ) from error
 
 
-def keep_model_state(after: PyTree, before: PyTree) -> PyTree:
+def cast_model_state(after: PyTree, before: PyTree) -> PyTree:
     """Take what a model made of its state, in the dtypes that the state has.
 
     Args:
@@ -114,19 +114,19 @@ def keep_model_state(after: PyTree, before: PyTree) -> PyTree:
     return jax.tree.map(lambda x, like: x.astype(like.dtype), after, before)
 
 
-def keep_state(update: Update, state: TrainState) -> TrainState:
+def pack_state(update: Update, state: TrainState) -> TrainState:
     """Lay a logical state out as an optimizer keeps it."""
-    params, opt_state = update.keep(state.params, state.opt_state)
+    params, opt_state = update.pack(state.params, state.opt_state)
     return dataclasses.replace(state, params=params, opt_state=opt_state)
 
 
-def logical_state(update: Update, kept: TrainState) -> TrainState:
-    """Undo `keep_state`."""
-    params, opt_state = update.logical(kept.params, kept.opt_state)
-    return dataclasses.replace(kept, params=params, opt_state=opt_state)
+def unpack_state(update: Update, packed: TrainState) -> TrainState:
+    """Undo `pack_state`."""
+    params, opt_state = update.unpack(packed.params, packed.opt_state)
+    return dataclasses.replace(packed, params=params, opt_state=opt_state)
 
 
-def kept_structs(
+def packed_structs(
     update: Update, abstract: TrainState, shardings: TrainState
 ) -> TrainState:
     """Say what is kept of a logical state.
@@ -137,11 +137,11 @@ def kept_structs(
       shardings: where it would rest.
 
     Returns:
-      Shapes, dtypes and shardings of what `keep_state` makes.
+      Shapes, dtypes and shardings of what `pack_state` makes.
     """
     places = update.shardings(shardings.params, shardings.opt_state)
     placed = dataclasses.replace(shardings, params=places[0], opt_state=places[1])
-    shapes = jax.eval_shape(functools.partial(keep_state, update), abstract)
+    shapes = jax.eval_shape(functools.partial(pack_state, update), abstract)
     return jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
         shapes,
@@ -151,8 +151,8 @@ def kept_structs(
 
 def state_shardings(
     abstract: TrainState,
-    plans: Mapping[str, LeafPlan],
-    stage: ZeroStage,
+    leaf_shardings: Mapping[str, LeafSharding],
+    zero: ZeroStage,
     mesh: Mesh,
 ) -> TrainState:
     """Say where every leaf of the state rests.
@@ -164,8 +164,8 @@ def state_shardings(
 
     Args:
       abstract: the state's shapes.
-      plans: parameter name -> plan.
-      stage: the row of the ZeRO table.
+      leaf_shardings: parameter name -> plan.
+      zero: the row of the ZeRO table.
       mesh: the mesh.
 
     Returns:
@@ -177,11 +177,13 @@ def state_shardings(
             return NamedSharding(mesh, P())
         parts = name.split("/")
         ends = ("/".join(parts[i:]) for i in range(len(parts)))
-        plan = next((plans[end] for end in ends if end in plans), None)
-        if plan is None or plan.shape != leaf.shape:
+        sharded = next(
+            (leaf_shardings[end] for end in ends if end in leaf_shardings), None
+        )
+        if sharded is None or sharded.shape != leaf.shape:
             whole = {name: (None,) * len(leaf.shape)}
-            plan = plan_leaves({name: leaf}, whole, stage, mesh.shape, (name,))[name]
-        return NamedSharding(mesh, plan.rest_spec)
+            sharded = shard_leaves({name: leaf}, whole, zero, mesh.shape, (name,))[name]
+        return NamedSharding(mesh, sharded.stored_spec)
 
     def placed(part: PyTree) -> PyTree:
         specs = [beside(name, x) for name, x in tree.named_leaves(part).items()]

@@ -49,11 +49,11 @@ def make_train_step(
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(state.key, state.step)
         scale = state.loss_scale.scale if scales_loss else jnp.float32(1.0)
-        params = update.computed(state.params)
+        params = update.compute_params(state.params)
         grads, sums, model_state = gradients(
             params, state.model_state, make_inputs(batch, state.step), key, scale
         )
-        grads = update.packed(grads)
+        grads = update.pack_grads(grads)
         norm = _global_norm(grads) / scale
         finite = jnp.isfinite(norm)
         applied = finite & (sums.loss.weight > 0)

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import jax
 
-from jaxpar.sharding.zero import LeafPlan
+from jaxpar.sharding.zero import LeafSharding
 from jaxpar.types import Metrics, Params, PyTree
 
 
@@ -17,23 +17,23 @@ from jaxpar.types import Metrics, Params, PyTree
 class Update(Protocol):
     """An optimizer on a mesh."""
 
-    def keep(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+    def pack(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
         """Lay the logical parameters and optimizer's state out as they are kept."""
         ...
 
-    def logical(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-        """Undo `keep`."""
+    def unpack(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+        """Undo `pack`."""
         ...
 
     def shardings(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
         """Where what is kept rests, by where the logical state would."""
         ...
 
-    def computed(self, params: PyTree) -> Params:
+    def compute_params(self, params: PyTree) -> Params:
         """The parameters, or copies in the compute dtype, from what is kept."""
         ...
 
-    def packed(self, grads: Params) -> PyTree:
+    def pack_grads(self, grads: Params) -> PyTree:
         """Gradients of parameters as `apply` takes them; their norm is the same."""
         ...
 
@@ -50,7 +50,7 @@ class Update(Protocol):
         """Take a step.
 
         Args:
-          grads: by `packed`, of any floating dtype.
+          grads: by `pack_grads`, of any floating dtype.
           params: as kept.
           opt_state: as kept.
           factor: on the gradients: one over the loss's scale, times what clips them.
@@ -62,7 +62,7 @@ class Update(Protocol):
         """
         ...
 
-    def laid_out(self, plans: tuple[LeafPlan, ...]) -> "Update":
+    def with_shardings(self, leaf_shardings: tuple[LeafSharding, ...]) -> "Update":
         """The same of leaves that are laid out in another way, in flattening order."""
         ...
 

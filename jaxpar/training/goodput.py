@@ -18,7 +18,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jaxpar.launch.own_heartbeat import own_pulse
+from jaxpar.launch.own_heartbeat import own_heartbeat
 
 FILE = "goodput.json"
 
@@ -45,7 +45,7 @@ class Clock:
 
     def __init__(self, folder: Path):
         self._path = folder / FILE
-        self._pulse = own_pulse()
+        self._heartbeat = own_heartbeat()
         self._writes = jax.process_index() == 0
         self._earlier = read_account(folder) if self._writes else []
         self._began = psutil.Process().create_time()
@@ -63,7 +63,7 @@ class Clock:
           phase: one of `jaxpar.launch.heartbeat.PHASES`.
           step: the step that it is at; None for the one before.
         """
-        self._pulse.enter(phase, step)
+        self._heartbeat.enter(phase, step)
         self._count()
         self._phase = phase
         self._step = self._step if step is None else step
@@ -97,7 +97,7 @@ class Clock:
             self._seconds["lost"] = self._seconds.get("lost", 0.0) + lost
         self._marks = {s: x for s, x in self._marks.items() if s <= step}
         self._step = step
-        self._pulse.resume(step)
+        self._heartbeat.resume(step)
 
     def write(self) -> None:
         """Write the account down, on process 0."""

@@ -22,10 +22,10 @@ from jaxpar.engine.run_ahead import SkippedStepWarning
 from jaxpar.exit_codes import CORRUPT, DIVERGED, SAVE_FAILED, STOPPED
 from jaxpar.training import goodput
 from jaxpar.training.metrics import MetricsLogger
-from jaxpar.training.recovery import Recovery, Watch
+from jaxpar.training.recovery import Recovery, StepMonitor
 from jaxpar.training.run import Run, digest
 from jaxpar.training.signals import RunStopped, StopSignals
-from jaxpar.training.stragglers import Pace, describe
+from jaxpar.training.stragglers import StragglerDetector, describe
 from jaxpar.types import Batch, Metrics
 
 
@@ -128,9 +128,9 @@ class _Loop:
             maxlen=recovery.nonfinite
         )
         scales = engine.spec.precision.scales_loss
-        self.watch = Watch(recovery, scales_loss=scales)
+        self.monitor = StepMonitor(recovery, scales_loss=scales)
         self.clock = goodput.Clock(run.folder)
-        self.pace = Pace(recovery.compare_every, recovery.slow)
+        self.stragglers = StragglerDetector(recovery.compare_every, recovery.slow)
         self.has_compiled = False
 
     def account(self) -> None:
@@ -190,9 +190,9 @@ class _Loop:
         self.clock.enter("data", step)
         batch = self._draw()
         self.clock.enter("step" if self.has_compiled else "compile", step)
-        if self.pace.step(step, time.monotonic() - began):
+        if self.stragglers.step(step, time.monotonic() - began):
             self._judge(logger)
-            self.pace.tell()
+            self.stragglers.tell()
         metrics = self.engine.step(batch)
         if not self.has_compiled:
             self.has_compiled = True
@@ -214,7 +214,7 @@ class _Loop:
         if taken is None:
             return
         values = jax.device_get(taken.metrics)
-        of_workers, slow = self.pace.hear()
+        of_workers, slow = self.stragglers.hear()
         logger.log(taken.step, {**values, **of_workers})
         logger.flush()  # A checkpoint never has steps that the log has not.
         for each in slow:
@@ -223,14 +223,14 @@ class _Loop:
                 "slow", taken.step, worker=each.worker, times=times, why=describe(each)
             )
         loss, norm = float(values["loss"]), float(values["grad_norm"])
-        if not self.watch.is_finite(loss, norm):
+        if not self.monitor.is_finite(loss, norm):
             self.doubtful.append(taken)
             self._tell(
                 "skipped", taken.step, loss=loss, grad_norm=norm, **self._batch(taken)
             )
         else:
             self.doubtful.clear()
-        why = self.watch.judge(loss, norm)
+        why = self.monitor.judge(loss, norm)
         if why:
             bad = list(self.doubtful) or [taken]
             self._tell("bad", taken.step, why=why, loss=loss, **self._batch(taken))
@@ -264,7 +264,7 @@ class _Loop:
         self.clock.resume(start)
         self.drawn = self.run.batches_drawn(start)
         window = self.recovery.window
-        self.watch.begin_after(self.run.numbers_before(start, window))
+        self.monitor.begin_after(self.run.numbers_before(start, window))
 
     def _save(self) -> None:
         """Save; a save before this one that failed is told here."""

@@ -52,7 +52,7 @@ class Recovery:
                 raise ValueError(f"recovery: {name}={value} must be at least {least}.")
 
 
-class Watch:
+class StepMonitor:
     """Judges the numbers of one step after the other.
 
     Args:

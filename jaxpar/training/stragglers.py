@@ -47,7 +47,7 @@ class Slow:
     why: str
 
 
-class Pace:
+class StragglerDetector:
     """Measures this worker, hears of the others, and finds the slow one.
 
     All workers call its methods in the same order. Nothing is measured or told where

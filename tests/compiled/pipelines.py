@@ -47,7 +47,7 @@ class CompiledPipe:
     Attributes:
       psi: parameters; those of blocks apart.
       program: the compiled step, read.
-      rings: [places] of every array of activations that the loop carries.
+      buffers: [places] of every array of activations that the loop carries.
       stashes: likewise, of what a stage's blocks keep between forward and backward, or
         between the halves of a backward.
       seconds: wall-clock time of lowering and compiling.
@@ -57,7 +57,7 @@ class CompiledPipe:
     psi: int
     psi_blocks: int
     program: CompiledProgram
-    rings: tuple[int, ...]
+    buffers: tuple[int, ...]
     stashes: tuple[int, ...]
     seconds: float
     host_bytes: int
@@ -92,19 +92,19 @@ def compile_pipe(run: Pipe) -> CompiledPipe:
     compiled = engine.lower().compile()
     seconds = time.perf_counter() - began
     params = named_leaves(engine.state.params)
-    ring = rf"bf16\[1,(\d+),1,{run.length},{run.width}\]"
+    buffer = rf"bf16\[1,(\d+),1,{run.length},{run.width}\]"
     blocks = run.layers // run.pipe
     stash = rf"bf16\[1,(\d+),{blocks},(?:1,)?{run.length},[\d,]+\]"
     loops = re.findall(r" = \((.*)\) while\(", compiled.as_text())
-    ticks = max(loops, key=lambda loop: len(re.findall(ring, loop)))
-    rings, stashes = (
-        tuple(sorted(map(int, re.findall(kind, ticks)))) for kind in (ring, stash)
+    ticks = max(loops, key=lambda loop: len(re.findall(buffer, loop)))
+    buffers, stashes = (
+        tuple(sorted(map(int, re.findall(kind, ticks)))) for kind in (buffer, stash)
     )
     return CompiledPipe(
         psi=num_elements(engine.state.params),
         psi_blocks=sum(x.size for k, x in params.items() if k.startswith("blocks/")),
         program=read_program(compiled, mesh),
-        rings=rings,
+        buffers=buffers,
         stashes=stashes,
         seconds=seconds,
         host_bytes=most_bytes(),

@@ -30,7 +30,7 @@ from jaxpar.models.gpt.config import GPTConfig
 from jaxpar.models.gpt.model import GPT, gpt_loss
 from jaxpar.optim import fused_adamw, fused_lamb
 from jaxpar.planner.absent_devices import gpu_devices, tpu_devices
-from jaxpar.sharding import collectives as exchange
+from jaxpar.sharding import collectives as collectives
 from jaxpar.sharding import zero
 from jaxpar.step.gradients import Partition
 from jaxpar.tree import num_elements
@@ -205,7 +205,7 @@ def _arguments(run: Run) -> dict[str, Any]:
 def _constraint_dropped() -> Iterator[None]:
     """Gradients without the placement that their leaves were computed on."""
     with mock.patch.object(
-        exchange, "_as_made", lambda plan, grad: grad.reshape(plan.view_shape)
+        collectives, "_as_made", lambda plan, grad: grad.reshape(plan.view_shape)
     ):
         yield
 
@@ -213,7 +213,7 @@ def _constraint_dropped() -> Iterator[None]:
 @contextlib.contextmanager
 def _accumulator_replicated() -> Iterator[None]:
     """Stage 2 that adds whole gradients up and reduces them once."""
-    stages = list(zero.STAGES)
+    stages = list(zero.ZERO_STAGES)
     stages[2] = dataclasses.replace(stages[2], reduce="step")
     with mock.patch.object(zero, "STAGES", tuple(stages)):
         yield
@@ -225,7 +225,8 @@ def _cast_after_gather() -> Iterator[None]:
 
     def prepare(self: Partition, shards: list) -> list:
         whole = [
-            self.exchange.gather(p, x) for p, x in zip(self.plans, shards, strict=True)
+            self.collectives.gather(p, x)
+            for p, x in zip(self.plans, shards, strict=True)
         ]
         return [x.astype(self.precision.compute_dtype) for x in whole]
 
@@ -247,7 +248,7 @@ def _data_left_out_in_block() -> Iterator[None]:
 @contextlib.contextmanager
 def _left_as_scattered() -> Iterator[None]:
     """Gradients in memory as NCCL leaves them."""
-    with mock.patch.object(exchange.ManualExchange, "_as_kept", lambda _, x: x):
+    with mock.patch.object(collectives.ManualCollectives, "_as_kept", lambda _, x: x):
         yield
 
 

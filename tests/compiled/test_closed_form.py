@@ -4,17 +4,17 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpar.compiled.budget import Budget
-from jaxpar.compiled.closed_form import Meant, expected_budget
-from jaxpar.sharding.zero import LeafPlan, zero_stage
+from jaxpar.compiled.closed_form import ClosedForm, closed_form_budget
+from jaxpar.sharding.zero import LeafSharding, zero_stage
 from jaxpar.step.precision import make_precision
 
 SIZES = {"data": 4, "pipe": 1, "tensor": 2}
 ACCUMULATE = 3
 
 
-def plan(shape, placed, data_dim, pipe: int = 1) -> LeafPlan:
+def plan(shape, placed, data_dim, pipe: int = 1) -> LeafSharding:
     ways = (4, pipe, 2)
-    return LeafPlan("w", shape, (None,) * len(shape), data_dim, placed, ways, "")
+    return LeafSharding("w", shape, (None,) * len(shape), data_dim, placed, ways, "")
 
 
 # What data moves of them, in elements: half a kernel, as tensor splits it; a bias that
@@ -37,7 +37,7 @@ def expected(zero: int, plans=PLANS, **change) -> Budget:
         "platform": "gpu",
         "coupled": False,
     }
-    return expected_budget(plans, Meant(**(right | change)), state_bytes=7)
+    return closed_form_budget(plans, ClosedForm(**(right | change)), state_bytes=7)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from jaxpar.compiled.program import read_program
 from jaxpar.mesh import MeshShape, make_mesh
 from jaxpar.model.bridge import make_network
 from jaxpar.sharding.rules import compute_specs
-from jaxpar.sharding.zero import plan_leaves, zero_stage
+from jaxpar.sharding.zero import shard_leaves, zero_stage
 from jaxpar.step.state import make_init, state_shardings
 from jaxpar.tree import named_leaves
 
@@ -40,7 +40,7 @@ def explained(zero, *, data=4, tensor=2, coupled=False):
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
     compute = compute_specs(shapes, network.dim_names(), RULES, mesh.shape)
     stage = zero_stage(zero)
-    plans = plan_leaves(leaves, compute, stage, mesh.shape)
+    plans = shard_leaves(leaves, compute, stage, mesh.shape)
     shardings = state_shardings(abstract, plans, stage, mesh)
     compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
     program = read_program(compiled, mesh)
@@ -100,19 +100,19 @@ def test_every_parameter_says_why_and_its_moments_rest_beside_it():
     ],
 )
 def test_what_is_meant_to_cross_is_said_by_stage(zero, crosses):
-    *over_data, over_tensor = explained(zero)[0].meant
+    *over_data, over_tensor = explained(zero)[0].closed_form
     assert all(x in line for x, line in zip(crosses, over_data, strict=True))
     assert over_tensor == "tensor: 1 parameters are split by rule."
 
 
 def test_coupled_batch_says_that_the_compiler_reduces():
     report, *_ = explained(2, coupled=True)
-    assert "examples are coupled" in report.meant[0]
+    assert "examples are coupled" in report.closed_form[0]
 
 
 def test_one_device_on_data_crosses_nothing():
     report, *_ = explained(2, data=1)
-    assert report.meant[0] == "data: one device, nothing crosses."
+    assert report.closed_form[0] == "data: one device, nothing crosses."
 
 
 @pytest.fixture(scope="module")
@@ -174,5 +174,5 @@ def test_text_shows_mesh_leaves_total_and_crossings():
     assert "mesh data 4 x pipe 1 x tensor 2, ZeRO 3" in text
     assert "params/up/kernel" in text
     assert f"{report.bytes_per_device:,} bytes per device" in text
-    assert all(line.split(",")[0] in text for line in report.meant)
+    assert all(line.split(",")[0] in text for line in report.closed_form)
     assert jnp.float32.dtype.name in text

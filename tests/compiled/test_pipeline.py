@@ -54,8 +54,8 @@ def test_rings_have_the_places_that_the_schedule_keeps(compiled, schedule):
     run = Pipe(schedule=schedule)
     step = compiled(compile_pipe, run)
     needs = kept(make_schedule(schedule, run.pipe, run.microbatches))
-    rings = {int(needs.inputs.max()), int(needs.cotangents.max())}
-    assert set(step.rings) == rings
+    buffers = {int(needs.inputs.max()), int(needs.cotangents.max())}
+    assert set(step.buffers) == buffers
     split = {int(needs.products.max())} if schedule == "zero_bubble" else set()
     assert set(step.stashes) == split
     if schedule == "1f1b":

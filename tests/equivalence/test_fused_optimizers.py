@@ -21,7 +21,7 @@ from jaxpar.compiled.explain import state_bytes
 from jaxpar.data import Loader, open_splits
 from jaxpar.models import GPT, gpt_config, gpt_loss, pipeline_gpt
 from jaxpar.optim import fused_adamw, fused_lamb, fused_lion
-from jaxpar.step.state import kept_structs
+from jaxpar.step.state import packed_structs
 from jaxpar.training.run import mean_loss
 from jaxpar.tree import named_leaves
 from tests.equivalence import problems
@@ -191,9 +191,9 @@ def test_state_is_kept_flat_and_comes_back_to_the_bit(bits: int) -> None:
     engine = make_engine(fused_adamw(1e-3, bits=bits), precision="bf16")
     for batch in batches()[:3]:
         engine.step(batch)
-    placement, kept = engine.placement, engine._kept
+    placement, kept = engine.placement, engine._packed
     assert set(kept.params["masters"]) == {"over_data", "whole"}
-    again = placement.keep(placement.logical(kept))
+    again = placement.pack(placement.unpack(kept))
     for name, leaf in named_leaves(kept).items():
         if name == "key":
             continue
@@ -208,7 +208,7 @@ def test_copies_are_the_rounded_masters() -> None:
     engine = make_engine(fused_adamw(1e-3), precision="bf16")
     for batch in batches()[:3]:
         engine.step(batch)
-    kept = engine._kept.params
+    kept = engine._packed.params
     for name, master in kept["masters"].items():
         assert np.array_equal(master.astype(jnp.bfloat16), kept["copies"][name])
 
@@ -328,12 +328,12 @@ def test_leaves_without_elements_are_kept() -> None:
 def test_state_of_another_stage_is_known_without_it() -> None:
     """As a search for a mesh asks."""
     whole, split = (make_engine(fused_adamw(1e-3, bits=8), zero=z) for z in (0, 1))
-    plans = tuple(split.placement.plans.values())
-    update = whole.placement.update.laid_out(plans)
+    plans = tuple(split.placement.leaves.values())
+    update = whole.placement.update.with_shardings(plans)
     placement = split.placement
-    told = kept_structs(update, whole.placement.abstract, placement.shardings)
-    assert state_bytes(told) == state_bytes(placement.kept)
-    assert state_bytes(told) != state_bytes(whole.placement.kept)
+    told = packed_structs(update, whole.placement.abstract, placement.shardings)
+    assert state_bytes(told) == state_bytes(placement.packed)
+    assert state_bytes(told) != state_bytes(whole.placement.packed)
 
 
 def test_step_stays_within_the_budget_of_its_stage() -> None:

@@ -299,7 +299,7 @@ def test_noise_that_leaves_the_losss_domain_is_left_out() -> None:
 @pytest.mark.usefixtures("unchecked_types")
 def test_loss_is_refused_only_if_it_differs_with_other_noise_too() -> None:
     """Near zero by cancellation, as policy gradients are, it differs by rounding."""
-    state = make_engine(mean, check_loss=False)._kept
+    state = make_engine(mean, check_loss=False)._packed
 
     def check(*numbers: list[float]) -> None:
         found = iter({"loss": np.array(pair)[:, None]} for pair in numbers)

@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 
 import jaxpar
-from jaxpar.models.layers import Dense, Embedding, LayerNorm, project_to_logits
+from jaxpar.models.layers import Embedding, LayerNorm, Linear, project_to_logits
 from tests.equivalence import problems
 
 WIDTH, VOCAB, LENGTH, CLIP, STEPS = 16, 32, 4, 0.25, 20
@@ -121,8 +121,8 @@ class Embed(nnx.Module):
 class Block(nnx.Module):
     def __init__(self, dropout: float, rngs: nnx.Rngs):
         self.norm = LayerNorm(WIDTH)
-        self.up = Dense((WIDTH, 32), ("embed", "mlp"), stddev=0.1, rngs=rngs)
-        self.down = Dense((32, WIDTH), ("mlp", "embed"), stddev=0.1, rngs=rngs)
+        self.up = Linear((WIDTH, 32), ("embed", "mlp"), stddev=0.1, rngs=rngs)
+        self.down = Linear((32, WIDTH), ("mlp", "embed"), stddev=0.1, rngs=rngs)
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:

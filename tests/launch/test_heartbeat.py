@@ -3,41 +3,41 @@
 import time
 from pathlib import Path
 
-from jaxpar.launch.heartbeat import PHASES, Beat, Pulse, read_pulse
+from jaxpar.launch.heartbeat import PHASES, Beat, Heartbeat, read_heartbeat
 from jaxpar.launch.limits import Limits
 
 
 def test_reader_sees_phase_step_and_since_when(tmp_path: Path) -> None:
     path = tmp_path / "pulse"
-    pulse = Pulse(path)
-    assert str(read_pulse(path)) == "start"
-    pulse.resume(4)
+    heartbeat = Heartbeat(path)
+    assert str(read_heartbeat(path)) == "start"
+    heartbeat.resume(4)
     began = time.monotonic()
-    pulse.enter("step", 5)
-    beat = read_pulse(path)
+    heartbeat.enter("step", 5)
+    beat = read_heartbeat(path)
     assert (beat.phase, beat.step, beat.resumed) == ("step", 5, 4)
     assert began <= beat.since <= time.monotonic()
-    pulse.enter("save")
-    assert str(read_pulse(path)) == "save, step 5"
+    heartbeat.enter("save")
+    assert str(read_heartbeat(path)) == "save, step 5"
 
 
 def test_worker_that_has_not_said_anything_has_no_pulse(tmp_path: Path) -> None:
-    assert read_pulse(tmp_path / "none") is None
+    assert read_heartbeat(tmp_path / "none") is None
     (tmp_path / "empty").write_bytes(b"")
-    assert read_pulse(tmp_path / "empty") is None
+    assert read_heartbeat(tmp_path / "empty") is None
 
 
 def test_half_written_pulse_is_not_believed(tmp_path: Path) -> None:
     path = tmp_path / "pulse"
-    Pulse(path).enter("step", 3)
+    Heartbeat(path).enter("step", 3)
     content = bytearray(path.read_bytes())
     content[0] |= 1  # As while the fields are written.
     path.write_bytes(content)
-    assert read_pulse(path) is None
+    assert read_heartbeat(path) is None
 
 
 def test_process_without_a_supervisor_writes_nowhere() -> None:
-    Pulse(None).enter("step", 1)
+    Heartbeat(None).enter("step", 1)
 
 
 def test_each_phase_has_its_limit_and_the_latest_is_named_first() -> None:

@@ -40,5 +40,5 @@ def test_what_is_no_contract_is_named(text: str) -> None:
 
 def test_files_of_workers_differ() -> None:
     other = dataclasses.replace(WORKER, index=2)
-    names = {WORKER.pulse, WORKER.stacks, WORKER.error, WORKER.log}
-    assert len(names | {other.pulse, other.stacks, other.error, other.log}) == 8
+    names = {WORKER.heartbeat, WORKER.stacks, WORKER.error, WORKER.log}
+    assert len(names | {other.heartbeat, other.stacks, other.error, other.log}) == 8

@@ -14,7 +14,7 @@ import jax
 import psutil
 import pytest
 
-from jaxpar.launch.heartbeat import Beat, read_pulse
+from jaxpar.launch.heartbeat import Beat, read_heartbeat
 from tests.multiprocess.test_training import ROOT
 
 SCRIPT = ROOT / "tests/multiprocess/script.py"
@@ -99,7 +99,7 @@ class Launched:
 
     def beat(self, worker: int = 0) -> Beat | None:
         folder = self.out / "launch" / f"{self.attempt():04d}"
-        return read_pulse(folder / f"worker-{worker:04d}.pulse")
+        return read_heartbeat(folder / f"worker-{worker:04d}.pulse")
 
     def is_at(self, step: int) -> bool:
         """Whether it is at a step, or further."""

@@ -24,7 +24,7 @@ import psutil
 import pytest
 
 from jaxpar.exit_codes import GAVE_UP, REFUSED, STOPPED
-from jaxpar.launch.heartbeat import Beat, read_pulse
+from jaxpar.launch.heartbeat import Beat, read_heartbeat
 from jaxpar.launch.ray_plan import attempt_folder, attempts
 from jaxpar.launch.security import is_loopback
 from jaxpar.launch.supervisor import free_port
@@ -128,7 +128,7 @@ class ByRay(Launched):
 
     def beat(self, worker: int = 0) -> Beat | None:
         folder = attempt_folder(self.out, self.attempt())
-        return read_pulse(folder / f"worker-{worker:04d}.pulse")
+        return read_heartbeat(folder / f"worker-{worker:04d}.pulse")
 
     def workers(self) -> list[psutil.Process]:
         among = self.all_processes()

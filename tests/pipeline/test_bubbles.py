@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpar.pipeline import buffers as rings
+from jaxpar.pipeline import buffers as buffers
 from jaxpar.pipeline.schedules.catalog import make_schedule
 from jaxpar.pipeline.schedules.interleaved import make_interleaved
 from jaxpar.pipeline.schedules.table import IDLE, Schedule
@@ -48,7 +48,7 @@ def stepped(schedule: str | Schedule, remat: str = "full", block: Any = Block) -
 )
 def test_nan_in_every_bubble_changes_nothing(monkeypatch, schedule, remat):
     right = stepped(schedule, remat)
-    monkeypatch.setattr(rings, "UNUSED", float("nan"))
+    monkeypatch.setattr(buffers, "UNUSED", float("nan"))
     found = stepped(schedule, remat)
     assert found[1:] == right[1:]
     assert np.isfinite(found[1])

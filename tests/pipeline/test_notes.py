@@ -6,7 +6,7 @@ from jaxpar.pipeline.block_cost import BlockWork
 from jaxpar.pipeline.execution import OneStage, Pipeline
 from jaxpar.pipeline.schedules.catalog import make_schedule
 from jaxpar.pipeline.stages import Stages
-from jaxpar.sharding.zero import STAGES
+from jaxpar.sharding.zero import ZERO_STAGES
 from tests.model.toys import BATCHES, loss_fn, make_engine, make_mesh, make_model
 
 
@@ -17,7 +17,7 @@ def explained(**change) -> str:
         accumulate=4,
         **change,
     )
-    return "\n".join(engine.explain().meant)
+    return "\n".join(engine.explain().closed_form)
 
 
 def test_explanation_tells_schedule_bubble_and_what_is_kept():
@@ -45,7 +45,7 @@ def test_notes_tell_idle_places_and_moved_blocks(blocks, chunks, wanted):
     schedule = make_schedule(f"interleaved:{chunks}", 2, 4)
     network = make_model(num_blocks=blocks).make_network(loss_fn, BATCHES[0])
     pipeline = Pipeline(network, schedule, Stages(blocks, 2, chunks), BlockWork(1, 0.5))
-    text = "\n".join(pipeline.notes(STAGES[1], {}))
+    text = "\n".join(pipeline.notes(ZERO_STAGES[1], {}))
     for part in wanted:
         assert part in text
     assert ("idle" in text) == (blocks == 5)
@@ -61,4 +61,4 @@ def test_explanation_tells_what_a_split_backward_defers():
 
 
 def test_one_stage_says_nothing():
-    assert OneStage().notes(STAGES[3], {}) == ()
+    assert OneStage().notes(ZERO_STAGES[3], {}) == ()

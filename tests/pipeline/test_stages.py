@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpar.pipeline.stages import Stages, is_stacked
-from jaxpar.sharding.zero import STAGES, LeafPlan, plan_leaves
+from jaxpar.sharding.zero import ZERO_STAGES, LeafSharding, shard_leaves
 
 NAME = "blocks/w"
 CUTS = [
@@ -45,17 +45,17 @@ def staged_by_hand(stack, P, v):
     return stack[order]
 
 
-def plan_of(stages: Stages, data=2, rest=(6, 64)) -> LeafPlan:
-    return plan_leaves(
+def plan_of(stages: Stages, data=2, rest=(6, 64)) -> LeafSharding:
+    return shard_leaves(
         {NAME: jax.ShapeDtypeStruct((stages.num_blocks, *rest), jnp.float32)},
         {NAME: ("pipe" if stages.in_order else None, None, None)},
-        STAGES[3],
+        ZERO_STAGES[3],
         {"data": data, "pipe": stages.num_stages, "tensor": 1},
         regrouped=() if stages.in_order else (NAME,),
     )[NAME]
 
 
-def stack_of(plan: LeafPlan):
+def stack_of(plan: LeafSharding):
     return np.arange(np.prod(plan.shape), dtype=np.float32).reshape(plan.view_shape)
 
 
@@ -92,8 +92,8 @@ def test_gradients_come_back_without_those_of_idle_places(L, P, v):
         if seen[block] > 1:
             staged[place] = np.nan
     assert np.isnan(staged).any() == (stages.idle_places > 0)
-    at_rest = jax.jit(lambda x: stages.from_stages(plan, x))(staged)
-    assert np.array_equal(at_rest, stack)
+    stored = jax.jit(lambda x: stages.from_stages(plan, x))(staged)
+    assert np.array_equal(stored, stack)
 
 
 @cuts

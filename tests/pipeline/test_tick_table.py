@@ -19,9 +19,9 @@ from jaxpar.pipeline.schedules.interleaved import (
 )
 from jaxpar.pipeline.schedules.table import IDLE, Schedule, kept
 from jaxpar.pipeline.schedules.zero_bubble import make_zero_bubble
-from jaxpar.pipeline.tick_table import TickRows, TickTable, make_plan
+from jaxpar.pipeline.tick_table import TickRows, TickTable, make_tick_table
 
-STAGES = range(1, 6)
+ZERO_STAGES = range(1, 6)
 MICROBATCHES = (1, 2, 3, 5, 8, 12)
 
 
@@ -41,10 +41,10 @@ def make_split(P: int, M: int, v: int) -> Schedule:
 
 GRID = [
     *(make(P, M) for make in (make_gpipe, make_1f1b, make_zero_bubble)
-      for P in STAGES for M in MICROBATCHES),
+      for P in ZERO_STAGES for M in MICROBATCHES),
     *(make_interleaved(P, groups * P, v)
-      for P in STAGES for groups in (1, 2, 3) for v in (1, 2, 3)),
-    *(make_split(P, 2 * P, v) for P in STAGES for v in (1, 2, 3)),
+      for P in ZERO_STAGES for groups in (1, 2, 3) for v in (1, 2, 3)),
+    *(make_split(P, 2 * P, v) for P in ZERO_STAGES for v in (1, 2, 3)),
     *(make_in_groups("any", P, M, v)
       for P in (2, 3, 4) for M in MICROBATCHES for v in (2, 4)),
 ]  # fmt: skip
@@ -54,18 +54,18 @@ class Simulation:
     """The rings of all stages, and what has been done."""
 
     def __init__(
-        self, schedule: Schedule, plan: TickTable, *, training: bool, keeps: bool
+        self, schedule: Schedule, table: TickTable, *, training: bool, keeps: bool
     ):
         self.P = schedule.num_stages
         self.virtual = schedule.num_stages * schedule.num_chunks
         self.training, self.keeps = training, keeps
-        self.inputs = self.ring(plan.num_inputs)
-        self.kept = self.ring(plan.num_kept)
-        self.cotangents = self.ring(plan.num_cotangents)
-        self.products = self.ring(plan.num_products)
+        self.inputs = self.buffer(table.num_inputs)
+        self.kept = self.buffer(table.num_kept)
+        self.cotangents = self.buffer(table.num_cotangents)
+        self.products = self.buffer(table.num_products)
         self.done = []
 
-    def ring(self, places: int) -> list[list]:
+    def buffer(self, places: int) -> list[list]:
         return [[None] * places for _ in range(self.P)]
 
     def tick(self, row: TickRows):
@@ -131,10 +131,10 @@ class Simulation:
             self.done.append(("weight", m, g))
 
 
-def arrive(ring, place, value):
+def arrive(buffer, place, value):
     if place != IDLE:
         assert value is not None
-        ring[place] = value
+        buffer[place] = value
 
 
 def row_of(rows: TickRows, tick: int) -> TickRows:
@@ -172,22 +172,22 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("schedule", GRID, ids=name_of)
 def test_stages_that_follow_the_rows_read_what_they_should(schedule, mode):
-    plan = make_plan(schedule, **mode)
-    simulation = Simulation(schedule, plan, **mode)
-    for tick in range(len(plan.rows.embed)):
-        simulation.tick(row_of(plan.rows, tick))
+    table = make_tick_table(schedule, **mode)
+    simulation = Simulation(schedule, table, **mode)
+    for tick in range(len(table.rows.embed)):
+        simulation.tick(row_of(table.rows, tick))
     right = expected(schedule, training=mode["training"])
     assert sorted(simulation.done) == right
 
 
 @pytest.mark.parametrize("schedule", GRID, ids=name_of)
 def test_rows_do_in_each_tick_what_the_table_says(schedule):
-    rows = make_plan(schedule, training=True).rows
+    rows = make_tick_table(schedule, training=True).rows
     for name in ("forward", "backward", "weight"):
         numbers = (getattr(rows, name), getattr(rows, f"{name}_chunk"))
         assert np.array_equal(np.stack(numbers, axis=-1), getattr(schedule, name))
     last = np.flatnonzero((schedule.forward[..., 0] != IDLE).any(axis=1))[-1]
-    forwards = make_plan(schedule, training=False).rows
+    forwards = make_tick_table(schedule, training=False).rows
     assert np.array_equal(forwards.forward, schedule.forward[: last + 1, :, 0])
     assert np.all(forwards.backward == IDLE)
     assert np.all(forwards.weight == IDLE)
@@ -198,10 +198,10 @@ def test_rows_do_in_each_tick_what_the_table_says(schedule):
 
 @pytest.mark.parametrize("schedule", GRID, ids=name_of)
 def test_rings_have_as_many_places_as_are_held(schedule):
-    plan, most = make_plan(schedule, training=True), kept(schedule)
-    assert plan.num_inputs == most.inputs.max()
-    assert plan.num_cotangents == most.cotangents.max()
-    assert plan.num_products == max(most.products.max(), 1)
+    table, most = make_tick_table(schedule, training=True), kept(schedule)
+    assert table.num_inputs == most.inputs.max()
+    assert table.num_cotangents == most.cotangents.max()
+    assert table.num_products == max(most.products.max(), 1)
     # Between a forward and its backward, by a walk through the table.
     held, peak = [0] * schedule.num_stages, 0
     for forwards, backwards in zip(schedule.forward, schedule.backward, strict=True):
@@ -209,12 +209,12 @@ def test_rings_have_as_many_places_as_are_held(schedule):
             held[stage] += int(forwards[stage, 0] != IDLE)
             peak = max(peak, held[stage])
             held[stage] -= int(backwards[stage, 0] != IDLE)
-    assert plan.num_kept == peak
+    assert table.num_kept == peak
 
 
 def test_input_that_no_backward_needs_is_freed_in_the_tick_that_reads_it():
     def places(**mode):
-        return make_plan(make_gpipe(4, 8), **mode).num_inputs
+        return make_tick_table(make_gpipe(4, 8), **mode).num_inputs
 
     assert places(training=True) == 8
     assert places(training=True, keeps=True) == places(training=False) == 1

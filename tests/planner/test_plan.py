@@ -12,7 +12,7 @@ from flax import nnx
 
 import jaxpar
 from jaxpar.compiled.closed_form import step_bytes
-from jaxpar.mesh import MeshShape, only_planned
+from jaxpar.mesh import MeshShape, compile_only
 from jaxpar.step.precision import make_precision
 from tests.model.toys import BATCHES, HIDDEN, WIDTH, make_model
 from tests.model.toys import make_engine as make_pipelined
@@ -58,13 +58,13 @@ def make_engine(**change) -> jaxpar.Engine:
 
 def planned(make=make_engine, *args, **change) -> jaxpar.Engine:
     """An engine of shapes, which is planned in this process."""
-    with only_planned():
+    with compile_only():
         return make(*args, **change)
 
 
 @pytest.fixture(scope="module")
 def plan():
-    return plan(planned(zero=1, precision="bf16"), "cpu:8", tokens_per_step=640)
+    return jaxpar.plan(planned(zero=1, precision="bf16"), "cpu:8", tokens_per_step=640)
 
 
 def test_keys_are_those_that_programs_rely_on(plan):
@@ -96,8 +96,11 @@ def test_state_is_the_masters_and_both_moments_split_over_data(plan):
 def test_what_a_step_holds_besides_is_its_row_of_the_table(zero, copies, gradients):
     """A copy in fp32 is made by the gather; gradients stay split from stage 2 on."""
     engine = make_engine(zero=zero)
-    meant = dataclasses.replace(engine.closed_form, accumulate=2)
-    assert step_bytes(engine.placement.plans.values(), meant) == (copies, gradients)
+    closed_form = dataclasses.replace(engine.closed_form, accumulate=2)
+    assert step_bytes(engine.placement.leaves.values(), closed_form) == (
+        copies,
+        gradients,
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,19 +118,19 @@ def test_gradients_of_one_microbatch_lie_in_the_dtype_that_they_are_made_or_cros
 ):
     engine = make_engine(zero=zero)
     precision = make_precision("bf16", reduce_dtype)
-    meant = dataclasses.replace(
+    closed_form = dataclasses.replace(
         engine.closed_form, precision=precision, platform=platform
     )
-    plans = engine.placement.plans.values()
-    assert step_bytes(plans, meant)[1] == gradients
-    several = dataclasses.replace(meant, accumulate=4)
+    plans = engine.placement.leaves.values()
+    assert step_bytes(plans, closed_form)[1] == gradients
+    several = dataclasses.replace(closed_form, accumulate=4)
     assert step_bytes(plans, several)[1] == 4 * PSI // (1 if zero == 1 else 8)
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_operations_are_three_products_of_every_weight(accumulate):
     """The input's own gradient is not computed."""
-    found = plan(planned(accumulate=accumulate), "cpu:8")
+    found = jaxpar.plan(planned(accumulate=accumulate), "cpu:8")
     forward = 2 * ROWS * PSI
     assert found.model_flops_per_step == 3 * forward
     assert found.flops_per_step == 3 * forward - 2 * ROWS * IN * MIDDLE
@@ -138,8 +141,8 @@ def test_pipeline_counts_every_block_and_no_idle_slot(remat, again):
     model = make_model(num_blocks=4, remat=remat)
     mesh = make_pipes(pipe=2)
     engine = planned(make_pipelined, model, mesh=mesh, accumulate=4)
-    whole = plan(planned(make_pipelined, model, accumulate=4), "cpu:1")
-    found = plan(engine, "cpu:2")
+    whole = jaxpar.plan(planned(make_pipelined, model, accumulate=4), "cpu:1")
+    found = jaxpar.plan(engine, "cpu:2")
     tokens = BATCHES[0]["tokens"].size
     blocks = 2 * tokens * (2 * WIDTH * HIDDEN) * 4
     assert found.model_flops_per_step == whole.model_flops_per_step
@@ -149,17 +152,17 @@ def test_pipeline_counts_every_block_and_no_idle_slot(remat, again):
 
 def test_target_of_another_size_takes_another_mesh():
     engine = make_engine(zero=1)
-    found = plan(engine, "cpu:16", mesh=MeshShape(tensor=2))
+    found = jaxpar.plan(engine, "cpu:16", mesh=MeshShape(tensor=2))
     assert found.mesh == {"data": 8, "pipe": 1, "tensor": 2}
     assert found.num_params == PSI
 
 
 def test_mesh_that_is_not_of_the_target_is_refused():
     with pytest.raises(ValueError, match=r"needs a multiple of 3 devices, but .* 4\."):
-        plan(make_engine(), "cpu:4", mesh=MeshShape(tensor=3))
+        jaxpar.plan(make_engine(), "cpu:4", mesh=MeshShape(tensor=3))
     engine = planned()
     with pytest.raises(ValueError, match=r"'cpu:4' has 4 devices, but the mesh has 8;"):
-        plan(engine, "cpu:4")
+        jaxpar.plan(engine, "cpu:4")
 
 
 def test_what_can_not_be_sent_to_the_compiling_process_is_said(tmp_path):
@@ -171,7 +174,7 @@ def test_what_can_not_be_sent_to_the_compiling_process_is_said(tmp_path):
 
         engine = make_engine(loss_fn=loss)
         with pytest.raises(ValueError, match=r"plan on cpu:8: .*can't be sent.*pickle"):
-            plan(engine, "cpu:8")
+            jaxpar.plan(engine, "cpu:8")
 
 
 def test_nothing_is_placed_on_devices_that_are_only_planned_for():
@@ -179,4 +182,4 @@ def test_nothing_is_placed_on_devices_that_are_only_planned_for():
     assert isinstance(engine.state.params["up"]["kernel"], jax.ShapeDtypeStruct)
     with pytest.raises(RuntimeError, match=r"batch: this engine's mesh is of 8 cpu"):
         engine.step({"x": np.ones((ROWS, IN), np.float32)})
-    assert plan(engine, "cpu:8").num_params == PSI
+    assert jaxpar.plan(engine, "cpu:8").num_params == PSI

@@ -13,7 +13,7 @@ from jaxpar.cli.recipe_flags import parse
 from jaxpar.mesh import MeshShape
 from jaxpar.planner.choices import choices
 from jaxpar.planner.recipe import load_recipe
-from jaxpar.planner.recipe_search import larger_targets, survey_apart
+from jaxpar.planner.recipe_search import larger_targets, survey_in_subprocess
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "gpt_3d.py"
@@ -45,7 +45,7 @@ def test_larger_targets_double_the_devices(target, expected):
 @pytest.fixture(scope="module")
 def survey():
     flags = ("--batch-size", "4", "--mesh.pipe", "1", "--zero=1")
-    return survey_apart(RECIPE, "cpu:8", (*TINY, *flags))
+    return survey_in_subprocess(RECIPE, "cpu:8", (*TINY, *flags))
 
 
 def test_survey_counts_what_every_mesh_holds(survey):

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from jaxpar.planner.choices import Choice, choices
 from jaxpar.planner.search import Search, reasons, run, start
-from jaxpar.planner.subprocess import ApartError
+from jaxpar.planner.subprocess import CompilerProcessError
 from jaxpar.planner.targets import parse_target
 from jaxpar.show.search import as_json, show_search
 from tests.planner.worlds import World
@@ -63,7 +63,7 @@ def test_search_goes_on_past_choices_that_fail():
 
     def make_plan(choice: Choice):
         if choice.mesh == best.mesh:
-            raise ApartError("plan: the compiler crashed (SIGABRT).")
+            raise CompilerProcessError("plan: the compiler crashed (SIGABRT).")
         if choice.zero == 2:
             raise ValueError("refused")
         return world.plan(choice)

@@ -7,7 +7,7 @@ import sys
 import jax
 import pytest
 
-from jaxpar.planner.subprocess import ApartError, Stopped, call
+from jaxpar.planner.subprocess import CompilerProcessError, Stopped, call
 
 
 def test_what_is_returned_comes_back_from_another_process():
@@ -42,7 +42,9 @@ def test_error_of_the_compiler_is_told_with_what_was_asked():
     def fail():
         raise RuntimeError("RESOURCE_EXHAUSTED: of memory\n\nline two")
 
-    with pytest.raises(ApartError, match=r"plan of x: RuntimeError: RESOURCE"):
+    with pytest.raises(
+        CompilerProcessError, match=r"plan of x: RuntimeError: RESOURCE"
+    ):
         call("operator:call", fail, what="plan of x")
 
 
@@ -70,7 +72,7 @@ def test_death_of_the_process_is_told(number, message):
         print("F0000 check failed", file=sys.stderr, flush=True)
         os.kill(os.getpid(), number)
 
-    with pytest.raises(ApartError, match=message):
+    with pytest.raises(CompilerProcessError, match=message):
         call("operator:call", die, what="x")
 
 
@@ -79,6 +81,6 @@ def test_end_without_an_answer_is_told_with_its_last_lines():
         raise KeyError("kernel")
 
     with pytest.raises(
-        ApartError, match=r"(?s)x: its process ended with code 1\..*'kernel'"
+        CompilerProcessError, match=r"(?s)x: its process ended with code 1\..*'kernel'"
     ):
         call("operator:call", other, what="x")

@@ -37,11 +37,11 @@ class World:
     def facts(self, shape: MeshShape, zero: int) -> ShapeFacts:
         number = shape.data * shape.pipe * shape.tensor
         own = self.psi / shape.pipe / shape.tensor
-        at_rest = 12 * (self.psi / number if zero else own)
+        stored = 12 * (self.psi / number if zero else own)
         gathers = zero != 3 or shape.pipe > 1
         grads = 4 * (own if zero < 2 or shape.pipe > 1 else self.psi / number)
         return ShapeFacts(
-            int(at_rest), int(2 * own * gathers), int(grads), int(2 * own), 300_000
+            int(stored), int(2 * own * gathers), int(grads), int(2 * own), 300_000
         )
 
     def survey(self) -> Survey:

@@ -14,16 +14,16 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.mesh import MeshShape, make_mesh
-from jaxpar.sharding import collectives as exchange
+from jaxpar.sharding import collectives as module
 from jaxpar.sharding.collectives import (
-    AutomaticExchange,
-    Exchange,
-    ManualExchange,
+    AutomaticCollectives,
+    Collectives,
+    ManualCollectives,
     from_view,
     manual_spec,
     to_view,
 )
-from jaxpar.sharding.zero import LeafPlan, plan_leaves, zero_stage
+from jaxpar.sharding.zero import LeafSharding, shard_leaves, zero_stage
 
 DATA, TENSOR = 4, 2
 SHAPES = {
@@ -44,7 +44,7 @@ SHAPES = {
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
-def make_plans() -> dict[str, LeafPlan]:
+def make_plans() -> dict[str, LeafSharding]:
     leaves = {
         name: jax.ShapeDtypeStruct(shape, jnp.float32)
         for name, (shape, _) in SHAPES.items()
@@ -54,7 +54,7 @@ def make_plans() -> dict[str, LeafPlan]:
         for name, (shape, ruled) in SHAPES.items()
     }
     sizes = {"data": DATA, "pipe": 1, "tensor": TENSOR}
-    return plan_leaves(leaves, compute, zero_stage(3), sizes)
+    return shard_leaves(leaves, compute, zero_stage(3), sizes)
 
 
 PLANS = make_plans()
@@ -74,7 +74,7 @@ def mesh():
 def placed(mesh):
     """The leaves, at rest."""
     return {
-        name: jax.device_put(leaf, NamedSharding(mesh, PLANS[name].rest_spec))
+        name: jax.device_put(leaf, NamedSharding(mesh, PLANS[name].stored_spec))
         for name, leaf in LEAVES.items()
     }
 
@@ -92,7 +92,7 @@ def crossed(mesh, placed):
 
     def body(views):
         index = jax.lax.axis_index("data")
-        manual = {d: ManualExchange(jnp.dtype(d), "cpu") for d in DTYPES}
+        manual = {d: ManualCollectives(jnp.dtype(d), "cpu") for d in DTYPES}
         gathered = {
             jnp.dtype(d).name: over_plans(
                 lambda p, v, d=d, x=x: x.gather(p, v.astype(d)), views
@@ -137,12 +137,12 @@ def test_view_is_the_leaf_reshaped_and_nothing_moves(name, crossed, placed):
     assert back.sharding.is_equivalent_to(placed[name].sharding, back.ndim)
     for moved in (view, back):
         for shard in moved.addressable_shards:
-            (at_rest,) = (
+            (stored,) = (
                 other
                 for other in placed[name].addressable_shards
                 if other.device == shard.device
             )
-            assert np.array_equal(np.ravel(shard.data), np.ravel(at_rest.data))
+            assert np.array_equal(np.ravel(shard.data), np.ravel(stored.data))
 
 
 @pytest.mark.parametrize(("name", "dtype"), IN_DTYPE)
@@ -176,7 +176,7 @@ def collectives(reduce_dtype, platform, mesh) -> list[tuple[str, str]]:
     """The dtype in which each gradient is reduced, from the trace alone."""
 
     def body(grads):
-        manual = ManualExchange(jnp.dtype(reduce_dtype), platform)
+        manual = ManualCollectives(jnp.dtype(reduce_dtype), platform)
         return over_plans(manual.reduce, grads)
 
     grads = {name: jnp.zeros(plan.shape) for name, plan in PLANS.items()}
@@ -217,7 +217,7 @@ def test_gradients_cross_in_the_reduce_dtype_but_on_cpu(platform, crosses_in, me
 
 
 def test_automatic_exchange_keeps_values_and_states_layouts(mesh, placed):
-    automatic = AutomaticExchange()
+    automatic = AutomaticCollectives()
 
     @jax.jit
     def run(leaves):
@@ -236,14 +236,14 @@ def test_automatic_exchange_keeps_values_and_states_layouts(mesh, placed):
 
 
 def test_automatic_scalars_are_global_already():
-    automatic, value = AutomaticExchange(), jnp.float32(3.0)
+    automatic, value = AutomaticCollectives(), jnp.float32(3.0)
     assert automatic.total(value) is value
     assert automatic.shard_number() == 0
 
 
 @pytest.mark.parametrize(
-    "made", [AutomaticExchange(), ManualExchange(jnp.dtype("float32"), "cpu")]
+    "made", [AutomaticCollectives(), ManualCollectives(jnp.dtype("float32"), "cpu")]
 )
 def test_both_forms_have_the_one_interface(made):
-    assert isinstance(made, Exchange)
-    assert exchange.Exchange is Exchange
+    assert isinstance(made, Collectives)
+    assert module.Collectives is Collectives

@@ -13,10 +13,10 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxpar.sharding.zero import (
     LARGE_BYTES,
-    STAGES,
     WHOLE_BELOW_BYTES,
-    LeafPlan,
-    plan_leaves,
+    ZERO_STAGES,
+    LeafSharding,
+    shard_leaves,
     zero_stage,
 )
 
@@ -36,10 +36,10 @@ def plan_of(
     regrouped=(),
 ):
     compute = tuple("tensor" if dim == ruled else None for dim in range(len(shape)))
-    return plan_leaves(
+    return shard_leaves(
         {"w": jax.ShapeDtypeStruct(shape, dtype)},
         {"w": compute},
-        STAGES[zero],
+        ZERO_STAGES[zero],
         {"data": data, "pipe": pipe, "tensor": tensor},
         allow,
         regrouped,
@@ -83,7 +83,7 @@ def layouts(draw):
 def test_sharded_leaf_rests_in_as_many_pieces_as_brute_force_finds(layout, zero):
     shape, data, pipe, tensor, ruled = layout
     plan = plan_of(shape, data, tensor, pipe=pipe, zero=zero, ruled=ruled, allow=("w",))
-    found = num_shards(plan, plan.rest_spec, shape)
+    found = num_shards(plan, plan.stored_spec, shape)
     if math.prod(shape) * 4 < WHOLE_BELOW_BYTES:
         assert found == (1 if ruled is None else tensor)
     else:
@@ -95,11 +95,11 @@ def test_view_holds_the_same_pieces_as_the_leaf(layout, zero):
     shape, data, pipe, tensor, ruled = layout
     plan = plan_of(shape, data, tensor, pipe=pipe, zero=zero, ruled=ruled, allow=("w",))
     assert math.prod(plan.view_shape) == math.prod(shape)
-    at_rest = num_shards(plan, plan.rest_spec, shape)
-    assert num_shards(plan, plan.view_spec(), plan.view_shape) == at_rest
+    stored = num_shards(plan, plan.stored_spec, shape)
+    assert num_shards(plan, plan.view_spec(), plan.view_shape) == stored
     over_data = num_shards(plan, plan.view_spec(placed=False), plan.view_shape)
     over_others = num_shards(plan, plan.view_spec(data=False), plan.view_shape)
-    assert over_data * over_others == at_rest
+    assert over_data * over_others == stored
     assert over_data in (1, data)
     if ruled is not None:
         assert plan.dim_of("tensor") == ruled
@@ -126,20 +126,20 @@ def test_slice_of_a_view_is_the_view_of_the_slice(layout):
 def test_stage_0_keeps_all_but_ruled_dims_whole(layout):
     shape, data, pipe, tensor, ruled = layout
     plan = plan_of(shape, data, tensor, pipe=pipe, zero=0, ruled=ruled)
-    assert plan.rest_spec == plan.compute_spec
+    assert plan.stored_spec == plan.compute_spec
     assert plan.why == "stage 0 replicates over data"
 
 
 def test_state_of_a_leaf_with_a_rule_still_rests_over_both_axes():
     plan = plan_of((64, 96), 4, 2, ruled=1)
-    assert tuple(plan.rest_spec) == ("data", "tensor")
+    assert tuple(plan.stored_spec) == ("data", "tensor")
     assert plan.why == "rule: tensor splits dim 1; zero: data splits dim 0"
 
 
 def test_leaf_of_one_dim_is_shared_by_both_axes():
     plan = plan_of((1024,), 4, 2)
     assert plan.shares_dim
-    assert tuple(plan.rest_spec) == (("tensor", "data"),)
+    assert tuple(plan.stored_spec) == (("tensor", "data"),)
     assert plan.view_shape == (2, 512)
     assert tuple(plan.view_spec()) == ("tensor", "data")
 
@@ -172,7 +172,7 @@ def test_leaf_to_be_regrouped_keeps_its_layers_and_pipe_a_dim_of_its_own(layout)
 
 def test_all_three_axes_share_what_dims_there_are():
     plan = plan_of((1024,), 4, 2, pipe=2)
-    assert tuple(plan.rest_spec) == (("pipe", "tensor", "data"),)
+    assert tuple(plan.stored_spec) == (("pipe", "tensor", "data"),)
     assert plan.view_shape == (4, 256)
     assert tuple(plan.view_spec()) == (("pipe", "tensor"), "data")
 
@@ -238,8 +238,8 @@ def test_allow_whole_as_one_string_raises():
 
 
 def test_stages_are_the_rows_of_the_table():
-    assert [zero_stage(number) for number in range(4)] == list(STAGES)
-    assert [(s.rest, s.gather, s.reduce) for s in STAGES] == [
+    assert [zero_stage(number) for number in range(4)] == list(ZERO_STAGES)
+    assert [(s.stored, s.gather, s.reduce) for s in ZERO_STAGES] == [
         ("whole", "never", "step"),
         ("sharded", "step", "step"),
         ("sharded", "step", "microbatch"),
@@ -255,6 +255,6 @@ def test_unknown_stage_says_what_each_does(number, unchecked_types):
 
 
 def test_plan_of_a_whole_leaf_has_empty_specs():
-    plan = LeafPlan("w", (3,), (None,), None, ((),), (4, 1, 2), "")
+    plan = LeafSharding("w", (3,), (None,), None, ((),), (4, 1, 2), "")
     assert (plan.view_data_dim, plan.view_shape) == (None, (3,))
-    assert tuple(plan.rest_spec) == tuple(plan.view_spec()) == (None,)
+    assert tuple(plan.stored_spec) == tuple(plan.view_spec()) == (None,)

@@ -16,9 +16,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.mesh import MeshShape, make_mesh
-from jaxpar.sharding.collectives import AutomaticExchange, ManualExchange, manual_spec
-from jaxpar.sharding.zero import LeafPlan, plan_leaves, zero_stage
-from jaxpar.step.gather_at_use import Deferred, call_deferred
+from jaxpar.sharding.collectives import (
+    AutomaticCollectives,
+    ManualCollectives,
+    manual_spec,
+)
+from jaxpar.sharding.zero import LeafSharding, shard_leaves, zero_stage
+from jaxpar.step.gather_at_use import GatheredAtUse, call_gathering_at_use
 
 LAYERS, WIDTH, ROWS = 3, 16, 5
 SHAPES = {"stack": (LAYERS, WIDTH, WIDTH), "head": (WIDTH, 24), "bias": (320,)}
@@ -145,13 +149,13 @@ FUNCTIONS = {
 }
 
 
-def make_plans(data=4) -> list[LeafPlan]:
+def make_plans(data=4) -> list[LeafSharding]:
     leaves = {
         name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()
     }
     whole = {name: (None,) * len(shape) for name, shape in SHAPES.items()}
     sizes = {"data": data, "pipe": 1, "tensor": 1}
-    return list(plan_leaves(leaves, whole, zero_stage(3), sizes).values())
+    return list(shard_leaves(leaves, whole, zero_stage(3), sizes).values())
 
 
 PLANS = make_plans()
@@ -165,20 +169,20 @@ def make_leaves() -> list[np.ndarray]:
 X = np.random.default_rng(1).normal(size=(ROWS, WIDTH)).astype(np.float32)
 
 
-def deferred_fn(fn, exchange, *, gathered=False, dtype=jnp.float32, plans=PLANS):
-    """``(shards, x) -> fn(...)`` by `call_deferred`, in stage 3's way or stage 2's."""
+def deferred_fn(fn, collectives, *, gathered=False, dtype=jnp.float32, plans=PLANS):
+    """``(shards, x) -> fn(...)`` by `call_gathering_at_use`, as ZeRO 3 or 2 does."""
 
     def run(shards, x):
         leaves = []
         for plan, slot in zip(plans, shards, strict=True):
             source = jax.lax.stop_gradient(slot)
             if gathered:
-                source = exchange.gather(plan, source.astype(dtype))
+                source = collectives.gather(plan, source.astype(dtype))
             own = jnp.dtype(dtype)
             leaves.append(
-                Deferred(plan, slot, source, exchange, own, is_whole=gathered)
+                GatheredAtUse(plan, slot, source, collectives, own, is_whole=gathered)
             )
-        return call_deferred(lambda whole, x: fn(*whole, x), leaves, x)
+        return call_gathering_at_use(lambda whole, x: fn(*whole, x), leaves, x)
 
     return run
 
@@ -201,7 +205,7 @@ def check_same(found, expected):
 @pytest.mark.parametrize("gathered", [False, True], ids=["at use", "before"])
 @pytest.mark.parametrize("case", FUNCTIONS)
 def test_values_and_gradients_equal_plain_jax(case, gathered):
-    run = deferred_fn(FUNCTIONS[case], AutomaticExchange(), gathered=gathered)
+    run = deferred_fn(FUNCTIONS[case], AutomaticCollectives(), gathered=gathered)
     check_same(jax.jit(jax.value_and_grad(run))(make_leaves(), X), plain(case))
 
 
@@ -224,13 +228,13 @@ def mesh():
 @pytest.mark.parametrize("gathered", [False, True], ids=["at use", "before"])
 def test_gradients_over_a_real_data_axis_are_sums_over_it(mesh, gathered):
     """Shard d's rows are x (d + 1): the sum over data is of four plain gradients."""
-    exchange = ManualExchange(jnp.dtype(jnp.float32), "cpu")
-    run = deferred_fn(scanned, exchange, gathered=gathered)
+    collectives = ManualCollectives(jnp.dtype(jnp.float32), "cpu")
+    run = deferred_fn(scanned, collectives, gathered=gathered)
 
     def body(shards, x):
         x = x * (jax.lax.axis_index("data") + 1)
         value, grads = jax.value_and_grad(run)(shards, x)
-        return exchange.total(value), grads
+        return collectives.total(value), grads
 
     specs = (P(), [manual_spec(plan) for plan in PLANS])
     found = jax.jit(manual(body, mesh, specs))(make_leaves(), X)
@@ -243,7 +247,7 @@ def test_gradients_over_a_real_data_axis_are_sums_over_it(mesh, gathered):
     check_same(found, (float(value) + 3 * bias, grads))
 
 
-def collectives(jaxpr, wanted, path=()):
+def find_collectives(jaxpr, wanted, path=()):
     """(enclosing primitives, shape of the result) of each collective in a jaxpr."""
     found = []
     for eqn in jaxpr.eqns:
@@ -254,13 +258,13 @@ def collectives(jaxpr, wanted, path=()):
             for inner in value if isinstance(value, (tuple, list)) else [value]:
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
-                    found += collectives(inner, wanted, (*path, name))
+                    found += find_collectives(inner, wanted, (*path, name))
     return found
 
 
 def traced(fn, mesh, *, gathered=False, grad=False, dtype=jnp.float32):
-    exchange = ManualExchange(jnp.dtype(dtype), "cpu")
-    run = deferred_fn(fn, exchange, gathered=gathered, dtype=dtype)
+    collectives = ManualCollectives(jnp.dtype(dtype), "cpu")
+    run = deferred_fn(fn, collectives, gathered=gathered, dtype=dtype)
     body, specs = run, P()
     if grad:
         body, specs = jax.grad(run), [manual_spec(plan) for plan in PLANS]
@@ -269,29 +273,29 @@ def traced(fn, mesh, *, gathered=False, grad=False, dtype=jnp.float32):
 
 @pytest.mark.parametrize("case", ["scan", "remat", "remat dots", "jit", "nested scans"])
 def test_stack_is_gathered_layer_by_layer_inside_the_scan(case, mesh):
-    gathers = collectives(traced(FUNCTIONS[case], mesh), "all_gather")
+    gathers = find_collectives(traced(FUNCTIONS[case], mesh), "all_gather")
     of_stack = [g for g in gathers if g[1] in (SHAPES["stack"], SHAPES["stack"][1:])]
     assert [shape for _, shape in of_stack] == [SHAPES["stack"][1:]]
     assert "scan" in of_stack[0][0]
 
 
 def test_leaf_used_thrice_is_gathered_once(mesh):
-    gathers = collectives(traced(used_thrice, mesh), "all_gather")
+    gathers = find_collectives(traced(used_thrice, mesh), "all_gather")
     assert [shape for _, shape in gathers] == [SHAPES["head"]]
 
 
 def test_leaf_that_is_not_used_is_not_gathered(mesh):
-    assert not collectives(traced(lambda s, h, b, x: x.sum(), mesh), "all_gather")
+    assert not find_collectives(traced(lambda s, h, b, x: x.sum(), mesh), "all_gather")
 
 
 def test_constant_of_a_scan_is_gathered_once_outside_it(mesh):
-    ((path, shape),) = collectives(traced(as_constant, mesh), "all_gather")
+    ((path, shape),) = find_collectives(traced(as_constant, mesh), "all_gather")
     assert "scan" not in path
     assert shape == SHAPES["head"]
 
 
 def test_leaf_of_both_scopes_is_gathered_in_each(mesh):
-    gathers = collectives(traced(used_inside_and_outside, mesh), "all_gather")
+    gathers = find_collectives(traced(used_inside_and_outside, mesh), "all_gather")
     assert sorted(("scan" in path, shape) for path, shape in gathers) == [
         (False, SHAPES["stack"]),
         (True, SHAPES["stack"][1:]),
@@ -304,14 +308,14 @@ def test_stack_split_along_its_layers_is_gathered_before_the_scan(mesh, monkeypa
     assert rows.without_leading_dim() is None
     plans = [PLANS[0], rows, PLANS[2]]
     monkeypatch.setattr(f"{__name__}.PLANS", plans)
-    exchange = ManualExchange(jnp.dtype(jnp.float32), "cpu")
+    collectives = ManualCollectives(jnp.dtype(jnp.float32), "cpu")
 
     def by_rows(stack, head, bias, x):
         return jax.lax.scan(lambda t, w: (t + w.sum(), None), 0.0, head)[0]
 
-    run = deferred_fn(by_rows, exchange, plans=plans)
+    run = deferred_fn(by_rows, collectives, plans=plans)
     jaxpr = jax.make_jaxpr(manual(run, mesh, P()))(make_leaves(), X).jaxpr
-    ((path, shape),) = collectives(jaxpr, "all_gather")
+    ((path, shape),) = find_collectives(jaxpr, "all_gather")
     assert "scan" not in path
     assert shape == SHAPES["head"]
 
@@ -320,8 +324,8 @@ def test_stack_split_along_its_layers_is_gathered_before_the_scan(mesh, monkeypa
 def test_backward_pass_gathers_again_and_reduces_each_layer_once(case, mesh):
     jaxpr = traced(FUNCTIONS[case], mesh, grad=True)
     one_layer = SHAPES["stack"][1:]
-    gathers = [g for g in collectives(jaxpr, "all_gather") if g[1] == one_layer]
-    scatters = collectives(jaxpr, "reduce_scatter")
+    gathers = [g for g in find_collectives(jaxpr, "all_gather") if g[1] == one_layer]
+    scatters = find_collectives(jaxpr, "reduce_scatter")
     piece = math.prod(one_layer) // 4
     of_layers = [path for path, shape in scatters if math.prod(shape) == piece]
     assert len(gathers) == 2
@@ -333,18 +337,18 @@ def test_leaf_already_whole_is_not_gathered_and_its_gradient_scattered_in_the_sc
     mesh,
 ):
     jaxpr = traced(scanned, mesh, gathered=True, grad=True)
-    gathers = collectives(jaxpr, "all_gather")
+    gathers = find_collectives(jaxpr, "all_gather")
     assert sorted(shape for _, shape in gathers) == sorted(SHAPES.values())
     assert not any("scan" in path for path, _ in gathers)
-    in_scan = [s for p, s in collectives(jaxpr, "reduce_scatter") if "scan" in p]
+    in_scan = [s for p, s in find_collectives(jaxpr, "reduce_scatter") if "scan" in p]
     assert [math.prod(shape) for shape in in_scan] == [WIDTH * WIDTH // 4]
 
 
 def residuals(fn, mesh, dtype=jnp.bfloat16) -> list[tuple]:
     """Shapes and dtypes of what the forward pass keeps for the backward pass."""
     kept = []
-    exchange = ManualExchange(jnp.dtype(dtype), "cpu")
-    run = deferred_fn(fn, exchange, dtype=dtype)
+    collectives = ManualCollectives(jnp.dtype(dtype), "cpu")
+    run = deferred_fn(fn, collectives, dtype=dtype)
 
     def body(shards, x):
         out, pull = jax.vjp(lambda s: run(s, x.astype(dtype)), shards)
@@ -372,12 +376,14 @@ def test_outputs_may_be_leaves_constants_and_integers():
     def fn(leaves, x):
         return {"leaf": leaves[2], "constant": 3, "count": x.shape[0], "x": x}
 
-    exchange, dtype = AutomaticExchange(), jnp.dtype("bfloat16")
+    collectives, dtype = AutomaticCollectives(), jnp.dtype("bfloat16")
     leaves = [
-        Deferred(p, jnp.asarray(a), jnp.asarray(a), exchange, dtype, is_whole=False)
+        GatheredAtUse(
+            p, jnp.asarray(a), jnp.asarray(a), collectives, dtype, is_whole=False
+        )
         for p, a in zip(PLANS, make_leaves(), strict=True)
     ]
-    out = call_deferred(fn, leaves, X)
+    out = call_gathering_at_use(fn, leaves, X)
     assert out["leaf"].dtype == jnp.bfloat16
     assert np.array_equal(out["leaf"], make_leaves()[2].astype(jnp.bfloat16))
     assert (int(out["constant"]), int(out["count"])) == (3, ROWS)

@@ -3,7 +3,14 @@
 import jax
 import pytest
 
-from jaxpar.training.stragglers import FIELDS, Pace, Slow, _reason, describe, own_times
+from jaxpar.training.stragglers import (
+    FIELDS,
+    Slow,
+    StragglerDetector,
+    _reason,
+    describe,
+    own_times,
+)
 
 
 def worker(step: float, data: float, work: float) -> dict[str, float]:
@@ -35,23 +42,23 @@ def test_reason_names_the_devices() -> None:
 
 
 def test_one_process_measures_nothing() -> None:
-    pace = Pace(1, 1.5)
-    assert not any(pace.step(step, 0.1) for step in range(5))
-    assert pace.hear() == ({}, [])
+    stragglers = StragglerDetector(1, 1.5)
+    assert not any(stragglers.step(step, 0.1) for step in range(5))
+    assert stragglers.hear() == ({}, [])
 
 
 def test_slow_worker_is_named_once_it_is_so_three_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    pace = Pace(5, 1.5)
-    assert [step for step in range(1, 11) if pace.step(step, 0.0)] == [5, 10]
+    stragglers = StragglerDetector(5, 1.5)
+    assert [step for step in range(1, 11) if stragglers.step(step, 0.0)] == [5, 10]
     alike, slow = worker(0.4, 0.0, 0.002), worker(0.4, 0.0, 0.006)
     named = []
     for second in (slow, slow, alike, slow, slow, slow, slow):
         rows = [[each[name] for name in FIELDS] for each in (alike, second)]
-        pace._told = jax.numpy.array(rows)
-        numbers, found = pace.hear()
+        stragglers._told = jax.numpy.array(rows)
+        numbers, found = stragglers.hear()
         named.append([each.worker for each in found])
     assert named == [[], [], [], [], [], [1], []]
     assert numbers["memory_gb_max"] == 1.0
