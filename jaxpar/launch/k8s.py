@@ -1,11 +1,12 @@
-"""How does a run start in a Kubernetes cluster? By a manifest, for kubectl to apply.
+"""How does a run start in a Kubernetes cluster: by a JobSet, which kubectl applies.
 
-Each host is a pod of one indexed job, with one supervisor (`jaxpar launch local`), and
-the supervisors find each other in the run's folder, on a volume. A JobSet makes the
-pods and their names; a Kubeflow TrainJob makes a JobSet. A pod that is taken away is
-replaced; a code that starting again would not mend ends the job.
+Each host is a pod of one indexed job, with one supervisor (`jaxpar launch local`).
+Supervisors find each other in the run's folder, on a volume. A pod that is taken away
+is replaced; an exit code that a restart would not mend ends the job.
 """
 
+import json
+import sys
 from typing import Any
 
 from jaxpar.exit_codes import FINAL, STOPPED
@@ -13,93 +14,52 @@ from jaxpar.launch.k8s_job import NODE, K8s, check
 from jaxpar.launch.k8s_pod import make_container, make_pod, secret_key
 from jaxpar.launch.security import AUTHORITY, CERTIFICATE, KEY
 
-_TRAINER = "trainer.kubeflow.org"
-_PATCHABLE = (
-    "terminationGracePeriodSeconds",
-    "securityContext",
-    "containers",
-    "volumes",
-)
-"""What a TrainJob may change of the pods of a runtime."""
-
 
 def write_manifest(job: K8s) -> None:
-    """Write the manifest to the job's file, or print it.
+    """Write the manifest to the job's file, or print it; print the commands to run.
+
+    The commands go to standard error where the manifest goes to standard output, so
+    that ``jaxpar launch k8s ... | kubectl apply -f -`` works.
 
     Raises:
       ValueError: if something can't be done; the message names the flag.
-      FileNotFoundError: if the file's folder is not there.
-      ModuleNotFoundError: without PyYAML.
+      FileNotFoundError: if the file's folder does not exist.
     """
     text = manifest(job)
     if job.file is None:
         print(text, end="")
+        print("\n".join(commands(job)), file=sys.stderr)
         return
     if not job.file.absolute().parent.is_dir():
         raise FileNotFoundError(
             f"--file {job.file}: there is no folder {job.file.parent}; make it first"
         )
     job.file.write_text(text, encoding="utf-8")
+    print("\n".join(commands(job)))
 
 
 def manifest(job: K8s) -> str:
-    """Write the manifest as YAML, below the commands that belong to it.
+    """Write the JobSet as JSON, which kubectl reads as it reads YAML.
 
     Raises:
       ValueError: if something can't be done; the message names the flag.
-      ModuleNotFoundError: without PyYAML.
     """
-    made = objects(job)
-    try:
-        from jaxpar.launch.yaml_text import yaml_text  # noqa: PLC0415 - an extra
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "launch k8s needs PyYAML, which is not installed; run pip install "
-            "'jaxpar[k8s]'"
-        ) from error
-    return "".join(f"# {line}\n" for line in _commands(job)) + yaml_text(made)
+    return json.dumps(make_job_set(job), indent=2) + "\n"
 
 
-def objects(job: K8s) -> list[dict[str, Any]]:
-    """Make what the manifest holds.
+def make_job_set(job: K8s) -> dict[str, Any]:
+    """Make the JobSet: the pods, and what happens when one fails.
 
     Args:
       job: what to start.
 
     Returns:
-      A JobSet; or a TrainJob, after its TrainingRuntime if the job names none.
+      The object, of JSON's types.
 
     Raises:
       ValueError: if something can't be done; the message names the flag.
     """
     check(job)
-    if job.kind == "jobset":
-        spec = _job_set(job, make_container(job), {})
-        return [_object(job, "jobset.x-k8s.io/v1alpha2", "JobSet", spec)]
-    train_job = _object(job, f"{_TRAINER}/v1alpha1", "TrainJob", _train_job(job))
-    if job.runtime is not None:
-        return [train_job]
-    # By these Trainer finds what its TrainJob is about.
-    labels = {f"{_TRAINER}/trainjob-ancestor-step": "trainer"}
-    runtime = {
-        "mlPolicy": {"numNodes": job.hosts},
-        "template": {"spec": _job_set(job, {}, labels)},
-    }
-    return [
-        _object(job, f"{_TRAINER}/v1alpha1", "TrainingRuntime", runtime),
-        train_job,
-    ]
-
-
-def _object(job: K8s, version: str, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
-    metadata = {"name": job.name, "namespace": job.namespace}
-    return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
-
-
-def _job_set(
-    job: K8s, container: dict[str, Any], labels: dict[str, str]
-) -> dict[str, Any]:
-    """The pods, and what happens when one fails."""
     final = {
         "name": "final",
         "action": "FailJobSet",
@@ -112,10 +72,9 @@ def _job_set(
         "backoffLimit": 0,
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": {"rules": _failure_rules()},
-        "template": {"spec": make_pod(job, container)},
+        "template": {"spec": make_pod(job, make_container(job))},
     }
-    metadata = {"metadata": {"labels": labels}} if labels else {}
-    return {
+    spec = {
         "network": {
             "enableDNSHostnames": True,
             "publishNotReadyAddresses": True,
@@ -124,8 +83,14 @@ def _job_set(
         "successPolicy": {"operator": "All"},
         "failurePolicy": {"maxRestarts": job.job_restarts, "rules": [final]},
         "replicatedJobs": [
-            {"name": NODE, "replicas": 1, "template": {**metadata, "spec": indexed}}
+            {"name": NODE, "replicas": 1, "template": {"spec": indexed}}
         ],
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": job.name, "namespace": job.namespace},
+        "spec": spec,
     }
 
 
@@ -145,40 +110,8 @@ def _failure_rules() -> list[dict[str, Any]]:
     ]
 
 
-def _train_job(job: K8s) -> dict[str, Any]:
-    """The same pods, by Kubeflow Trainer."""
-    container = make_container(job)
-    resources = container.pop("resources", None)
-    spec = {
-        "runtimeRef": {
-            "apiGroup": _TRAINER,
-            "kind": "ClusterTrainingRuntime" if job.runtime else "TrainingRuntime",
-            "name": job.runtime or job.name,
-        },
-        "trainer": {
-            "numNodes": job.hosts,
-            **container,
-            **({"resourcesPerNode": resources} if resources else {}),
-        },
-    }
-    if job.runtime is not None:
-        spec["runtimePatches"] = [_patch(job)]
-    return spec
-
-
-def _patch(job: K8s) -> dict[str, Any]:
-    """What the pods of somebody else's runtime lack."""
-    pod = make_pod(job, {})
-    pods = {"template": {"spec": {part: pod[part] for part in _PATCHABLE}}}
-    jobs = {"replicatedJobs": [{"name": NODE, "template": {"spec": pods}}]}
-    return {
-        "manager": "jaxpar/launch",
-        "trainingRuntimeSpec": {"template": {"spec": jobs}},
-    }
-
-
-def _commands(job: K8s) -> list[str]:
-    """How the secret is made, and the run started."""
+def commands(job: K8s) -> list[str]:
+    """The shell commands that make the secret and start the run."""
     apply = f"To start: kubectl apply -f {job.file or 'FILE'}"
     if not job.secret:
         return [apply]

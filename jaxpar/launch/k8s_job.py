@@ -3,12 +3,11 @@
 import dataclasses
 import re
 from pathlib import Path
-from typing import Literal
 
 from jaxpar.launch.limits import Limits
 
 NODE = "node"
-"""What Kubeflow Trainer calls the job and the container that train."""
+"""The name of the replicated job and of the container."""
 
 _LABEL, _LONGEST_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?"), 63
 _PART = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
@@ -20,9 +19,10 @@ _LONGEST_IN_CERTIFICATE = 64
 
 @dataclasses.dataclass(frozen=True)
 class K8s:
-    """Write a manifest that starts a run in a Kubernetes cluster.
+    """Write a JobSet that starts a run in a Kubernetes cluster.
 
-    Nothing is started: kubectl apply does that. The image has jaxpar and the script.
+    Nothing is started: kubectl apply does that, in a cluster that has JobSet. The image
+    has jaxpar and the script.
 
     Attributes:
       script: in the image or on the volume. Its own flags follow after ``--``; who can
@@ -36,9 +36,6 @@ class K8s:
       hosts: pods.
       processes: workers of each pod; if not given, one for each GPU, else one.
       gpus: NVIDIA GPUs of each pod.
-      kind: jobset, or trainjob (Kubeflow Trainer; both need JobSet in the cluster).
-      runtime: the ClusterTrainingRuntime of a trainjob (Trainer 2.2 or newer), whose
-        own rules of restarts hold; if not given, one with ours is written.
       namespace: of the cluster.
       subdomain: that the pods are named in; the job's name if not given.
       domain: of the cluster.
@@ -63,8 +60,6 @@ class K8s:
     hosts: int = 1
     processes: int | None = None
     gpus: int = 0
-    kind: Literal["jobset", "trainjob"] = "jobset"
-    runtime: str | None = None
     namespace: str = "default"
     subdomain: str | None = None
     domain: str = "cluster.local"
@@ -123,7 +118,6 @@ def _check_names(job: K8s) -> None:
         ("--domain", job.domain, _NAME, _LONGEST_NAME, of_name),
         ("--claim", job.claim, _NAME, _LONGEST_NAME, of_name),
         ("--secret", job.secret, _NAME, _LONGEST_NAME, of_name),
-        ("--runtime", job.runtime, _NAME, _LONGEST_NAME, of_name),
     )
     for flag, name, pattern, longest, form in names:
         if name is not None and not (pattern.fullmatch(name) and len(name) <= longest):
@@ -135,11 +129,6 @@ def _check_names(job: K8s) -> None:
         raise ValueError(
             f"--image {job.image!r}: must name an image that has jaxpar, for example "
             "'registry.example.com/team/train:1'"
-        )
-    if job.runtime is not None and job.kind != "trainjob":
-        raise ValueError(
-            f"--runtime {job.runtime}: only a trainjob has one; give --kind trainjob, "
-            "or leave --runtime out"
         )
 
 

@@ -1,11 +1,12 @@
 """Does the manifest start what was asked for, and would a cluster take it?
 
-No cluster is here: the objects are compared with the models that Kubeflow Trainer
-publishes of its own API, JobSet's and Kubernetes', and what a cluster would do with
-commands, variables and exit codes is done by hand.
+No cluster is here: the JobSet is compared with the models that Kubeflow Trainer
+publishes of JobSet's and Kubernetes' API, and what a cluster would do with commands,
+variables and exit codes is done by hand.
 """
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -14,12 +15,11 @@ from pathlib import Path
 
 import pytest
 import tyro
-import yaml
 
 from jaxpar.cli.launch import Local
 from jaxpar.exit_codes import DIVERGED, FINAL, GAVE_UP, STOPPED
 from jaxpar.launch import watchdog
-from jaxpar.launch.k8s import K8s, manifest, objects, write_manifest
+from jaxpar.launch.k8s import K8s, commands, make_job_set, manifest, write_manifest
 from jaxpar.launch.limits import Limits
 from jaxpar.launch.security import read_tls, require_secure
 from jaxpar.launch.worker_environment import Tls
@@ -40,20 +40,7 @@ SECURE = dataclasses.replace(
     flags=("--lr", "1e-4", "--name", "a b", "--note", "$(POD_IP) costs $5"),
 )
 INSECURE = dataclasses.replace(ALONE, hosts=2, processes=3, insecure=True)
-THEIR_RUNTIME = dataclasses.replace(SECURE, kind="trainjob", runtime="jax-distributed")
-JOBS = {
-    "alone": ALONE,
-    "secure": SECURE,
-    "insecure": INSECURE,
-    "trainjob": dataclasses.replace(SECURE, kind="trainjob"),
-    "trainjob alone": dataclasses.replace(ALONE, kind="trainjob"),
-    "their runtime": THEIR_RUNTIME,
-}
-MODELS = {
-    "JobSet": "JobsetV1alpha2JobSet",
-    "TrainJob": "TrainerV1alpha1TrainJob",
-    "TrainingRuntime": "TrainerV1alpha1TrainingRuntime",
-}
+JOBS = {"alone": ALONE, "secure": SECURE, "insecure": INSECURE}
 
 every_job = pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
 
@@ -61,33 +48,23 @@ every_job = pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
 def by_model(made: dict) -> dict:
     """An object as its published model reads it: without what that does not know."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
-    return getattr(models, MODELS[made["kind"]]).from_dict(made).to_dict()
+    return models.JobsetV1alpha2JobSet.from_dict(made).to_dict()
 
 
 def job_spec(job: K8s) -> dict:
-    """The indexed job of a job's JobSet or runtime."""
-    spec = objects(job)[0]["spec"]
-    spec = spec.get("template", {"spec": spec})["spec"]
-    (replicated,) = spec["replicatedJobs"]
+    """The indexed job."""
+    (replicated,) = make_job_set(job)["spec"]["replicatedJobs"]
     assert (replicated["name"], replicated["replicas"]) == ("node", 1)
     return replicated["template"]["spec"]
 
 
 def pod(job: K8s) -> dict:
-    """The pods' spec, or what is patched of somebody else's."""
-    if job.runtime is None:
-        return job_spec(job)["template"]["spec"]
-    (patch,) = objects(job)[0]["spec"]["runtimePatches"]
-    (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
-    assert replicated["name"] == "node"
-    return replicated["template"]["spec"]["template"]["spec"]
+    """The pods' spec."""
+    return job_spec(job)["template"]["spec"]
 
 
 def container(job: K8s) -> dict:
     """What is run, with what a cluster puts into it."""
-    if job.kind == "trainjob":
-        trainer = objects(job)[-1]["spec"]["trainer"]
-        return {**trainer, "resources": trainer.get("resourcesPerNode")}
     return pod(job)["containers"][0]
 
 
@@ -115,9 +92,10 @@ def told(job: K8s, index: int) -> tuple[Local, list[str]]:
 
 
 @every_job
-def test_published_models_know_all_of_the_manifest(job):
-    for made in yaml.safe_load_all(manifest(job)):
-        assert by_model(made) == made
+def test_published_model_knows_all_of_the_manifest(job):
+    made = json.loads(manifest(job))
+    assert made == make_job_set(job)
+    assert by_model(made) == made
 
 
 @pytest.mark.parametrize(
@@ -125,12 +103,10 @@ def test_published_models_know_all_of_the_manifest(job):
     [
         (SECURE, (), "replicas"),
         (SECURE, ("spec", "network"), "enableDnsHostnames"),
-        (THEIR_RUNTIME, ("spec", "trainer"), "volumes"),
     ],
 )
 def test_published_models_know_no_other_field(job, at, field):
-    (made,) = objects(job)
-    place = made
+    place = made = make_job_set(job)
     for part in at:
         place = place[part]
     place[field] = 1
@@ -138,24 +114,14 @@ def test_published_models_know_no_other_field(job, at, field):
 
 
 @every_job
-def test_text_holds_the_objects(job):
-    assert list(yaml.safe_load_all(manifest(job))) == objects(job)
-
-
-@every_job
 def test_each_host_is_a_pod(job):
-    if job.runtime is None:
-        spec = job_spec(job)
-        assert (spec["completions"], spec["parallelism"]) == (job.hosts, job.hosts)
-        assert spec["completionMode"] == "Indexed"
-    if job.kind == "trainjob":
-        assert objects(job)[-1]["spec"]["trainer"]["numNodes"] == job.hosts
+    spec = job_spec(job)
+    assert (spec["completions"], spec["parallelism"]) == (job.hosts, job.hosts)
+    assert spec["completionMode"] == "Indexed"
 
 
-@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
-def test_supervisor_is_told_what_was_asked_for(kind):
-    job = dataclasses.replace(SECURE, kind=kind)
-    local, flags = told(job, 3)
+def test_supervisor_is_told_what_was_asked_for():
+    local, flags = told(SECURE, 3)
     assert local == Local(
         script=Path("/app/gpt.py"),
         out=Path("/data/runs/a"),
@@ -169,7 +135,7 @@ def test_supervisor_is_told_what_was_asked_for(kind):
         limits=Limits(rendezvous=1800.0),
         restarts=7,
     )
-    assert flags == list(job.flags)
+    assert flags == list(SECURE.flags)
 
 
 def test_insecure_hosts_are_reached_by_their_own_address():
@@ -237,11 +203,9 @@ def test_exit_code_decides_what_happens(code, is_taken_away, action):
     assert spec["template"]["spec"]["restartPolicy"] == "Never"
 
 
-@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
-def test_job_that_failed_by_a_code_is_not_started_again(kind):
-    job = dataclasses.replace(SECURE, kind=kind, job_restarts=5)
-    spec = objects(job)[0]["spec"]
-    policy = spec.get("template", {"spec": spec})["spec"]["failurePolicy"]
+def test_job_that_failed_by_a_code_is_not_started_again():
+    job = dataclasses.replace(SECURE, job_restarts=5)
+    policy = make_job_set(job)["spec"]["failurePolicy"]
     assert policy["maxRestarts"] == 5
     (rule,) = policy["rules"]
     assert rule["action"] == "FailJobSet"
@@ -261,8 +225,7 @@ def test_pod_has_no_privileges_and_time_to_save(job):
     assert context["runAsUser"] == context["fsGroup"] == 1000
     assert context["seccompProfile"] == {"type": "RuntimeDefault"}
     assert spec["terminationGracePeriodSeconds"] > watchdog._SAVING_SECONDS
-    if job.runtime is None:
-        assert spec["automountServiceAccountToken"] is False
+    assert spec["automountServiceAccountToken"] is False
 
 
 @every_job
@@ -288,26 +251,6 @@ def test_pod_has_the_volumes_that_it_mounts(job):
     assert ("secret" in sources) == (job.secret is not None)
 
 
-def test_trainjob_is_of_the_runtime_that_is_written_with_it():
-    runtime, train_job = objects(JOBS["trainjob"])
-    assert train_job["spec"]["runtimeRef"] == {
-        "apiGroup": runtime["apiVersion"].partition("/")[0],
-        "kind": runtime["kind"],
-        "name": runtime["metadata"]["name"],
-    }
-    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
-    labels = replicated["template"]["metadata"]["labels"]
-    assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    assert "runtimePatches" not in train_job["spec"]
-
-
-def test_trainjob_is_of_the_runtime_that_is_named():
-    (train_job,) = objects(THEIR_RUNTIME)
-    reference = train_job["spec"]["runtimeRef"]
-    assert reference["kind"] == "ClusterTrainingRuntime"
-    assert reference["name"] == "jax-distributed"
-
-
 FAKE_KUBECTL = """
 kubectl() {
   for word in "$@"; do
@@ -323,12 +266,12 @@ set -e
 
 
 def test_secret_made_as_told_gives_each_pod_its_own_certificates(tmp_path):
-    """The manifest's own commands and the container's own shell, with kubectl faked."""
+    """The printed commands and the container's own shell, with kubectl faked."""
     x509 = pytest.importorskip("cryptography.x509")
     secret, certs = tmp_path / "secret", tmp_path / "own"
     secret.mkdir()
     job = dataclasses.replace(SECURE, hosts=2)
-    lines = [line[2:] for line in manifest(job).splitlines() if line[:2] == "# "]
+    lines = commands(job)
     assert lines[0].startswith("Once")
     assert lines[-1] == "To start: kubectl apply -f FILE"
     environment = {
@@ -375,26 +318,21 @@ def test_no_secret_is_in_the_manifest(tmp_path, monkeypatch):
         text = manifest(job)
         assert "PRIVATE" not in text
         assert str(tmp_path) not in text
-        assert "Secret" not in {made["kind"] for made in objects(job)}
+        assert json.loads(text)["kind"] == "JobSet"
 
 
 def test_manifest_is_written_to_its_file_or_printed(tmp_path, capsys):
-    job = dataclasses.replace(ALONE, file=tmp_path / "gpt.yaml")
+    job = dataclasses.replace(ALONE, file=tmp_path / "gpt.json")
     write_manifest(job)
     assert job.file.read_text() == manifest(job)
-    assert manifest(job).startswith(f"# To start: kubectl apply -f {job.file}\n---\n")
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == f"To start: kubectl apply -f {job.file}\n"
     write_manifest(ALONE)
-    assert capsys.readouterr().out == manifest(ALONE)
+    printed = capsys.readouterr()
+    assert printed.out == manifest(ALONE), "to be piped into kubectl"
+    assert printed.err == "To start: kubectl apply -f FILE\n"
 
 
 def test_missing_folder_of_the_file_is_named(tmp_path):
-    job = dataclasses.replace(ALONE, file=tmp_path / "missing" / "gpt.yaml")
+    job = dataclasses.replace(ALONE, file=tmp_path / "missing" / "gpt.json")
     with pytest.raises(FileNotFoundError, match=r"--file .*make it first"):
         write_manifest(job)
-
-
-def test_missing_pyyaml_is_named_with_its_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "jaxpar.launch.yaml_text", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'jaxpar\[k8s\]'"):
-        manifest(ALONE)

@@ -25,8 +25,6 @@ REFUSED = [
     ({"secret": "Certs"}, "--secret 'Certs'"),
     ({"image": ""}, "--image '': must name an image that has jaxpar"),
     ({"image": "a b"}, "--image 'a b'"),
-    ({"runtime": "jax"}, "--runtime jax: only a trainjob has one"),
-    ({"kind": "trainjob", "runtime": "J"}, "--runtime 'J'"),
     ({"hosts": 0}, "--hosts 0: must be at least 1"),
     ({"processes": 0}, "--processes 0: must be at least 1"),
     ({"gpus": -1}, "--gpus -1: must be at least 0"),
@@ -65,10 +63,10 @@ def test_longest_name_is_a_pods_longest():
         check(dataclasses.replace(longest, name="a" * 47))
 
 
-def test_flags_can_be_had_without_jax_tyro_or_yaml():
+def test_flags_can_be_had_without_jax_or_tyro():
     program = (
         "import sys, jaxpar.launch.k8s\n"
-        "print(sorted({'jax', 'tyro', 'yaml'} & set(sys.modules)))"
+        "print(sorted({'jax', 'tyro'} & set(sys.modules)))"
     )
     done = subprocess.check_output([sys.executable, "-c", program], text=True, cwd=ROOT)
     assert done == "[]\n"
