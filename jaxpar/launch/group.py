@@ -11,10 +11,9 @@ from pathlib import Path
 
 import psutil
 
-from jaxpar.launch.errors import read_error
 from jaxpar.launch.heartbeat import Beat, read_heartbeat
 from jaxpar.launch.rendezvous import WorkerEnd
-from jaxpar.launch.worker_environment import Worker
+from jaxpar.launch.worker_environment import Worker, read_error
 
 STACKS_SIGNAL = signal.SIGUSR2
 """Makes a worker write down its stacks, in whatever code it hangs."""

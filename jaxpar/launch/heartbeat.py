@@ -5,10 +5,13 @@ there when the worker is stopped or killed.
 """
 
 import dataclasses
+import functools
 import mmap
 import struct
 import time
 from pathlib import Path
+
+from jaxpar.launch.worker_environment import current
 
 PHASES = (
     "start",
@@ -113,3 +116,10 @@ def read_heartbeat(path: Path) -> Beat | None:
                 since=since,
             )
     return None
+
+
+@functools.cache
+def own_heartbeat() -> Heartbeat:
+    """This process's pulse; where no supervisor listens, it is written nowhere."""
+    worker = current()
+    return Heartbeat(None if worker is None else worker.heartbeat)

@@ -5,16 +5,17 @@ badly or makes no progress, all are ended and started again, from the newest che
 that is sound; so often an hour, and then no more. What happened is in ``report.txt``.
 """
 
+import collections
 import contextlib
 import dataclasses
 import fcntl
 import signal
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from jaxpar.exit_codes import GAVE_UP, STOPPED
-from jaxpar.launch.budget import RestartBudget
 from jaxpar.launch.group import Group
 from jaxpar.launch.rendezvous import (
     Attempt,
@@ -27,6 +28,9 @@ from jaxpar.launch.rendezvous import (
 from jaxpar.launch.report import Report
 from jaxpar.launch.start import Launch, workers_of
 from jaxpar.launch.watchdog import Watchdog
+
+_HOUR = 3600.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 
 
 def supervise(launch: Launch) -> int:
@@ -62,6 +66,41 @@ def only_one(board: Board) -> Iterator[None]:
                 "folder (--out)"
             ) from None
         yield
+
+
+class RestartBudget:
+    """Restarts within an hour; pauses that double while nothing is gained.
+
+    Args:
+      restarts: within any hour.
+    """
+
+    def __init__(self, restarts: int):
+        if restarts < 0:
+            raise ValueError(f"restarts is {restarts}; it must be at least 0")
+        self._restarts = restarts
+        self._times: collections.deque[float] = collections.deque()
+        self._pause = _FIRST_PAUSE
+
+    def spend(self, *, progressed: bool) -> float | None:
+        """Take one restart.
+
+        Args:
+          progressed: whether the run came further since the last one.
+
+        Returns:
+          Seconds to wait before it; None if none is left.
+        """
+        now = time.monotonic()
+        while self._times and now - self._times[0] > _HOUR:
+            self._times.popleft()
+        if len(self._times) >= self._restarts:
+            return None
+        self._times.append(now)
+        self._pause = (
+            _FIRST_PAUSE if progressed else min(2 * self._pause, _LONGEST_PAUSE)
+        )
+        return self._pause
 
 
 class _Supervisor:

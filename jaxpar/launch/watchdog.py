@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from jaxpar.exit_codes import FINAL, STOPPED
-from jaxpar.launch.errors import read_error
 from jaxpar.launch.group import Group
 from jaxpar.launch.limits import Limits
 from jaxpar.launch.rendezvous import POLL_SECONDS, Attempt, Board, Kind, wait_until
+from jaxpar.launch.worker_environment import read_error
 
 _GRACE_SECONDS = 2.0
 """For workers to say what ended them, after the first has ended."""

@@ -18,10 +18,9 @@ from pathlib import Path
 from types import TracebackType
 
 from jaxpar.exit_codes import REFUSED
-from jaxpar.launch.errors import say_error
 from jaxpar.launch.group import STACKS_SIGNAL
-from jaxpar.launch.own_heartbeat import own_heartbeat
-from jaxpar.launch.worker_environment import Worker, current
+from jaxpar.launch.heartbeat import own_heartbeat
+from jaxpar.launch.worker_environment import Worker, current, say_error
 
 _PR_SET_PDEATHSIG = 1
 
@@ -51,8 +50,7 @@ def main(args: list[str]) -> None:
 
 def _run_script(worker: Worker, args: list[str]) -> None:
     # They import jax, which takes long; the pulse and the stacks are there before.
-    from jaxpar.launch.cache import use_private_cache  # noqa: PLC0415
-    from jaxpar.launch.join import join  # noqa: PLC0415
+    from jaxpar.launch.join import join, use_private_cache  # noqa: PLC0415
 
     use_private_cache()
     join(worker)

@@ -115,3 +115,16 @@ def current(environment: Mapping[str, str] = os.environ) -> Worker | None:
             f"{VARIABLE} is no contract of a worker ({error}): start workers by "
             "`jaxpar launch`, or unset it"
         ) from error
+
+
+def say_error(worker: Worker, error: str) -> None:
+    """Write down what ends a worker, before it ends."""
+    worker.error.write_text(json.dumps({"error": error}), encoding="utf-8")
+
+
+def read_error(worker: Worker) -> str | None:
+    """What a worker said that ended it; None if it said nothing."""
+    try:
+        return json.loads(worker.error.read_text(encoding="utf-8"))["error"]
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None

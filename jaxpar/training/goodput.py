@@ -18,7 +18,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jaxpar.launch.own_heartbeat import own_heartbeat
+from jaxpar.launch.heartbeat import own_heartbeat
 
 FILE = "goodput.json"
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.launch.budget import RestartBudget
 from jaxpar.launch.rendezvous import (
     Attempt,
     Board,
@@ -14,7 +13,7 @@ from jaxpar.launch.rendezvous import (
     cause_of,
     wait_until,
 )
-from jaxpar.launch.supervisor import only_one
+from jaxpar.launch.supervisor import RestartBudget, only_one
 
 ATTEMPT = Attempt(
     number=3,

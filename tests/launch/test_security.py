@@ -7,8 +7,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxpar.launch.cache import use_private_cache
 from jaxpar.launch.certificates import make_certificates
+from jaxpar.launch.join import use_private_cache
 from jaxpar.launch.security import is_loopback, read_tls, require_secure
 from jaxpar.launch.worker_environment import Tls
 
