@@ -1,0 +1,95 @@
+"""Do the examples of README and docs run as they are printed, one after the other?"""
+
+import contextlib
+import io
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from jaxpar.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+PAGES = sorted(
+    page for page in (ROOT / "docs").glob("*.md") if "```python" in page.read_text()
+)
+MANY_HOSTS = ROOT / "docs" / "many_hosts.md"
+FIRST_STEP = "metrics = engine.step(batch)"
+
+
+def examples(page: Path) -> list[str]:
+    found = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.M)
+    return [textwrap.dedent(text) for text in found]
+
+
+def run(page: Path, texts: list[str], **scope: object) -> str:
+    """What the examples of a page print."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        names = {"__name__": "x", **scope}
+        for text in texts:
+            exec(compile(text, str(page), "exec"), names)
+    return printed.getvalue()
+
+
+def test_readme_example_runs_and_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (source,) = examples(README)
+    assert source.count(FIRST_STEP) == 1
+    # The loss of the first step, which the example does not print.
+    told = source.replace(FIRST_STEP, f"{FIRST_STEP}; losses.append(metrics['loss'])")
+    monkeypatch.chdir(tmp_path)
+    losses: list[float] = []
+    printed = run(README, [told], losses=losses)
+    match = re.search(r"^loss (\d+\.\d+)$", printed, re.M)
+    assert match, printed
+    assert float(match[1]) == pytest.approx(float(losses[-1]), abs=1e-3)
+    assert float(match[1]) < 0.5 * float(losses[0])
+    assert list((tmp_path / "runs/mine").glob("step_*")), "it saves a checkpoint"
+    assert "kernel" in printed, "it explains where leaves are stored"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_examples_of_a_page_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each page begins with a model that its reader might have written."""
+    monkeypatch.chdir(tmp_path)
+    texts = examples(page)
+    assert "(nnx.Module):" in texts[0]
+    run(page, texts)
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
+    missing = [link for link in links if not (page.parent / link).exists()]
+    assert not missing
+
+
+def launches() -> list[str]:
+    found = re.findall(
+        r"^\.venv/bin/jaxpar (launch .*?)(?:  +#.*)?$", MANY_HOSTS.read_text(), re.M
+    )
+    told = ("local", "slurm", "ray", "k8s")
+    return [line for line in found if line.split()[1] in told]
+
+
+@pytest.mark.parametrize("line", launches())
+def test_readme_launches_are_what_the_command_takes(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """Printed or written, not started."""
+    where, *words = line.split()[1:]
+    given = [f"{tmp_path}/job.sh" if word == "job.sh" else word for word in words]
+    dry = [] if where == "k8s" else ["--dry-run"]
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["jaxpar", "launch", where, *given])
+    main(["launch", where, *dry, *given])
+    printed = capsys.readouterr().out
+    assert "recipes/gpt.py" in printed + "".join(
+        path.read_text() for path in tmp_path.iterdir()
+    )
