@@ -22,7 +22,7 @@ LAUNCH_TESTS := $(addprefix tests/multiprocess/test_,launch.py hosts.py schedule
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help train test test-slow test-foreign test-launch lint format setup compilers clean
+.PHONY: help train test test-more test-all test-foreign test-launch lint format setup compilers clean
 
 help: ## Print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -30,10 +30,13 @@ help: ## Print this list
 train: setup ## Train the GPT of recipes/gpt.py on real text
 	@$(BIN)/python recipes/gpt.py $(ARGS)
 
-test: compilers ## Run what needs no GPU and takes under 15 minutes on two cores
-	@$(PYTEST) -m "not slow" $(ARGS)
+test: compilers ## Run one case of everything that matters, in a few minutes
+	@$(PYTEST) -m "not slow and not thorough" $(ARGS)
 
-test-slow: compilers ## Run the long versions as well
+test-more: compilers ## Run the other cases that take up to a minute each
+	@$(PYTEST) -m "thorough and not slow" $(ARGS)
+
+test-all: compilers ## Run every test, the long versions too (hours)
 	@$(PYTEST) --optimized --soak -o faulthandler_timeout=1800 $(ARGS)
 	@$(PYTEST) --optimized --devices 16 tests/equivalence/test_pipeline.py -m slow
 

@@ -1,5 +1,6 @@
 """What do all tests run on? Eight CPU devices, or the GPU where --gpu is given."""
 
+import fnmatch
 import importlib
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ import hypothesis
 import jax
 import jaxtyping
 import pytest
+
+from tests.essential import ESSENTIAL
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
 CACHE_BYTES = 4 * 1024**3
@@ -70,6 +73,11 @@ def _cache_compiled_programs() -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
+    for item in items:
+        file = item.path.relative_to(config.rootpath).as_posix()
+        patterns = ESSENTIAL.get(file)
+        if patterns is not None and not _fits(item.name, patterns):
+            item.add_marker(pytest.mark.thorough)
     on_gpu = config.getoption("--gpu")
     reason = (
         "runs on CPU: leave out --gpu" if on_gpu else "needs a GPU: run pytest --gpu"
@@ -77,6 +85,13 @@ def pytest_collection_modifyitems(
     for item in items:
         if on_gpu != (item.get_closest_marker("gpu") is not None):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _fits(name: str, patterns: tuple[str, ...]) -> bool:
+    # Brackets are of parameters here, and not of fnmatch.
+    return any(
+        fnmatch.fnmatchcase(name, each.replace("[", "[[]")) for each in patterns
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,9 +1,9 @@
 """What is attention given besides queries, keys, values and a plan."""
 
 import dataclasses
+from typing import Any
 
 import jax
-from jaxtyping import Array, Int
 
 
 @jax.tree_util.register_dataclass
@@ -11,14 +11,18 @@ from jaxtyping import Array, Int
 class Limits:
     """Which keys a query may see, by what is only known when the program runs.
 
+    Integer arrays; unannotated, for as a tree of cotangents it holds none.
+
     Attributes:
-      segments_q: a query sees only keys of its own segment; None for one segment.
-      segments_k: the segment of each key; None for one segment.
-      kv_seq_lens: keys of each sequence that are there; None for all.
-      first_head: which of the plan's heads is the first here; None where all are here.
+      segments_q: [B, T], or [tiles, B, tokens of a tile]: a query sees only keys of its
+        own segment; None for one segment.
+      segments_k: [B, S], likewise: the segment of each key; None for one segment.
+      kv_seq_lens: [B]: how many keys each sequence has; None for all.
+      first_head: scalar: which of the plan's heads is the first here; None where all
+        heads are here.
     """
 
-    segments_q: Int[Array, "B T"] | None = None
-    segments_k: Int[Array, "B S"] | None = None
-    kv_seq_lens: Int[Array, "B"] | None = None
-    first_head: Int[Array, ""] | None = None
+    segments_q: Any = None
+    segments_k: Any = None
+    kv_seq_lens: Any = None
+    first_head: Any = None

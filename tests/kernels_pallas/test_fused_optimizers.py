@@ -323,6 +323,7 @@ def test_kernel_lowers_for_cuda(name: str, bits: int, dtype: str, copies: Any) -
     assert text.count("mosaic_gpu_v2") == (2 if rule.trust_ratio else 1)
 
 
+@pytest.mark.usefixtures("unchecked_types")
 @pytest.mark.parametrize(
     ("change", "message"),
     [

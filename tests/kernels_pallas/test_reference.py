@@ -228,6 +228,7 @@ def test_memory_grows_with_the_sequence_and_work_with_the_active_blocks() -> Non
     assert temporaries(plan, heads=1) < 0.3 * 4 * 8192**2
 
 
+@pytest.mark.usefixtures("unchecked_types")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -254,6 +255,7 @@ def test_operands_that_do_not_belong_together_are_refused(
         block_sparse_attention(q, k, v, plan, **ids)
 
 
+@pytest.mark.usefixtures("unchecked_types")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
