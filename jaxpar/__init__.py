@@ -1,7 +1,7 @@
 """jaxpar: sharded training for Flax models on a named mesh.
 
 The public names are those of ``__init__.pyi``. Each is loaded when it is first used, so
-that what needs no JAX, such as the supervisor of a run, starts none.
+that code that needs no JAX, such as the supervisor of a run, does not start it.
 """
 
 import lazy_loader

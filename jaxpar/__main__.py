@@ -1,4 +1,4 @@
-"""``python -m jaxpar``: the command, where its script is not on the path."""
+"""``python -m jaxpar``: the command line, if its script is not on the path."""
 
 from jaxpar.cli.main import main
 

@@ -1,8 +1,8 @@
-"""How does a recipe's config come from the command line: one frozen dataclass, by tyro.
+"""How is a recipe's config read from the command line: one frozen dataclass, by tyro.
 
-Field names are flags (``--mesh.data 2``), docstrings are the help, and a misspelt flag
-is answered with the near one. ``--mesh auto --target h200:1x8`` has the mesh, and what
-goes with it, searched before the config is read, by whoever the caller names.
+Field names are flags (``--mesh.data 2``), docstrings are the help, and an error for a
+misspelt flag suggests the nearest one. ``--mesh auto --target h200:1x8`` first runs the
+caller's search for the mesh and the settings that depend on it.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ import tyro
 Config = TypeVar("Config")
 
 Search = Callable[[Path, str, Sequence[str]], Sequence[str]]
-"""``(recipe, target, flags) -> flags``: of the best mesh, and of what goes with it."""
+"""``(recipe, target, flags) -> flags`` of the best mesh and its settings."""
 
 _AUTO = (
-    "--mesh auto --target h200:1x8 picks the mesh, and the stage, micro-batches, "
-    "schedule and remat policy that you give no flag for: the fastest for those "
-    "devices by `jaxpar plan --search`."
+    "--mesh auto --target h200:1x8 picks the mesh, and the ZeRO stage, micro-batches, "
+    "schedule and remat policy without a flag: the fastest for those devices by "
+    "`jaxpar plan --search`."
 )
 
 
@@ -40,7 +40,7 @@ def parse(
       description: what the program does, for ``--help``.
       args: the arguments; None for the process's own.
       prog: the program's name; None for the process's own.
-      search: finds what ``--mesh auto`` stands for; None where that can't be given.
+      search: finds the flags for ``--mesh auto``; None if that is not supported.
 
     Returns:
       The config.
@@ -66,7 +66,7 @@ def _has_mesh(config: Any) -> bool:
 
 
 def _searched(config: Any, given: list[str], search: Search) -> list[str]:
-    """The arguments, with the flags of the best choice where ``--mesh auto`` is."""
+    """The arguments, with ``--mesh auto`` replaced by the best flags."""
     mesh, others = _taken(given, "--mesh")
     if mesh != "auto":
         return given
@@ -78,8 +78,8 @@ def _searched(config: Any, given: list[str], search: Search) -> list[str]:
     recipe = getattr(sys.modules[config.__module__], "__file__", None)
     if recipe is None:
         _stop(
-            f"--mesh auto: {config.__qualname__} must be in a file, the recipe that is "
-            "planned; of a notebook, give the mesh in numbers."
+            f"--mesh auto: {config.__qualname__} must be in a file, which is searched "
+            "as the recipe; in a notebook, pass the mesh sizes."
         )
     flags = search(Path(recipe), target, others)
     print(f"--mesh auto: {' '.join(flags)}", flush=True)

@@ -1,10 +1,10 @@
-"""Which codes do jaxpar's programs end with? Those of sysexits.h where one fits."""
+"""With which codes do jaxpar's programs exit? Those of sysexits.h if one fits."""
 
 DIVERGED, CORRUPT, SAVE_FAILED, STOPPED = 65, 70, 74, 75
-"""Of a run: bad data; a device; input or output; start me again."""
+"""Exit codes of a run: bad data; a device error; an I/O error; restart me."""
 
 REFUSED, GAVE_UP = 78, 69
-"""Of a worker that can't start as it was asked to; of a supervisor that has tried."""
+"""Of a worker with an invalid configuration; of a supervisor out of restarts."""
 
 FINAL = (DIVERGED, CORRUPT, SAVE_FAILED, REFUSED)
-"""Codes of workers that starting again would not mend."""
+"""Exit codes of workers for which a restart does not help."""

@@ -1,8 +1,8 @@
-"""Which device stands where: a mesh shape becomes a named `jax.sharding.Mesh`.
+"""How are devices arranged: from a mesh shape to a named `jax.sharding.Mesh`.
 
-Three axes, always all three: ``data`` (batch rows and ZeRO shards), ``pipe``
-(pipeline stages) and ``tensor`` (pieces of a layer). The tensor axis is innermost,
-for its collectives are the most frequent: neighbours in it are neighbours in a host.
+A mesh always has three axes: ``data`` (batch rows and ZeRO shards), ``pipe`` (pipeline
+stages) and ``tensor`` (shards of a layer). The tensor axis is innermost, because its
+collectives are the most frequent: its devices are neighbours on a host.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ class MeshShape:
         """Fill in the axis given as -1.
 
         Args:
-          num_devices: devices to spread over the axes.
+          num_devices: devices to divide among the axes.
 
         Returns:
           A shape whose product is `num_devices`.
@@ -91,7 +91,7 @@ class MeshShape:
 
     @property
     def num_devices(self) -> int | None:
-        """The devices that the shape takes; None where an axis is -1."""
+        """The number of devices that the shape needs; None if an axis is -1."""
         sizes = dataclasses.astuple(self)
         return None if -1 in sizes else math.prod(sizes)
 
@@ -99,7 +99,7 @@ class MeshShape:
 def as_mesh(
     mesh: MeshShape | Mesh | None, devices: Sequence[Any] | None = None
 ) -> Mesh:
-    """Take a mesh as it is, or make one of a shape.
+    """Return a mesh, or make one from a shape.
 
     Args:
       mesh: a mesh, a shape, or None for all devices on data.
@@ -109,7 +109,7 @@ def as_mesh(
       The mesh.
 
     Raises:
-      ValueError: if devices are given beside a mesh; otherwise as `make_mesh`.
+      ValueError: if devices are given together with a mesh; otherwise as `make_mesh`.
       TypeError: as `make_mesh`.
     """
     if not isinstance(mesh, Mesh):
@@ -123,19 +123,19 @@ def as_mesh(
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
-    """Lay devices out on the axes (data, pipe, tensor).
+    """Arrange devices on the axes (data, pipe, tensor).
 
     Devices of one slice are ordered by `mesh_utils` for locality; several slices
-    are split along the data axis, whose traffic is the least frequent. A shape of fewer
-    devices than there are takes the first ones, the same number of each process, and a
-    warning of the logger "jaxpar" says so.
+    are split along the data axis, whose traffic is the least frequent. A shape with
+    fewer devices than there are uses the first ones, the same number from each process,
+    and logs a warning with the logger "jaxpar".
 
     Args:
       shape: devices by axis; one may be -1.
       devices: the devices to use; None for all of `jax.devices()`.
 
     Returns:
-      A mesh whose three axes are automatic (the compiler places what is not manual).
+      A mesh whose three axes are automatic (the compiler inserts collectives).
 
     Raises:
       ValueError: if the shape needs more devices, a device is named twice, or the
@@ -181,11 +181,11 @@ def _listed(devices: Any) -> list[Any]:
 
 
 def _taken(shape: MeshShape, devices: list[Any]) -> list[Any]:
-    """The first devices that a shape takes, the same number of each process."""
+    """The first devices for a shape, the same number from each process."""
     wanted = min(shape.num_devices or len(devices), len(devices))
     owned: dict[int, list[Any]] = {own: [] for own in range(jax.process_count())}
     for device in devices:
-        # In a run of one process, others' devices are there only to compile for.
+        # In a run of one process, other processes' devices are compile-only.
         owner = device.process_index if len(owned) > 1 else 0
         owned.setdefault(owner, []).append(device)
     each = wanted // len(owned)
@@ -194,9 +194,9 @@ def _taken(shape: MeshShape, devices: list[Any]) -> list[Any]:
         counts = {owner: len(own) for owner, own in owned.items()}
         raise ValueError(
             f"mesh: {shape} takes {wanted} of {len(devices)} devices, but the "
-            f"processes can't own {wanted} in equal shares: devices by process are "
+            f"processes don't own {wanted} in equal shares: devices by process are "
             f"{counts}. Every process passes the same share of a batch. Change the "
-            f"shape, or pass devices= with the same number of each process's devices "
+            f"shape, or pass devices= with the same number from each process "
             "(device.process_index)."
         )
     if wanted < len(devices) and jax.process_index() == 0:
@@ -214,7 +214,7 @@ def _warn_once(line: str) -> None:
 
 @contextlib.contextmanager
 def compile_only() -> Iterator[None]:
-    """Inside, devices that are here count as ones to compile for, never to run on."""
+    """Treat all devices as compile-only in this context."""
     token = _COMPILE_ONLY.set(True)
     try:
         yield
@@ -223,22 +223,22 @@ def compile_only() -> Iterator[None]:
 
 
 def are_present(mesh: Mesh) -> bool:
-    """Whether the mesh's devices can run programs, and are not just to compile for."""
+    """Whether the mesh's devices can run programs, and are not compile-only."""
     if _COMPILE_ONLY.get():
         return False
     device = mesh.devices.flat[0]
     try:
         return device in jax.devices(device.platform)
-    except RuntimeError:  # No backend of that name was started.
+    except RuntimeError:  # There is no such backend.
         return False
 
 
 def lowering_platform(mesh: Mesh) -> str:
-    """The name by which `jax.jit`'s lowering knows the mesh's devices."""
+    """The platform name of the mesh's devices for `jax.jit`'s lowering."""
     platform = mesh.devices.flat[0].platform
     return "cuda" if platform == "gpu" else platform
 
 
 def on_abstract_mesh(mesh: Mesh) -> contextlib.AbstractContextManager[object]:
-    """Trace what is inside on a mesh whose axes are named and not its devices."""
+    """Trace on the mesh's abstract mesh: its axes without devices."""
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)

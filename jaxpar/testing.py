@@ -1,10 +1,10 @@
-"""How do your own tests hold a training step to a budget: a pytest plug-in.
+"""How do your own tests check a training step's budget: a pytest plug-in.
 
-A ``conftest.py`` at the root of your tests asks for it::
+Load it in a ``conftest.py`` at the root of your tests::
 
     pytest_plugins = ["jaxpar.testing"]
 
-and a test keeps an engine's step within what is on file::
+and check an engine's step against the stored budget::
 
     def test_step_of_the_large_model(within_budget):
         within_budget(make_engine())
@@ -28,17 +28,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("jaxpar").addoption(
         "--update-budgets",
         action="store_true",
-        help="write what steps hold and move into budgets/, and compare nothing",
+        help="write the budgets of steps to budgets/ instead of comparing",
     )
 
 
 @pytest.fixture
 def within_budget(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Hold an engine's step to the budget on file.
+    """Check an engine's step against the stored budget.
 
     Returns:
-      ``within_budget(engine, name=None)``; `name` is the file's, where not the test's:
-      for two engines in a test, and tests of one name in a folder.
+      ``within_budget(engine, name=None)``; `name` is the file's name, by default the
+      test's: for two engines in a test, and tests of one name in a folder.
     """
     folder = request.path.parent / "budgets"
     used: set[str] = set()
@@ -48,8 +48,8 @@ def within_budget(request: pytest.FixtureRequest) -> Callable[..., None]:
         stem = re.sub(r"[^\w.]+", "-", name or request.node.name).strip("-")
         if stem in used:
             raise ValueError(
-                f"within_budget: name={stem!r} is held in this test already; give "
-                "each engine a name of its own."
+                f"within_budget: name={stem!r} is already used in this test; give "
+                "each engine its own name."
             )
         used.add(stem)
         path = folder / f"{stem}.json"
@@ -61,7 +61,7 @@ def within_budget(request: pytest.FixtureRequest) -> Callable[..., None]:
         else:
             pytest.fail(
                 f"within_budget: there is no {path}. Run pytest --update-budgets to "
-                "write what the step holds and moves now; read it, and commit it.",
+                "write the step's budget; review it, and commit it.",
                 pytrace=False,
             )
 

@@ -1,4 +1,4 @@
-"""How is a leaf named, counted and picked?
+"""How are leaves named, counted and selected?
 
 A leaf's name is its path joined by slashes (``blocks/attn/q/kernel``): the same in
 error messages, rules, reports and checkpoints.
@@ -40,7 +40,7 @@ def named_leaves(
 
     Args:
       tree: any pytree.
-      is_leaf: says which inner nodes to take as leaves; None for none.
+      is_leaf: which inner nodes to treat as leaves; None for none.
 
     Returns:
       name -> leaf.
@@ -54,10 +54,10 @@ def named_leaves(
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Say whether a leaf's name fits a shell-style pattern (``*/attn/*/kernel``).
+    """Whether a leaf's name matches a shell-style pattern (``*/attn/*/kernel``).
 
-    A star also crosses slashes, and a pattern that starts with ``*/`` fits names
-    without that first part too.
+    A star also matches slashes, and a pattern that starts with ``*/`` also matches
+    names without that first part.
     """
     return fnmatch.fnmatchcase(name, pattern) or (
         pattern.startswith("*/") and fnmatch.fnmatchcase(name, pattern[2:])
@@ -70,7 +70,7 @@ def num_elements(tree: PyTree) -> int:
 
 
 def num_bytes(tree: PyTree) -> int:
-    """Count the bytes of all leaves, as if each stood whole on one device."""
+    """Count the bytes of all leaves, unsharded."""
     return sum(
         math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
         for leaf in jax.tree.leaves(tree)
@@ -81,9 +81,9 @@ def near_match(word: str, known: Iterable[str], cutoff: float = 0.4) -> str:
     """Suggest the nearest known word, as the end of an error message.
 
     Args:
-      word: what was typed.
-      known: what would have been right.
-      cutoff: how near it must be, from 0 to 1 (equal).
+      word: the given word.
+      known: the valid words.
+      cutoff: the least similarity, from 0 to 1 (equal).
 
     Returns:
       ``" Did you mean 'x'?"``, or an empty string where nothing is near.

@@ -15,7 +15,7 @@ PyTree = Any
 """A nested structure of dicts, tuples and lists whose leaves are arrays."""
 
 Leaf = Any
-"""An array, or what stands for it in a tree of shapes or shardings."""
+"""An array, or its shape or sharding in a tree of those."""
 
 Params = PyTree
 """The trainable leaves: a nested dict of fp32 arrays, in canonical layer order."""

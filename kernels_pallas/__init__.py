@@ -1,4 +1,4 @@
-"""Kernels in Pallas, each with a plain JAX twin for devices that it does not run on.
+"""Kernels in Pallas, each with a plain JAX reference for unsupported devices.
 
 Imports nothing of jaxpar: any JAX program can use it.
 """

@@ -1,7 +1,7 @@
-"""Which implementation of a kernel runs where: decided here, and said once.
+"""Which implementation of a kernel runs on which device: decided here, logged once.
 
-The kernels are for Hopper GPUs, whose matrix units have instructions of their own
-(wgmma), and for jax 0.11.2 and later. Anything else gets plain JAX.
+The kernels are for Hopper GPUs, because they use their matrix instructions (wgmma), and
+for jax 0.11.2 and later. All other devices use plain JAX.
 """
 
 import functools
@@ -16,7 +16,7 @@ Choice = Literal["mosaic", "reference"]
 
 LEAST_JAX = (0, 11, 2)
 HOPPER = ("H100", "H200", "H20", "H800", "GH200")
-"""Of what the names of devices of compute capability 9.0 have one."""
+"""Parts of the names of devices of compute capability 9.0."""
 
 _log = logging.getLogger(__name__)
 
@@ -32,16 +32,16 @@ def choose(
 
     Args:
       kernel: its name.
-      asked: what the caller wants; None for the fastest that runs here.
-      dtype: of what it multiplies; None where that does not matter.
-      unsupported: why the kernel can't do what is wanted; None if it can.
+      asked: the requested implementation; None for the fastest that runs here.
+      dtype: of the matmul operands; None where that does not matter.
+      unsupported: why the kernel can't compute this; None if it can.
 
     Returns:
-      The implementation. What is chosen is logged once, and as a warning where a GPU
-      that has the kernels gets plain JAX.
+      The implementation. The choice is logged once, as a warning if a GPU that has the
+      kernels uses plain JAX.
 
     Raises:
-      ValueError: if there is no such implementation, or the kernels were asked for and
+      ValueError: if there is no such implementation, or the kernels were requested and
         can't run.
     """
     if asked not in (None, *get_args(Choice)):
@@ -52,18 +52,18 @@ def choose(
         )
     device, reason = device_kind(), unsupported
     if dtype is not None and dtype not in (jnp.bfloat16, jnp.float16):
-        reason = f"it multiplies bf16 and fp16, and was given {jnp.dtype(dtype).name}"
+        reason = f"it multiplies bf16 and fp16, but was given {jnp.dtype(dtype).name}"
     elsewhere = _why_not_here(device)
     if asked == "mosaic" and (elsewhere or reason):
         raise ValueError(
             f"implementation='mosaic': the kernel of {kernel} can't run here: "
-            f"{elsewhere or reason}; leave the argument out for plain JAX."
+            f"{elsewhere or reason}; omit the argument for plain JAX."
         )
     if asked == "reference":
         return asked
     if elsewhere or reason:
         level = logging.INFO if elsewhere else logging.WARNING
-        _say_once(level, f"{kernel}: plain JAX, for {elsewhere or reason}")
+        _say_once(level, f"{kernel}: plain JAX, because {elsewhere or reason}")
         return "reference"
     _say_once(logging.INFO, f"{kernel}: the kernel for {device}")
     return "mosaic"
@@ -75,15 +75,15 @@ def has_kernels() -> bool:
 
 
 def device_kind() -> str:
-    """Of the device that the traced program will run on."""
+    """The kind of device that the traced program will run on."""
     mesh_device = jax.sharding.get_abstract_mesh().abstract_device
     return (mesh_device or jax.devices()[0]).device_kind
 
 
 def _why_not_here(device: str) -> str | None:
-    """Why no kernel runs on a device; None where they do."""
+    """Why no kernel runs on a device; None if kernels run."""
     if not any(name in device for name in HOPPER):
-        return f"{device} is no Hopper GPU"
+        return f"{device} is not a Hopper GPU"
     if jax.__version_info__ < LEAST_JAX:
         least = ".".join(map(str, LEAST_JAX))
         return f"jax {jax.__version__} is older than {least}"

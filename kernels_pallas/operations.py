@@ -1,7 +1,7 @@
-"""How does a traced program say what a kernel computes: by the name of a call.
+"""How does a traced program report a kernel's FLOPs: by the name of a call.
 
-Operations of matrix products are counted in jaxprs, where those of a kernel can't be
-seen: a loop in it runs as often as its operands say.
+Matmul FLOPs are counted in jaxprs, but not inside kernels: there a loop's trip count
+depends on the operands.
 """
 
 import re
@@ -14,11 +14,11 @@ _MARK = "__operations_"
 
 
 def counted(call: Callable[..., Any], operations: int) -> Callable[..., Any]:
-    """Have a call say in the jaxpr how many operations it is.
+    """Record in the jaxpr how many FLOPs a call has.
 
     Args:
       call: of arrays.
-      operations: floating-point ones of its matrix products, two a multiplication.
+      operations: FLOPs of its matmuls, two per multiplication.
 
     Returns:
       The call, jitted under a name that `operations_of` reads.
@@ -37,6 +37,6 @@ def counted(call: Callable[..., Any], operations: int) -> Callable[..., Any]:
 
 
 def operations_of(name: str) -> int | None:
-    """Read the operations off the name of a jitted call; None if it tells none."""
+    """Read the FLOPs from the name of a jitted call; None if it has none."""
     found = re.fullmatch(rf".*{_MARK}(\d+)", name)
     return int(found[1]) if found else None

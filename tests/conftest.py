@@ -88,10 +88,7 @@ def pytest_collection_modifyitems(
 
 
 def _fits(name: str, patterns: tuple[str, ...]) -> bool:
-    # Brackets are of parameters here, and not of fnmatch.
-    return any(
-        fnmatch.fnmatchcase(name, each.replace("[", "[[]")) for each in patterns
-    )
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -178,9 +178,9 @@ def test_processes_own_equal_shares_of_a_mesh(monkeypatch, shape, owners, taken)
         (MeshShape(), (0, 0, 0, 1, 1), r"takes 5 of 5 .* are \{0: 3, 1: 2\}\."),
         (MeshShape(data=3), (0, 0, 1, 1), r"takes 3 of 4 .* are \{0: 2, 1: 2\}\."),
         (MeshShape(data=4), (0, 0, 0, 0, 1), r"takes 4 of 5 .* are \{0: 4, 1: 1\}\."),
-        (MeshShape(data=1), (0, 1), r"takes 1 of 2 devices, but the processes can't"),
+        (MeshShape(data=1), (0, 1), r"takes 1 of 2 devices, but the processes don't"),
         (MeshShape(data=2), (1, 1), r"are \{0: 0, 1: 2\}\. .* Change the shape, or "
-         r"pass devices= with the same number of each process's devices"),
+         r"pass devices= with the same number from each process"),
     ],
 )  # fmt: skip
 def test_processes_that_would_own_unequal_shares_raise(

@@ -71,5 +71,5 @@ def test_two_engines_of_a_test_need_names(project):
     result = run(project, "--update-budgets")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
-        ["*within_budget: name='test_step-1' is held in this test already; give *"]
+        ["*within_budget: name='test_step-1' is already used in this test; give *"]
     )

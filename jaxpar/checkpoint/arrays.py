@@ -1,7 +1,7 @@
-"""How do a step's arrays reach the disk and come back: by Orbax, one array a leaf.
+"""How are a step's arrays written and read: by Orbax, one array per leaf.
 
-They are not compressed, so that what a manifest declares can be held to the bytes on
-disk.
+They are not compressed, so that the sizes that a manifest declares can be checked
+against the bytes on disk.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ from jaxpar.checkpoint.leaves import LeafSpec
 from jaxpar.checkpoint.logs import quiet_orbax
 
 ARRAYS = "arrays"
-"""The sub-folder of a step that is Orbax's."""
+"""Orbax's sub-folder of a step."""
 
 _LEAST_IN_FLIGHT = 64 << 20
-"""Bytes on their way from the disk to the devices, or the largest leaf's if that has
-more: what a restore needs of the host's memory beside the shards."""
+"""Bytes in flight between disk and devices, at least; the largest leaf's if that is
+more: host memory that a restore needs besides the shards."""
 _LONGEST_NAME = 180
 _WRITERS_SECONDS = 60.0
 
 
 def array_name(leaf: str) -> str:
-    """Name a leaf's array on disk: its own name, as a file's may be.
+    """A leaf's array name on disk: its own name, escaped for a file name.
 
     Example:
       >>> array_name("params/mlp/kernel"), array_name("../evil")
@@ -57,28 +57,28 @@ class Writer:
         deleted as soon as this returns.
 
         Args:
-          folder: the step's folder, which is there.
+          folder: the step's folder, which exists.
           arrays: leaf name -> array.
         """
         named = {array_name(leaf): array for leaf, array in arrays.items()}
         self._orbax.save(folder / ARRAYS, args=ocp.args.PyTreeSave(named))
 
     def wait(self) -> None:
-        """Return when everything is written; raise what made it fail."""
+        """Return when everything is written; raise the error if it failed."""
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(_let_writers_end)
             self._orbax.wait_until_finished()
             on_failure.pop_all()
 
     def close(self) -> None:
-        """Release the threads; nothing may be under way."""
+        """Release the threads; no save may be running."""
         self._orbax.close()
 
 
 def read_sharded(
     folder: Path, structs: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
-    """Read leaves onto their shardings; every process reads what its devices hold.
+    """Read leaves onto their shardings; every process reads its devices' shards.
 
     Args:
       folder: the step's folder.
@@ -100,7 +100,7 @@ def read_whole(folder: Path, leaf: str) -> np.ndarray:
     """Read one leaf into this process's memory.
 
     Args:
-      folder: the step's folder, of which `require_declared` holds.
+      folder: the step's folder, checked by `require_declared`.
       leaf: its name.
 
     Returns:
@@ -112,7 +112,7 @@ def read_whole(folder: Path, leaf: str) -> np.ndarray:
 
 
 def require_declared(folder: Path, leaves: Mapping[str, LeafSpec]) -> None:
-    """Refuse a step whose arrays are not declared on disk as in its manifest.
+    """Reject a step whose arrays on disk differ from its manifest.
 
     Args:
       folder: the step's folder; nothing is loaded.
@@ -134,8 +134,8 @@ def require_declared(folder: Path, leaves: Mapping[str, LeafSpec]) -> None:
     if found != wanted:
         wrong = sorted(n for n in {**wanted, **found} if found.get(n) != wanted.get(n))
         raise RuntimeError(
-            f"{str(folder)!r}: arrays {', '.join(wrong[:10])} are not on disk as the "
-            "manifest has them"
+            f"{str(folder)!r}: arrays {', '.join(wrong[:10])} on disk differ from the "
+            "manifest"
         )
 
 
@@ -162,10 +162,10 @@ def _let_writers_end() -> None:
     """Join the threads of a failed save.
 
     Orbax reports the first error and leaves the other threads writing into the step's
-    folder, which is the one that a second try to save the step uses.
+    folder, which a second try to save the step reuses.
     """
     until = time.monotonic() + _WRITERS_SECONDS
     for thread in threading.enumerate():
         if type(thread).__module__.startswith("orbax."):
-            # Orbax's own join raises the thread's error, which is known by now.
+            # Orbax's own join raises the thread's error, which is already known.
             threading.Thread.join(thread, max(0.0, until - time.monotonic()))

@@ -1,8 +1,8 @@
-"""How do parameters leave for other programs, and come from them: safetensors.
+"""How are parameters exported for other programs and imported: as safetensors.
 
-A file at a time is held in memory, so a machine smaller than the model can export it.
-Names are the leaves' own, joined by dots. Several files have an index beside them, as
-Hugging Face's libraries read it.
+One file at a time is held in memory, so a machine smaller than the model can export it.
+Names are those of the leaves, joined by dots. Several files have an index next to them,
+in the form that Hugging Face's libraries read.
 """
 
 import json
@@ -26,7 +26,7 @@ from jaxpar.tree import matches
 PARAMS = "params/"
 DTYPES = ("fp32", "bf16")
 FILE_BYTES = 4 << 30
-"""Of one file, unless told otherwise."""
+"""Default size of one file, at most."""
 
 _INDEX = "model.safetensors.index.json"
 
@@ -45,24 +45,24 @@ def export(
     Args:
       folder: the checkpoints.
       out: a new folder for the files.
-      step: which one; None for the newest that is sound.
+      step: the step; None for the newest valid one.
       dtype: of floating leaves: "fp32" or "bf16" (rounded to nearest).
       only: patterns of the leaves to write.
-      file_bytes: of one file at most; a larger leaf has one alone.
+      file_bytes: largest size of a file; a larger leaf gets a file of its own.
 
     Returns:
       The files.
 
     Raises:
-      ValueError: if `out` is there already, or an argument fits nothing.
-      DamagedError: if the step is.
+      ValueError: if `out` exists already, or a pattern matches no leaf.
+      DamagedError: if the step is damaged.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}.")
     if file_bytes < 1:
         raise ValueError(f"file_bytes={file_bytes} must be at least 1.")
     if out.exists():
-        raise ValueError(f"out={str(out)!r} is there already; name a new folder.")
+        raise ValueError(f"out={str(out)!r} exists already; name a new folder.")
     number = files.choose(folder, step)["step"]
     path = files.step_path(folder, number)
     manifest = files.verified(path, number)
@@ -73,7 +73,7 @@ def export(
         if any(matches(pattern, name) for pattern in only)
     }
     if not chosen:
-        raise ValueError(f"only={list(only)} fits no leaf of {str(path)!r}.")
+        raise ValueError(f"only={list(only)} matches no leaf of {str(path)!r}.")
     groups = list(_groups(chosen, dtype, file_bytes))
     part = out.with_name(out.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
@@ -89,9 +89,9 @@ def export(
 
 
 def import_safetensors(paths: Sequence[Path], folder: Path) -> list[str]:
-    """Make a checkpoint, step 0, of safetensors: parameters alone, fp32.
+    """Make a checkpoint, step 0, from safetensors: only parameters, in fp32.
 
-    An engine takes them by ``engine.restore(folder, only=["params/*"])``.
+    An engine loads them with ``engine.restore(folder, only=["params/*"])``.
 
     Args:
       paths: the files; a folder stands for the safetensors in it.
@@ -101,12 +101,12 @@ def import_safetensors(paths: Sequence[Path], folder: Path) -> list[str]:
       The leaves' names.
 
     Raises:
-      ValueError: if a file is none of safetensors, holds a name twice, or there is
-        none.
+      ValueError: if a file is not in the safetensors format, a name occurs twice, or
+        there are no files.
     """
     found = [each for path in paths for each in _files_of(path)]
     if not found:
-        raise ValueError(f"{[str(path) for path in paths]}: no safetensors are there.")
+        raise ValueError(f"{[str(path) for path in paths]}: has no safetensors files.")
     leaves: dict[str, Any] = {}
     for path in found:
         for name, array in _read(path):
@@ -123,7 +123,7 @@ def import_safetensors(paths: Sequence[Path], folder: Path) -> list[str]:
 def _groups(
     leaves: Mapping[str, LeafSpec], dtype: str, most: int
 ) -> Iterator[list[str]]:
-    """Leaves of one file each, in order."""
+    """The leaves of each file, in order."""
     group: list[str] = []
     size = 0
     for name, spec in leaves.items():
@@ -152,8 +152,8 @@ def _outer(leaf: str) -> str:
     name = leaf.removeprefix(PARAMS)
     if "." in name:
         raise ValueError(
-            f"leaf {leaf!r} has a dot in its name, which safetensors' names are joined "
-            "by; leave it out with only=."
+            f"leaf {leaf!r} has a dot in its name, but dots join safetensors' names; "
+            "exclude it with only=."
         )
     return name.replace("/", ".")
 
@@ -180,15 +180,15 @@ def _files_of(path: Path) -> list[Path]:
     if path.is_dir():
         return sorted(path.glob("*.safetensors"))
     if not path.is_file():
-        raise ValueError(f"{str(path)!r} is no file and no folder.")
+        raise ValueError(f"{str(path)!r} is not a file or a folder.")
     return [path]
 
 
 def _read(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Names and arrays of a file; the library holds declared sizes to the file's."""
+    """Names and arrays of a file; the library checks declared sizes."""
     try:
         with safe_open(path, "np") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no dict
+            for name in file.keys():  # noqa: SIM118 - file is not a dict
                 yield name, file.get_tensor(name)
     except SafetensorError as error:
         raise DamagedError(f"{str(path)!r} is not safetensors ({error})") from error
@@ -203,7 +203,7 @@ def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
         for part in above:
             place = place.setdefault(part, {})
             if not isinstance(place, dict):
-                raise ValueError(f"{name!r} lies below another tensor's name.")
+                raise ValueError(f"{name!r} is nested below another tensor's name.")
         if last in place or not all((*above, last)):
             raise ValueError(f"{name!r} can't be a leaf's name.")
         place[last] = leaf

@@ -1,8 +1,8 @@
 """Which steps does a folder hold, and which of them can be restored?
 
 A step is one folder, "step_00000120", with Orbax's arrays and a manifest in it. It is
-written under another name, verified and renamed: what bears a step's name was whole
-then. Later damage is found by comparing its files with the manifest.
+written under another name, verified and renamed: a folder with a step's name was
+complete then. Later damage is found by comparing its files with the manifest.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ SAVING, DELETING = ".saving", ".deleting"
 _STEP_NAME = re.compile(rf"{STEP_PREFIX}_(\d{{{STEP_DIGITS},}})")
 _LEFT = re.compile(rf"{_STEP_NAME.pattern}({re.escape(SAVING)}|{re.escape(DELETING)})")
 _SPARE_BYTES = 1 << 20
-"""Besides arrays: manifest, and Orbax's own files."""
+"""Bytes besides the arrays: the manifest, and Orbax's own files."""
 
 
 def step_path(folder: Path, step: int) -> Path:
@@ -35,13 +35,13 @@ def step_path(folder: Path, step: int) -> Path:
 
 
 def saving_path(folder: Path, step: int) -> Path:
-    """Return where a step is written before it is whole."""
+    """Return where a step is written until it is complete."""
     path = step_path(folder, step)
     return path.with_name(path.name + SAVING)
 
 
 def step_folders(folder: Path) -> dict[int, Path]:
-    """Return every folder that bears a step's name, whole or not, newest first."""
+    """Return every folder with a step's name, complete or not, newest first."""
     if not folder.is_dir():
         return {}
     matches = ((_STEP_NAME.fullmatch(path.name), path) for path in folder.iterdir())
@@ -54,7 +54,7 @@ def step_folders(folder: Path) -> dict[int, Path]:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a step's folder has a manifest; its files may be damaged since."""
+    """Whether a step's folder has a manifest; its files may be damaged."""
     return (path / MANIFEST).is_file() and (path / DIGEST).is_file()
 
 
@@ -68,7 +68,7 @@ def verified(path: Path, step: int) -> Manifest:
 
     Args:
       path: its folder.
-      step: what number it should be.
+      step: the expected step number.
 
     Returns:
       The manifest.
@@ -86,7 +86,7 @@ def verified(path: Path, step: int) -> Manifest:
 
 
 def choose(folder: Path, step: int | None) -> dict[str, Any]:
-    """Find the step to restore: the one named, or the newest that is sound.
+    """Find the step to restore: the given one, or the newest valid one.
 
     Args:
       folder: where the checkpoints are.
@@ -97,7 +97,7 @@ def choose(folder: Path, step: int | None) -> dict[str, Any]:
 
     Raises:
       FileNotFoundError: if the step, or any step, is missing or has no manifest.
-      DamagedError: if it, or each of them, is damaged.
+      DamagedError: if it is damaged, or all are.
     """
     folders = step_folders(folder)
     complete = [number for number, path in folders.items() if is_complete(path)]
@@ -127,7 +127,7 @@ def choose(folder: Path, step: int | None) -> dict[str, Any]:
             return {"step": number, "skipped": skipped}
     reasons = "; ".join(why for _, why in skipped)
     others = sorted(set(complete) - {number for number, _ in skipped})
-    remedy = f"restore another step of {others}" if others else "no other step is left"
+    remedy = f"restore another step of {others}" if others else "there is no other step"
     raise DamagedError(f"{reasons}; {remedy}")
 
 
@@ -136,7 +136,7 @@ def unreadable_newest(folder: Path, known: Set[int]) -> set[int]:
 
     Args:
       folder: where the checkpoints are.
-      known: steps that are passed over.
+      known: damaged steps to skip.
     """
     found: set[int] = set()
     for step in complete_steps(folder):
@@ -151,10 +151,10 @@ def unreadable_newest(folder: Path, known: Set[int]) -> set[int]:
 
 
 def require_room(folder: Path, step: int, needed: int) -> None:
-    """Refuse to begin a save that the disk has no room for.
+    """Refuse to begin a save that does not fit on the disk.
 
     Args:
-      folder: where it would go; exists.
+      folder: the folder of the checkpoints; it exists.
       step: the step.
       needed: bytes of its arrays.
 
@@ -172,15 +172,15 @@ def require_room(folder: Path, step: int, needed: int) -> None:
 
 
 def set_aside(folder: Path, damaged: Iterable[int]) -> list[str]:
-    """Rename steps that must not count, to "step_00000120.damaged".
+    """Rename damaged steps to "step_00000120.damaged".
 
-    Under their own name they would count among the newest that are kept, and stand in
-    the way when training reaches their step again.
+    Under their own name they would count among the newest that are kept, and block the
+    same step when training reaches it again.
 
     Args:
       folder: where the checkpoints are.
-      damaged: steps known to be. Those without a manifest that are newer than any with
-        one are set aside as well; older ones are deletions cut short.
+      damaged: steps known to be damaged. Steps without a manifest that are newer than
+        any with one are renamed as well; older ones are interrupted deletions.
 
     Returns:
       The names that the renamed steps had.
@@ -199,14 +199,14 @@ def set_aside(folder: Path, damaged: Iterable[int]) -> list[str]:
 
 
 def clean_up(folder: Path) -> None:
-    """Delete what saves and deletions left that were cut short."""
+    """Delete the remains of interrupted saves and deletions."""
     for path in folder.iterdir():
         if _LEFT.fullmatch(path.name) and not path.is_symlink():
             shutil.rmtree(path)
 
 
 def delete_step(folder: Path, step: int) -> None:
-    """Delete a step; it is none any more from the first moment on."""
+    """Delete a step atomically: first its name, then its files."""
     path = step_path(folder, step)
     going = path.with_name(path.name + DELETING)
     path.rename(going)
@@ -214,7 +214,7 @@ def delete_step(folder: Path, step: int) -> None:
 
 
 def metrics(folder: Path) -> dict[int, float | None]:
-    """Every complete step -> its metric, if it has one that can be read."""
+    """Every complete step -> its metric, or None if there is none."""
     found: dict[int, float | None] = {}
     for step in complete_steps(folder):
         found[step] = None
@@ -224,7 +224,7 @@ def metrics(folder: Path) -> dict[int, float | None]:
 
 
 def make_writable(folder: Path) -> None:
-    """Create a folder if need be and make sure that files can be written in it.
+    """Create a folder if needed, and check that files can be written in it.
 
     Raises:
         NotADirectoryError: If the folder, or a folder above it, is a file.
@@ -243,7 +243,7 @@ def make_writable(folder: Path) -> None:
     except OSError as error:
         raise PermissionError(
             f"folder {str(folder)!r} can't be written ({os.strerror(error.errno or 0)})"
-            "; choose another folder, or give this user the right to write there"
+            "; choose another folder, or give this user write permission"
         ) from error
 
 

@@ -1,11 +1,11 @@
-"""Which values can stand beside the arrays of a checkpoint: those JSON keeps."""
+"""Which values can be stored next to the arrays of a checkpoint: those of JSON."""
 
 import json
 from typing import Any
 
 
 def as_json(argument: str, value: Any) -> Any:
-    """Check that a value survives JSON, and return it as JSON gives it back."""
+    """Check that a value survives JSON, and return it as JSON returns it."""
     try:
         _require_str_keys(value)
         return json.loads(json.dumps(value))

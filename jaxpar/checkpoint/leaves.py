@@ -1,9 +1,9 @@
-"""Which named arrays a tree holds, and whether a checkpoint holds the same ones.
+"""Which named arrays does a tree have, and does a checkpoint have the same ones?
 
-A checkpoint knows a tree only as {name: array}, the name being the path to the leaf:
-"params/blocks/kernel". So it depends on no Python class, and any tree with the same
-names, shapes and dtypes can take its arrays. Typed PRNG keys are stored as the integers
-under them; the table of leaves keeps the name of their implementation.
+A checkpoint stores a tree as {name: array}, where the name is the path to the leaf:
+"params/blocks/kernel". It depends on no Python class, and any tree with the same names,
+shapes and dtypes can load its arrays. Typed PRNG keys are stored as their integers; the
+table of leaves stores the name of their implementation.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class LeafSpec:
 
     @property
     def stored(self) -> "LeafSpec":
-        """Of the plain array on disk: keys are integers there.
+        """The spec of the plain array on disk: keys are stored as integers.
 
         Raises:
             ValueError: If there is no such dtype.
@@ -45,7 +45,7 @@ class LeafSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Of the array on disk."""
+        """Bytes of the array on disk."""
         stored = self.stored
         return math.prod(stored.shape) * _dtype(stored.dtype).itemsize
 
@@ -55,7 +55,7 @@ _KEY = re.compile(r"key<(\w+)>")
 
 @functools.cache
 def _words_of(impl: str) -> int:
-    """How many integers a key is of."""
+    """Number of integers in a key."""
     made = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
     return made.shape[-1]
 
@@ -64,7 +64,7 @@ def _dtype(name: str) -> np.dtype:
     dtype = jnp.dtype(name)
     is_number = jnp.issubdtype(dtype, jnp.number) or dtype.kind == "b"
     if not is_number or str(dtype) != name:
-        raise ValueError(f"{name!r} is no dtype of numbers")
+        raise ValueError(f"{name!r} is not a dtype of numbers")
     return dtype
 
 
@@ -73,7 +73,7 @@ def named_leaves(tree: Any, argument: str) -> dict[str, Any]:
 
     Args:
         tree: Nested tree of jax.Array or jax.ShapeDtypeStruct.
-        argument: What the caller calls the tree, for error messages.
+        argument: The name of the tree for the caller, for error messages.
 
     Returns:
         The leaves by name, in the tree's own order.
@@ -97,7 +97,7 @@ def named_leaves(tree: Any, argument: str) -> dict[str, Any]:
         if not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
             raise TypeError(
                 f"{argument} leaf {name!r} is {type(leaf).__name__}; every leaf must "
-                "be a jax.Array: wrap it with jax.numpy.asarray, or keep it in meta"
+                "be a jax.Array: wrap it with jax.numpy.asarray, or store it in meta"
             )
         leaves[name] = leaf
     if not leaves:
@@ -106,7 +106,7 @@ def named_leaves(tree: Any, argument: str) -> dict[str, Any]:
 
 
 def require_global(leaves: Mapping[str, Any]) -> None:
-    """Refuse leaves that can't be saved: structs, arrays of one process of several."""
+    """Reject leaves that can't be saved: structs, arrays of one process of several."""
     for name, leaf in leaves.items():
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise TypeError(
@@ -115,14 +115,14 @@ def require_global(leaves: Mapping[str, Any]) -> None:
             )
         if jax.process_count() > 1 and leaf.is_fully_addressable:
             raise ValueError(
-                f"tree leaf {name!r} lives on the devices of one process of "
+                f"tree leaf {name!r} is only on the devices of one process of "
                 f"{jax.process_count()}; place it on the mesh of all of them with "
-                "jax.make_array_from_callback, or keep it in meta"
+                "jax.make_array_from_callback, or store it in meta"
             )
 
 
 def require_shardings(targets: Mapping[str, Any]) -> None:
-    """Refuse leaves that don't say where they are to be restored to."""
+    """Reject leaves without a sharding to restore to."""
     for name, target in targets.items():
         if target.sharding is None:
             raise ValueError(
@@ -145,10 +145,10 @@ def leaf_specs(leaves: Mapping[str, Any]) -> dict[str, LeafSpec]:
 def describe_mismatch(
     found: Mapping[str, LeafSpec], stored: Mapping[str, LeafSpec]
 ) -> str | None:
-    """Say how a tree's table differs from a checkpoint's, the first ten of each kind.
+    """Describe how a tree's table differs from a checkpoint's, up to ten of each kind.
 
     Args:
-        found: The table of the tree at hand.
+        found: The table of the tree.
         stored: The table in the checkpoint.
 
     Returns:
@@ -203,7 +203,7 @@ def key_impl(leaf: Any) -> str:
         names.append(str(jax.random.key_impl(keys)))
         return jax.random.key_data(keys)
 
-    # A struct has no public way to its implementation; a tracer of it has.
+    # A struct has no public access to its implementation; a tracer of it has.
     jax.eval_shape(read, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     return names[0]
 
@@ -216,8 +216,8 @@ def to_stored(leaf: jax.Array) -> jax.Array:
 def stored_struct(leaf: Any) -> jax.ShapeDtypeStruct:
     """Return shape, dtype and sharding to read the stored array of a target leaf with.
 
-    The integers of a key have one dim more than the key, last and whole, so the key's
-    own sharding fits them.
+    The integers of a key add one unsharded last dim, so the key's own sharding fits
+    them.
     """
     struct = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     if is_key(leaf):

@@ -1,4 +1,4 @@
-"""What Orbax logs that its caller knows already."""
+"""Which of Orbax's log messages repeat what its caller already knows?"""
 
 import logging
 import os
@@ -9,10 +9,10 @@ _ORBAX = f"{os.sep}orbax{os.sep}checkpoint{os.sep}"
 
 
 def quiet_orbax() -> None:
-    """Keep what says nothing new out of Orbax's log, which goes to a live console.
+    """Drop redundant messages from Orbax's log, which goes to a live console.
 
-    With several processes the errors stay: a process that hangs on another's failure
-    has nothing else to show.
+    With several processes the errors stay, because a process that hangs on another's
+    failure shows nothing else.
     """
     logger = logging.getLogger("absl")
     logger.addFilter(_is_no_false_alarm)

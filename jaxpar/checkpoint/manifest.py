@@ -1,8 +1,8 @@
-"""What is a saved step made of: every file with its checksum, every leaf, and the rest.
+"""What does a saved step consist of: files with checksums, leaves, and the rest.
 
-The manifest is the last file to be written, and its own checksum lies beside it. A step
-is loaded only if its files are those of its manifest, to the bit. Nothing that a
-manifest names is opened: the files that are there are compared with it.
+The manifest is the last file to be written, and its own checksum is next to it. A step
+is loaded only if its files match its manifest bit for bit. Files are never opened by
+the names in a manifest: the files that exist are compared with it.
 """
 
 import concurrent.futures
@@ -20,35 +20,35 @@ import xxhash
 from jaxpar.checkpoint.leaves import LeafSpec
 
 FORMAT = 2
-"""To be raised when the code before can't read what is written from then on."""
+"""Increase it when older code can't read what is written from then on."""
 
 MANIFEST, DIGEST = "manifest.json", "manifest.xxh3"
 
 _MOST_BYTES = 256 << 20
-"""Of a manifest, at most."""
+"""Largest size of a manifest."""
 _BLOCK = 512 << 10
-"""Read at once: stays in a core's cache. A mapped file would end the process where a
-disk fails."""
+"""Bytes per read: they stay in a core's cache. A mapped file would end the process
+when a disk fails."""
 _HASHERS = min(8, os.cpu_count() or 1)
 _HEX = re.compile(r"[0-9a-f]{32}")
 
 
 class DamagedError(ValueError):
-    """A checkpoint is not what was saved; the message names the files."""
+    """A checkpoint differs from what was saved; the message names the files."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """A saved step, but for its arrays.
+    """A saved step, without its arrays.
 
     Attributes:
       step: its number.
       run: the run that saved it.
       leaves: leaf name -> shape and dtype.
       data_states: each process's position in the data.
-      meta: what the caller keeps beside.
-      metric: what `best` goes by; None for none.
-      versions: of what it was saved by.
+      meta: the caller's mapping.
+      metric: the number that `best` compares; None for none.
+      versions: of the software that saved it.
       files: path in the step's folder -> bytes and checksum (XXH3, 128 bits).
     """
 
@@ -63,24 +63,24 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files."""
         return sum(size for size, _ in self.files.values())
 
     def as_json(self) -> bytes:
-        """As it is written."""
+        """The manifest's text."""
         content = dataclasses.asdict(self) | {"format": FORMAT}
         return json.dumps(content, indent=1).encode()
 
 
 def seal(folder: Path, manifest: Manifest) -> Manifest:
-    """Make what was written into a folder durable, and write its manifest.
+    """Make the files of a folder durable, and write its manifest.
 
     Args:
       folder: holds the arrays; not yet under its step's name.
       manifest: of the step, without files.
 
     Returns:
-      The manifest, with them.
+      The manifest with its files.
 
     Raises:
       OSError: if a file can't be written, synced or read back.
@@ -105,7 +105,7 @@ def read_manifest(path: Path) -> Manifest:
       path: the step's folder.
 
     Raises:
-      DamagedError: if it is not what was written.
+      DamagedError: if it differs from what was written.
       ValueError: if a newer version of jaxpar wrote it.
     """
     text = _read(path / MANIFEST)
@@ -130,21 +130,23 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def damages(path: Path, manifest: Manifest) -> list[str]:
-    """Compare a step's files with its manifest, to the bit.
+    """Compare a step's files with its manifest, bit for bit.
 
     Args:
       path: the step's folder.
       manifest: its manifest.
 
     Returns:
-      What is wrong, a file each; empty if nothing is.
+      One line per damaged file; empty if there is none.
     """
     found = dict(_walk(path))
     for own in (MANIFEST, DIGEST):
         found.pop(own, None)
     missing = [f"{n}: is missing" for n in manifest.files if n not in found]
     wrong = [f"{n}: {why}" for n, why in found.items() if why]
-    extra = [f"{n}: is no file of the step" for n in found if n not in manifest.files]
+    extra = [
+        f"{n}: is not a file of the step" for n in found if n not in manifest.files
+    ]
     sound = [n for n, why in found.items() if not why and n in manifest.files]
     with concurrent.futures.ThreadPoolExecutor(_HASHERS) as pool:
         compared = pool.map(
@@ -157,7 +159,7 @@ def damages(path: Path, manifest: Manifest) -> list[str]:
 
 
 def sizes_differ(path: Path, manifest: Manifest) -> bool:
-    """Whether a file is missing or of another size, told without reading."""
+    """Whether a file is missing or has another size, without reading its content."""
     try:
         return any(
             os.lstat(path / name).st_size != size
@@ -182,7 +184,7 @@ def sync(path: Path) -> None:
 
 
 class _WrongError(Exception):
-    """A part of a manifest is not of its form."""
+    """A part of a manifest has the wrong form."""
 
 
 def _require(holds: bool, what: str) -> None:
@@ -191,7 +193,7 @@ def _require(holds: bool, what: str) -> None:
 
 
 def _parsed(content: Mapping[str, Any]) -> Manifest:
-    """Check every part of a manifest: it may come from anywhere."""
+    """Check every part of a manifest, because its origin is not trusted."""
     _require(type(content["step"]) is int and content["step"] >= 0, "step")
     _require(type(content["run"]) is str, "run")
     _require(type(content["data_states"]) is list, "data_states")
@@ -238,7 +240,7 @@ def _file(name: str, entry: Any) -> tuple[int, str]:
 
 
 def is_inside(name: str) -> bool:
-    """Whether a name is of a file below a folder: relative, without "..", and plain."""
+    """Whether a name is that of a file below a folder: relative, without ".."."""
     parts = PurePosixPath(name).parts
     return (
         bool(parts)
@@ -250,14 +252,14 @@ def is_inside(name: str) -> bool:
 
 
 def _walk(folder: Path) -> Iterator[tuple[str, str | None]]:
-    """Yield every file below a folder, and why it is no plain file."""
+    """Yield every file below a folder, and why it is not a regular file."""
     for directory, folders, files in os.walk(folder):
         for name in sorted(folders + files):
             path = Path(directory, name)
             mode = path.lstat().st_mode
             if stat.S_ISDIR(mode):
                 continue
-            why = None if stat.S_ISREG(mode) else "is a link or no plain file"
+            why = None if stat.S_ISREG(mode) else "is a link or not a regular file"
             yield path.relative_to(folder).as_posix(), why
 
 
@@ -291,11 +293,11 @@ def _blocks(path: Path) -> Iterator[memoryview]:
 
 
 def _read(path: Path) -> bytes:
-    """Read a small file that is no link."""
+    """Read a small file that is not a link."""
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
-            raise DamagedError(f"{str(path)!r} is no file of a checkpoint")
+            raise DamagedError(f"{str(path)!r} is not a file of a checkpoint")
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
             return file.read(_MOST_BYTES)
     except OSError as error:

@@ -1,9 +1,9 @@
-"""How the processes of a run agree on what is in a folder that all of them see.
+"""How do the processes of a run agree on the content of a shared folder?
 
-Every decision that depends on the disk is taken by process 0 and told to the others:
-two processes that list a shared folder at slightly different moments could otherwise
-decide differently, and one would wait for the other for ever. Errors travel the same
-way, so all processes raise.
+Every decision that depends on the disk is made by process 0 and sent to the others: two
+processes that list a shared folder at slightly different moments could otherwise decide
+differently, and one would wait for the other forever. Errors are sent the same way, so
+all processes raise.
 """
 
 import json
@@ -55,7 +55,7 @@ def from_first(compute: Callable[[], T]) -> T:
             raised on every process, with the same text.
 
     Returns:
-        What compute returned; on the other processes, as JSON gives it back.
+        The result of compute; on the other processes, as JSON returns it.
     """
     if jax.process_count() == 1:
         return compute()

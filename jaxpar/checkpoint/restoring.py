@@ -1,4 +1,4 @@
-"""What does a verified step give back: which leaves, and where they lie now?"""
+"""What does a restore return: which leaves, on which shardings?"""
 
 import dataclasses
 import os
@@ -21,20 +21,20 @@ _CANT_READ = (
     TypeError,
     ValueError,
 )
-"""What Orbax raises of files that it did not write so."""
+"""What Orbax raises for files that are not in its format."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What a checkpoint gave back.
+    """The result of a restore.
 
     Attributes:
       step: the step that was restored.
       tree: the tree of target, with the stored values and target's shardings; leaves
         that were not read are target's own.
-      meta: the mapping that was saved with it, as JSON gives it back.
+      meta: the mapping that was saved with it, as JSON returns it.
       data_states: the data state of every process that saved.
-      skipped: newer steps that are damaged, and how.
+      skipped: newer steps that are damaged, with the reasons.
     """
 
     step: int
@@ -45,10 +45,10 @@ class Restored:
 
     @property
     def data_state(self) -> Any:
-        """The data state for this process to go on from; None if none was saved.
+        """The data state from which this process resumes; None if none was saved.
 
         Raises:
-          ValueError: if another number of processes saved differing data states.
+          ValueError: if another number of processes saved different data states.
         """
         saved, now = len(self.data_states), jax.process_count()
         if saved == now:
@@ -56,10 +56,10 @@ class Restored:
         if self.data_states and all(s == self.data_states[0] for s in self.data_states):
             return self.data_states[0]
         raise ValueError(
-            f"the data states of step {self.step} are of {saved} processes, each "
-            f"another, and this run has {now}: the order of the data can't go on. "
-            f"Restore with {saved} processes, or leave the data state out and start "
-            "the data anew"
+            f"the data states of step {self.step} are of {saved} processes and "
+            f"differ, but this run has {now}: the order of the data can't continue. "
+            f"Restore with {saved} processes, or drop the data state and restart "
+            "the data"
         )
 
     def position(self, folder: str | os.PathLike[str]) -> Any:
@@ -71,7 +71,7 @@ class Restored:
         if self.data_state is None:
             raise ValueError(
                 f"data: step {self.step} of {os.fspath(folder)!r} holds no position in "
-                "the data, for it was saved without data=. Leave data out to start it "
+                "the data, because it was saved without data=. Omit data to start it "
                 "anew."
             )
         return self.data_state
@@ -85,7 +85,7 @@ def require_same(
     *,
     partly: bool,
 ) -> None:
-    """Refuse a checkpoint that does not hold what is wanted, as it is wanted."""
+    """Reject a checkpoint whose leaves differ from the requested ones."""
     specs = named.leaf_specs({name: targets[name] for name in wanted})
     there = {wanted[name]: spec for name, spec in specs.items()}
     if partly:
@@ -95,7 +95,7 @@ def require_same(
         raise ValueError(
             f"target does not match checkpoint {str(path)!r}, which is of another "
             f"model or optimizer:\n{difference}\nBuild the same model and "
-            "optimizer, read some leaves only (only=, reset=, rename=), or restore "
+            "optimizer, read only some leaves (only=, reset=, rename=), or restore "
             "from another folder"
         )
 

@@ -1,4 +1,4 @@
-"""Which saved steps stay, and which make room?"""
+"""Which saved steps are kept, and which are deleted?"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class Keep:
-    """What stays after a save; a step that any of the rules names.
+    """Steps to keep after a save: those that any of the rules names.
 
     Attributes:
       last: how many of the newest; at least 1, or None for all.
-      every: steps that this divides stay for good; None for none.
-      best: how many with the least metric.
+      every: steps divisible by this are kept forever; None for none.
+      best: how many with the smallest metric.
 
     Example:
       >>> Keep(last=2, every=100).going({100: None, 110: None, 120: None, 130: None})
@@ -37,7 +37,7 @@ class Keep:
         """Steps to delete, oldest first.
 
         Args:
-          steps: step -> its metric, of those that can be restored.
+          steps: step -> its metric, for the steps that can be restored.
         """
         if self.last is None:
             return []
@@ -53,5 +53,5 @@ class Keep:
 
 
 def as_keep(keep: int | Keep | None) -> Keep:
-    """A number is of the newest."""
+    """Convert a number, which means that many of the newest."""
     return keep if isinstance(keep, Keep) else Keep(last=keep)

@@ -1,4 +1,4 @@
-"""When is a step saved: once its files are on disk, read back and under its name."""
+"""When is a step saved: once its files are on disk, verified and under its name."""
 
 import contextlib
 import shutil
@@ -16,19 +16,19 @@ from jaxpar.checkpoint.retention import Keep
 def finish(
     folder: Path, writer: stored_arrays.Writer, manifest: Manifest, keep: Keep
 ) -> None:
-    """Wait for a step's arrays; verify it, give it its name, delete old ones.
+    """Wait for a step's arrays; verify and rename it, and delete old steps.
 
     Process 0 does what is done once; nothing here waits for another process.
 
     Args:
       folder: of the checkpoints.
-      writer: what writes the arrays.
+      writer: writes the arrays.
       manifest: of the step, without files.
-      keep: which steps stay.
+      keep: which steps to keep.
 
     Raises:
-      OSError, ValueError, RuntimeError: whatever made it fail; what was written of the
-        step is deleted then.
+      OSError, ValueError, RuntimeError: the cause of a failure; the step's files are
+        deleted then.
     """
     written = files.saving_path(folder, manifest.step)
     is_first = jax.process_index() == 0
@@ -49,5 +49,5 @@ def finish(
 
 
 def versions() -> dict[str, str]:
-    """What a step is saved by."""
+    """Versions of the software that saves a step."""
     return {name: metadata.version(name) for name in ("jax", "orbax-checkpoint")}

@@ -1,4 +1,4 @@
-"""Which of a state's leaves are taken from a checkpoint, by which names there?"""
+"""Which of a state's leaves are read from a checkpoint, under which names there?"""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -15,9 +15,9 @@ def select(
     """Choose the leaves to read.
 
     Args:
-      leaves: names of the state at hand.
+      leaves: names of the state's leaves.
       only: patterns of those to read, such as "params/*"; None for all.
-      reset: patterns of those to leave as they are, such as "opt_state/*".
+      reset: patterns of those to leave unchanged, such as "opt_state/*".
       rename: leaf here -> its name in the checkpoint. A name that ends in "/*" on both
         sides stands for all leaves below it.
 
@@ -25,7 +25,7 @@ def select(
       Leaf here -> name in the checkpoint.
 
     Raises:
-      ValueError: if a pattern or a name fits no leaf, two leaves would be read from
+      ValueError: if a pattern or a name matches no leaf, two leaves would be read from
         one, or nothing is left to read.
 
     Example:
@@ -38,7 +38,7 @@ def select(
         for pattern in patterns:
             if not any(matches(pattern, name) for name in names):
                 raise ValueError(
-                    f"{argument}: {pattern!r} fits no leaf of this state."
+                    f"{argument}: {pattern!r} matches no leaf of this state."
                     f"{near_match(pattern, names)}"
                 )
     chosen = [
@@ -50,7 +50,7 @@ def select(
     if not chosen:
         raise ValueError(
             f"only={only!r} and reset={reset!r} leave nothing to read; give the "
-            "patterns of what to take from the checkpoint."
+            "patterns of the leaves to read from the checkpoint."
         )
     found = {name: name for name in chosen}
     for here, there in rename.items():
@@ -60,7 +60,7 @@ def select(
         if there in taken:
             raise ValueError(
                 f"rename: {taken[there]!r} and {here!r} would both be read from "
-                f"{there!r}; name another leaf, or leave one out with reset=."
+                f"{there!r}; name another leaf, or exclude one with reset=."
             )
         taken[there] = here
     return found
@@ -69,7 +69,7 @@ def select(
 def _renamed(
     chosen: Sequence[str], here: str, there: str, names: Sequence[str]
 ) -> dict[str, str]:
-    """Names in the checkpoint of the leaves that one entry of `rename` is about."""
+    """Names in the checkpoint of the leaves that one entry of `rename` covers."""
     if here.endswith("/*") != there.endswith("/*"):
         raise ValueError(
             f"rename: {here!r} and {there!r} must both name a leaf, or both end in "
@@ -86,6 +86,6 @@ def _renamed(
         }
     if not found:
         raise ValueError(
-            f"rename: {here!r} is none of the leaves to read.{near_match(here, names)}"
+            f"rename: {here!r} is not a leaf to read.{near_match(here, names)}"
         )
     return found

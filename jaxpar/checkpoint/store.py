@@ -1,4 +1,4 @@
-"""How a run saves its state, and how any other run takes it up again."""
+"""How does a run save its state, and how does any run restore it?"""
 
 import atexit
 import concurrent.futures
@@ -26,7 +26,7 @@ from jaxpar.checkpoint.selection import select
 
 
 class SaveFailedError(OSError):
-    """A checkpoint could not be written; those before it are whole."""
+    """A checkpoint could not be written; earlier ones are complete."""
 
 
 class Checkpoints:
@@ -36,15 +36,15 @@ class Checkpoints:
     small mapping, and a manifest with every file's checksum. It restores bit for bit
     onto any other mesh, sharding and number of processes. A folder belongs to one run:
     to save into a folder that already has checkpoints, restore from it first. All
-    processes call every method, and see the same folder.
+    processes call every method, and mount the same folder.
 
-    Call wait() before the program ends: a save that is still under way then is lost,
-    with a warning.
+    Call wait() before the program ends: otherwise a save in progress is lost, with a
+    warning.
 
     Args:
       folder: where the checkpoints are or will be, on a file system. Nothing is read
         or written yet.
-      keep: what stays after a save: a `Keep`, how many of the newest, or None for all.
+      keep: checkpoints to keep: a `Keep`, how many of the newest, or None for all.
 
     Raises:
       ValueError: if keep is below 1, or folder is a URL.
@@ -64,7 +64,7 @@ class Checkpoints:
         self._saving: concurrent.futures.Future[None] | None = None
 
     def set_keep(self, keep: int | Keep | None) -> None:
-        """Choose what stays at the saves that follow."""
+        """Set the checkpoints to keep at later saves."""
         self._keep = as_keep(keep)
 
     def save(
@@ -79,20 +79,20 @@ class Checkpoints:
     ) -> None:
         """Start to save a step; return when the arrays are copied to the host.
 
-        The arrays may be donated or deleted as soon as this returns. The step counts as
-        saved when wait() has returned: it is written, synced, verified and moved to its
-        name then. A save that is still under way is waited for first. A step that this
-        run has already saved is left as it is.
+        The arrays may be donated or deleted as soon as this returns. The step is saved
+        when wait() has returned: it is then written, synced, verified and renamed. A
+        save in progress is waited for first. A step that this run has already saved is
+        left unchanged.
 
         Args:
           step: the number of the step, at least 0.
           tree: nested tree of jax.Array, typed PRNG keys included.
           data_state: this process's position in the data: None, bool, int, float, str,
             and lists and dicts of them with str keys.
-          meta: what else to remember, of the same kinds.
-          metric: of the step, the less the better, for `Keep.best`.
-          force: take over a folder that holds checkpoints of another run with the same
-            leaves, and go on from its newest step.
+          meta: other values to store, of the same types.
+          metric: of the step, smaller is better, for `Keep.best`.
+          force: use a folder that holds checkpoints of another run with the same
+            leaves, and continue from its newest step.
 
         Raises:
           TypeError: if step, a leaf, data_state or meta is of a wrong type.
@@ -112,7 +112,7 @@ class Checkpoints:
         run = from_first(lambda: self._admit(step, specs, force))
         if run is None:
             return
-        self._run, self._damaged = run, set()  # Set aside by now.
+        self._run, self._damaged = run, set()  # They are renamed by now.
         manifest = Manifest(
             step=step,
             run=run,
@@ -123,7 +123,7 @@ class Checkpoints:
             versions=versions(),
         )
         self._writer = self._writer or stored_arrays.Writer()
-        # Orbax refuses arrays without elements; the table of leaves is enough for them.
+        # Orbax rejects arrays without elements; the table of leaves suffices for them.
         held = {n: named.to_stored(leaf) for n, leaf in leaves.items() if leaf.size}
         self._writer.start(files.saving_path(self._folder, step), held)
         self._saving = _background.submit(
@@ -134,11 +134,12 @@ class Checkpoints:
     def wait(self) -> None:
         """Return when every save is verified on disk; raise what made one fail.
 
-        Saves to the folder that other objects of this program have begun count too.
+        This includes saves that other objects of this program have started in the
+        folder.
 
         Raises:
           SaveFailedError: if one failed, as on a full disk. Earlier checkpoints are
-            whole, and the next save starts afresh.
+            complete, and the next save starts anew.
         """
         for other in [each for each in _unfinished if each is not self]:
             if other._folder == self._folder:
@@ -161,22 +162,22 @@ class Checkpoints:
         raise SaveFailedError(
             f"a save to {str(self._folder)!r} failed: {said}. The newest checkpoint "
             f"there is {'none' if newest is None else f'step {newest}'}; make room or "
-            "mend the disk, and save again"
+            "repair the disk, and save again"
         ) from error
 
     def steps(self) -> list[int]:
-        """Return the steps on disk that are whole, oldest first."""
+        """Return the complete steps on disk, oldest first."""
         return sorted(set(files.complete_steps(self._folder)) - self._damaged)
 
     def latest(self) -> int | None:
-        """Return the newest step on disk that is whole, None if there is none."""
+        """Return the newest complete step on disk, None if there is none."""
         return max(self.steps(), default=None)
 
     def meta(self, step: int) -> dict[str, Any]:
         """Return the mapping that was saved with a step.
 
         Raises:
-          DamagedError: if the step has no sound manifest.
+          DamagedError: if the step has no valid manifest.
         """
         return read_manifest(files.step_path(self._folder, step)).meta
 
@@ -191,14 +192,14 @@ class Checkpoints:
     ) -> Restored:
         """Read a checkpoint into the shapes, dtypes and shardings of target.
 
-        Every file is verified first. Waits for a save under way. After it, this object
-        goes on with the run whose checkpoint it was: it may save into the folder.
+        Every file is verified first. Waits for a save in progress. Afterwards this
+        object continues the run of that checkpoint: it may save into the folder.
 
         Args:
-          target: tree with the leaves of the one that was saved, as
-            jax.ShapeDtypeStruct with a sharding each, or as jax.Array. Its shardings
-            may be others than those at the time of saving.
-          step: the step to restore; None for the newest one that is sound.
+          target: tree with the leaves of the saved one, as jax.ShapeDtypeStruct with a
+            sharding each, or as jax.Array. Its shardings may differ from those of the
+            save.
+          step: the step to restore; None for the newest valid one.
           only: patterns of the leaves to read, such as ["params/*"]; None for all.
           reset: patterns of leaves not to read, such as ["opt_state/*"].
           rename: leaf of target -> its name in the checkpoint; both may end in "/*".
@@ -208,7 +209,7 @@ class Checkpoints:
 
         Raises:
           FileNotFoundError: if the folder has no such checkpoint, or none at all.
-          DamagedError: if it, or every one, is damaged; the message names the files.
+          DamagedError: if it is damaged, or all are; the message names the files.
           ValueError: if target's leaves differ from the stored ones in name, shape or
             dtype, or have no sharding. Nothing is loaded then.
 
@@ -245,7 +246,7 @@ class Checkpoints:
         )
 
     def close(self) -> None:
-        """Wait for saves under way and release the threads; saving again reopens."""
+        """Wait for saves in progress and release the threads; saving again reopens."""
         self.wait()
         self._release()
 
@@ -257,7 +258,7 @@ class Checkpoints:
     def _admit(
         self, step: int, specs: Mapping[str, named.LeafSpec], force: bool
     ) -> str | None:
-        """Make way for a step; return its run, None if this run has saved it."""
+        """Prepare the folder for a step; return its run, None if already saved."""
         if self._run:
             self._damaged |= files.unreadable_newest(self._folder, self._damaged)
         newest, run = self.latest(), self._run or uuid.uuid4().hex
@@ -287,7 +288,7 @@ class Checkpoints:
         run: str,
         force: bool,
     ) -> None:
-        """Refuse to save a step into a folder that is not this run's to go on with."""
+        """Refuse to save a step into a folder of another run."""
         content = read_manifest(files.step_path(self._folder, newest))
         difference = named.describe_mismatch(specs, content.leaves)
         if difference:
@@ -300,8 +301,8 @@ class Checkpoints:
             raise ValueError(
                 f"folder {str(self._folder)!r} holds another run, up to step "
                 f"{newest}. Nothing was written. Save to another folder, restore "
-                "from this one to go on with its run, or pass force=True to "
-                "continue it from the state at hand"
+                "from this one to resume its run, or pass force=True to "
+                "continue it from the current state"
             )
         if content.run == run and step in self.steps():
             return
@@ -314,7 +315,7 @@ class Checkpoints:
 
 
 def _finite(metric: float | None) -> float | None:
-    """A metric that steps can be ordered by; None if it is none."""
+    """A metric that can be ordered; None if it can't."""
     return None if metric is None or not math.isfinite(metric) else float(metric)
 
 
@@ -327,15 +328,15 @@ def _checked_step(step: int) -> int:
 
 _background = concurrent.futures.ThreadPoolExecutor(thread_name_prefix="jaxpar-save")
 _unfinished: dict[Checkpoints, None] = {}
-"""Those with a save under way, in the order that they began: the same everywhere."""
+"""Objects with a save in progress, in starting order: the same on all processes."""
 
 
 @atexit.register
 def _warn_of_lost_saves() -> None:
-    """Say what was lost when the program ends before a save has finished.
+    """Report what was lost when the program ends before a save has finished.
 
     Orbax starts threads until the end of a save, and since Python 3.12 an interpreter
-    that goes down starts none: such a save fails, and the exit code is still 0.
+    that shuts down starts none: such a save fails, and the exit code is still 0.
     """
     for checkpoints in tuple(_unfinished):
         try:

@@ -1,1 +1,1 @@
-"""The ``jaxpar`` command: one module and one function a subcommand."""
+"""The ``jaxpar`` command: one module and one function per subcommand."""

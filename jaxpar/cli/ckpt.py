@@ -1,4 +1,4 @@
-"""What does ``jaxpar ckpt`` do: look at checkpoints, verify, export and import them."""
+"""What does ``jaxpar ckpt`` do: inspect, verify, export and import checkpoints."""
 
 import dataclasses
 import time
@@ -19,11 +19,11 @@ _FOLDER = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER")]
 
 @dataclasses.dataclass(frozen=True)
 class List:
-    """List the steps of a folder: size, metric, and whether files are as they were.
+    """List the steps of a folder: size, metric, and whether files are unchanged.
 
     Attributes:
       folder: the checkpoints, such as runs/gpt/checkpoints.
-      verify: compare every file's checksum too, which reads all of them.
+      verify: also compare every file's checksum, which reads all files.
     """
 
     folder: _FOLDER
@@ -32,11 +32,11 @@ class List:
 
 @dataclasses.dataclass(frozen=True)
 class Inspect:
-    """Show what a step holds, leaf by leaf, without loading it.
+    """Show the leaves of a step, without loading them.
 
     Attributes:
       folder: the checkpoints.
-      step: which one; the newest if not given.
+      step: the step; the newest if not given.
     """
 
     folder: _FOLDER
@@ -45,11 +45,11 @@ class Inspect:
 
 @dataclasses.dataclass(frozen=True)
 class Verify:
-    """Compare every file of every step with its checksum; name what is damaged.
+    """Compare every file of every step with its checksum; name the damaged ones.
 
     Attributes:
       folder: the checkpoints.
-      step: this one only.
+      step: only this step.
     """
 
     folder: _FOLDER
@@ -58,15 +58,15 @@ class Verify:
 
 @dataclasses.dataclass(frozen=True)
 class Export:
-    """Write a step's parameters as safetensors, a file at a time in memory.
+    """Write a step's parameters as safetensors, with one file at a time in memory.
 
     Attributes:
       folder: the checkpoints.
       out: a new folder for the files.
-      step: which one; the newest that is sound if not given.
+      step: the step; the newest valid one if not given.
       dtype: of floating leaves, fp32 or bf16.
       only: patterns of the leaves to write.
-      file_gb: of one file at most, 1e9 bytes.
+      file_gb: largest size of a file, in 1e9 bytes.
     """
 
     folder: _FOLDER
@@ -79,7 +79,7 @@ class Export:
 
 @dataclasses.dataclass(frozen=True)
 class Import:
-    """Make a checkpoint of safetensors: engine.restore(FOLDER, only=["params/*"]).
+    """Make a checkpoint from safetensors: engine.restore(FOLDER, only=["params/*"]).
 
     Attributes:
       folder: of the new checkpoint.
@@ -103,10 +103,10 @@ _Command = (
 
 @dataclasses.dataclass(frozen=True)
 class Ckpt:
-    """Look at checkpoints, verify, export and import them.
+    """Inspect, verify, export and import checkpoints.
 
     Attributes:
-      command: what to do.
+      command: the subcommand.
     """
 
     command: Annotated[
@@ -115,10 +115,10 @@ class Ckpt:
 
 
 def run_ckpt(args: Ckpt) -> None:
-    """Do what ``jaxpar ckpt`` was asked."""
+    """Run ``jaxpar ckpt``."""
     import jax  # noqa: PLC0415 - slow to import
 
-    jax.config.update("jax_platforms", "cpu")  # No accelerator is taken for this.
+    jax.config.update("jax_platforms", "cpu")  # No accelerator is needed.
     run: Callable[[Any], None] = {
         List: _list,
         Inspect: _inspect,
@@ -149,7 +149,7 @@ def _list(args: List) -> None:
 
 
 def _state(path: Path, step: int, *, verify: bool) -> tuple["Manifest | None", str]:
-    """A step's manifest, and whether its files are those that it names."""
+    """A step's manifest, and whether its files match it."""
     from jaxpar.checkpoint import folder as files  # noqa: PLC0415 - imports jax
     from jaxpar.checkpoint.manifest import (  # noqa: PLC0415
         read_manifest,
@@ -165,7 +165,7 @@ def _state(path: Path, step: int, *, verify: bool) -> tuple["Manifest | None", s
     except ValueError as error:
         return None, str(error)
     if sizes_differ(path, manifest):
-        return manifest, "damaged: files are missing or of another size"
+        return manifest, "damaged: files are missing or have another size"
     return manifest, "verified when saved, sizes unchanged"
 
 
@@ -233,11 +233,11 @@ def _import(args: Import) -> None:
     )
 
     names = import_safetensors(args.files, args.folder)
-    print(f"{len(names)} leaves in {args.folder}, step 0; take them up by")
+    print(f"{len(names)} leaves in {args.folder}, step 0; load them with")
     print(f'engine.restore({str(args.folder)!r}, only=["params/*"])')
 
 
 def _there(folder: Path) -> Path:
     if not folder.is_dir():
-        raise ValueError(f"{str(folder)!r} is no folder.")
+        raise ValueError(f"{str(folder)!r} is not a folder.")
     return folder.absolute()

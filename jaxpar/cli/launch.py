@@ -1,4 +1,4 @@
-"""``jaxpar launch``: what starts a run's processes, and keeps them up."""
+"""``jaxpar launch``: starts a run's processes and restarts them on failures."""
 
 import dataclasses
 import os
@@ -34,25 +34,25 @@ Script = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SCRIPT")]
 
 @dataclasses.dataclass(frozen=True)
 class Supervised:
-    """What each host's supervisor starts, and how it keeps it up.
+    """What each host's supervisor starts, and how it watches it.
 
     Attributes:
-      script: what every worker runs; its own flags follow after ``--``. It is given
-        ``--out`` too.
+      script: the script that every worker runs; its own flags follow after ``--``. It
+        also receives ``--out``.
       out: the run's folder; runs/ and the script's name if not given. All hosts must
-        see it.
+        mount it.
       processes: workers on this host; if not given, one for each GPU, else one.
       gpus: the host's GPUs to use, by number; if not given, all.
-      local_devices: CPU devices of each worker; if not given, what the mesh needs.
-      address: of this host, as the other hosts reach it. On any but a loopback address
-        --tls or --insecure is needed.
-      port: that the coordinator listens on; if not given, a free one.
+      local_devices: CPU devices of each worker; if not given, as the mesh needs.
+      address: of this host, where the other hosts reach it. Any but a loopback address
+        needs --tls or --insecure.
+      port: of the coordinator; if not given, a free one.
       tls: folder of this host's certificates, or of all hosts', by `jaxpar launch
         certs`.
       insecure: listen on an address that others reach, without certificates.
-      limits: how long a worker may be at one thing before the group is started again.
-      restarts: of the group within an hour, at most.
-      heartbeat: seconds without a sign of a worker, after which JAX takes it for dead.
+      limits: how long a worker may be in one phase before the group is restarted.
+      restarts: restarts of the group within an hour, at most.
+      heartbeat: seconds of silence after which JAX considers a worker dead.
       dry_run: print what would be started, and start nothing.
       flags: of the script.
     """
@@ -75,15 +75,15 @@ class Supervised:
 
 @dataclasses.dataclass(frozen=True)
 class Local(Supervised):
-    """Start a run's workers on this host, and keep them up.
+    """Start a run's workers on this host, and restart them on failures.
 
-    Start it again to go on with the run, with fewer or more workers if need be: the
-    global batch stays the same. On several hosts without a scheduler, start it on each.
+    Start it again to resume the run, with fewer or more workers if needed: the global
+    batch stays the same. On several hosts without a scheduler, start it on each.
 
     Attributes:
-      hosts: of the run.
+      hosts: number of hosts.
       host: the number of this one, from 0.
-      least_hosts: go on with so many where others do not come; all if not given.
+      least_hosts: continue with this many if others do not appear; all if not given.
     """
 
     hosts: int = 1
@@ -93,14 +93,14 @@ class Local(Supervised):
 
 @dataclasses.dataclass(frozen=True)
 class Slurm(Supervised):
-    """Start a run in a Slurm allocation, or write a job's script for one.
+    """Start a run in a Slurm allocation, or write a batch script for one.
 
-    Within a task of srun this is the supervisor of its node; within an allocation it
+    Within an srun task this is the supervisor of its node; within an allocation it
     starts such a task on each node.
 
     Attributes:
       script_out: write a script for sbatch into this file, and start nothing.
-      batch: what the script asks Slurm for.
+      batch: the resources that the script requests.
     """
 
     script_out: Annotated[Path | None, tyro.conf.arg(name="sbatch")] = None
@@ -109,7 +109,7 @@ class Slurm(Supervised):
 
 @dataclasses.dataclass(frozen=True)
 class Mpi(Supervised):
-    """Start a run's supervisors by mpiexec, one a host.
+    """Start a run's supervisors with mpiexec, one per host.
 
     Within a process that mpiexec started, this is a supervisor.
 
@@ -126,10 +126,9 @@ class Mpi(Supervised):
 class Certs:
     """Make a private authority and a certificate for each host, for mutual TLS.
 
-    Attributes:
-      hosts: names or addresses, as --address will give them.
-      out: a new folder; each host's own in it is to be copied there.
-      days: that they are good for.
+    hosts: names or addresses, as given to --address.
+    out: a new folder, with a folder for each host to be copied to it.
+    days: validity of the certificates.
     """
 
     hosts: tyro.conf.Positional[tuple[str, ...]]
@@ -141,7 +140,7 @@ class Certs:
 class K8sManifest(K8s):
     """Write a manifest that starts a run in a Kubernetes cluster.
 
-    Nothing is started: kubectl apply does that. The image has jaxpar and the script.
+    Nothing is started: kubectl apply does that. The image needs jaxpar and the script.
 
     Attributes:
       dry_run: print the manifest, and write no file.
@@ -154,10 +153,10 @@ class K8sManifest(K8s):
 
 @dataclasses.dataclass(frozen=True)
 class OnRay(Ray):
-    """Start a run's workers by Ray Train, on a cluster or on this host alone.
+    """Start a run's workers with Ray Train, on a cluster or on this host alone.
 
-    Start it again to go on with the run, with fewer or more workers if need be: the
-    global batch stays the same.
+    Start it again to resume the run, with fewer or more workers if needed: the global
+    batch stays the same.
     """
 
     script: Script
@@ -176,19 +175,19 @@ Commands = (
 
 @dataclasses.dataclass(frozen=True)
 class StartRun:
-    """Start a run's processes on one host or many, and keep them up."""
+    """Start a run's processes on one host or many, and restart them on failures."""
 
     where: tyro.conf.OmitSubcommandPrefixes[Commands]
 
     def with_flags(self, flags: tuple[str, ...]) -> "StartRun":
-        """With what followed ``--``."""
+        """The command with the flags after ``--``."""
         if not isinstance(self.where, Supervised | K8sManifest | OnRay):
             raise ValueError("launch certs takes no flags after --.")
         return StartRun(dataclasses.replace(self.where, flags=flags))
 
 
 def start_run(args: StartRun) -> None:
-    """Start what was asked for; the process ends with the run's code."""
+    """Start the run; the process ends with the run's code."""
     where = args.where
     if isinstance(where, Certs):
         _make_certificates(where)
@@ -211,7 +210,7 @@ def start_run(args: StartRun) -> None:
 def _start_here(
     args: Supervised, host: int, hosts: int, least_hosts: int | None = None
 ) -> None:
-    """Be the supervisor of this host."""
+    """Run as the supervisor of this host."""
     launch = make_launch(args, host=host, hosts=hosts, least_hosts=least_hosts)
     if args.dry_run:
         _print_what_starts(launch)
@@ -220,7 +219,7 @@ def _start_here(
 
 
 def _start_at(args: Supervised, place: Place) -> None:
-    """Be the supervisor of the host that a scheduler says this is."""
+    """Run as the supervisor of the host that a scheduler assigns."""
     if place.name is not None and args.address == Supervised.address:
         args = dataclasses.replace(args, address=place.name)
     _start_here(args, place.host, place.hosts)
@@ -233,8 +232,8 @@ def _start_slurm(args: Slurm) -> None:
             raise ValueError(
                 f"--batch.nodes {args.batch.nodes}: workers on several nodes listen "
                 "where others can connect. Give the folder of the nodes' certificates "
-                "(--tls DIR, by `jaxpar launch certs`), or --insecure on a network "
-                "that is yours alone"
+                "(--tls DIR, by `jaxpar launch certs`), or --insecure on a private "
+                "network"
             )
         launch = make_launch(
             dataclasses.replace(args, tls=None), host=0, hosts=args.batch.nodes
@@ -242,7 +241,7 @@ def _start_slurm(args: Slurm) -> None:
         logs = launch.folder / "launch"
         text = write_script(args.batch, _again(without="--sbatch"), logs)
         args.script_out.write_text(text, encoding="utf-8")
-        print(f"written: submit it by `sbatch {args.script_out}`")
+        print(f"written: submit it with `sbatch {args.script_out}`")
     elif place is not None:
         _start_at(args, place)
     elif has_slurm_job():
@@ -250,8 +249,8 @@ def _start_slurm(args: Slurm) -> None:
         _hand_over([srun, "--ntasks-per-node=1", *_again()], args)
     else:
         raise ValueError(
-            "this is in no Slurm allocation: write a job's script (--sbatch FILE) and "
-            "submit it, or start this within salloc or srun"
+            "this is not in a Slurm allocation: write a batch script (--sbatch FILE) "
+            "and submit it, or start this within salloc or srun"
         )
 
 
@@ -260,14 +259,14 @@ def _start_mpi(args: Mpi) -> None:
     if place is not None:
         _start_at(args, place)
         return
-    remedy = "install an MPI (`pip install mpich`, say), or use `jaxpar launch local`"
+    remedy = "install an MPI (such as mpich with pip), or use `jaxpar launch local`"
     mpiexec = require_program("mpiexec", remedy)
     more = shlex.split(args.mpiexec)
     _hand_over([mpiexec, "-n", str(args.hosts), *more, *_again()], args)
 
 
 def _again(without: str | None = None) -> list[str]:
-    """This very command, for others to run; without one flag and its value."""
+    """This command line, for others to run; without one flag and its value."""
     given = sys.argv[1:]
     for i, each in enumerate(given):
         if without and each == without:
@@ -278,7 +277,7 @@ def _again(without: str | None = None) -> list[str]:
 
 
 def _hand_over(command: Sequence[str], args: Supervised) -> None:
-    """Become another program; its code is this one's."""
+    """Replace this process by another program; its exit code is ours."""
     if args.dry_run:
         print(shlex.join(command))
         return
@@ -288,11 +287,11 @@ def _hand_over(command: Sequence[str], args: Supervised) -> None:
 def make_launch(
     args: Supervised, *, host: int, hosts: int, least_hosts: int | None = None
 ) -> Launch:
-    """Check what was asked for; nothing is started.
+    """Check the arguments; nothing is started.
 
     Raises:
-      ValueError: if it can't be done; the message names the flag.
-      FileNotFoundError: if the script, or a certificate, is not there.
+      ValueError: if an argument is not possible; the message names the flag.
+      FileNotFoundError: if the script or a certificate does not exist.
     """
     if not args.script.is_file():
         raise FileNotFoundError(f"{str(args.script)!r}: there is no such script")
@@ -304,7 +303,7 @@ def make_launch(
     processes = args.processes or max(len(gpus), 1)
     if gpus and len(gpus) % processes:
         raise ValueError(
-            f"--processes {processes}: {len(gpus)} GPUs can't be shared out evenly; "
+            f"--processes {processes}: {len(gpus)} GPUs can't be divided evenly; "
             "choose a divisor, or name the GPUs (--gpus)"
         )
     out = args.out or Path("runs", args.script.stem)
@@ -327,7 +326,7 @@ def make_launch(
 
 
 def _print_what_starts(launch: Launch) -> None:
-    """Print each worker's variable and command, as a shell would take them."""
+    """Print each worker's environment and command, in shell syntax."""
     total = launch.processes * launch.hosts
     port = launch.port or "PORT"
     attempt = Attempt(

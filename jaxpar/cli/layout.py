@@ -1,4 +1,4 @@
-"""``jaxpar layout``: which blocks a pattern of sparse attention has."""
+"""``jaxpar layout``: shows the blocks of a sparse attention pattern."""
 
 import dataclasses
 from pathlib import Path
@@ -30,14 +30,14 @@ Pattern = (
 
 @dataclasses.dataclass(frozen=True)
 class ShowLayout:
-    """Show a layout of sparse attention: its blocks, and what share of work is left.
+    """Show a sparse attention layout: its blocks, and the fraction that is active.
 
     jaxpar layout --seq-len 512 fixed --num-heads 4 --num-local-blocks 8
 
     Attributes:
       pattern: the pattern, with its own flags.
       seq_len: tokens, a multiple of the pattern's block.
-      head: which head is drawn.
+      head: the head to draw.
       png: draw it to scale into this file too (needs matplotlib).
     """
 
@@ -48,7 +48,7 @@ class ShowLayout:
 
 
 def show_layout(args: ShowLayout) -> None:
-    """Print a layout, and draw it where a file is named."""
+    """Print a layout, and draw it if a file is named."""
     from jaxpar.show.sparse_attention import draw, report  # noqa: PLC0415 - jax
 
     layout = make_layout(args.pattern, args.seq_len)

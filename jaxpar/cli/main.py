@@ -1,7 +1,7 @@
-"""What does the command ``jaxpar`` do: one dataclass and one function a subcommand.
+"""What does the command ``jaxpar`` do: one dataclass and one function per subcommand.
 
-The fields of the dataclass are the flags; `COMMANDS` lists them all. What only one
-subcommand needs is imported by its function, so that the others start without.
+The fields of the dataclass are the flags; `COMMANDS` lists them all. Imports that only
+one subcommand needs are in its function, so that the others start fast.
 """
 
 import dataclasses
@@ -23,19 +23,19 @@ from jaxpar.show.schedule import draw, report
 
 @dataclasses.dataclass(frozen=True)
 class ShowSchedule:
-    """Show a pipeline schedule: who does what when, the bubble, what is kept.
+    """Show a pipeline schedule: its work by stage and tick, its bubble, its memory.
 
-    Times are what a micro-batch takes on one stage, through all its chunks, in any
-    unit; a tick lasts as long as its slowest stage.
+    Times are those of a micro-batch on one stage, through all its chunks, in any unit;
+    a tick lasts as long as its slowest stage.
 
     Attributes:
       name: gpipe, 1f1b, interleaved or zero_bubble.
       stages: devices on the pipe axis.
       microbatches: micro-batches a step.
-      chunks: pieces of the trunk on each stage, for interleaved; 2 if not given.
+      chunks: chunks of blocks on each stage, for interleaved; 2 if not given.
       forward: time of a forward.
-      backward: time of a backward; if not given 2, or 1 for zero_bubble, where
-        gradients of weights are made apart.
+      backward: time of a backward; if not given 2, or 1 for zero_bubble, which
+        computes gradients of weights separately.
       weight: time of the gradients of weights, for zero_bubble; 1 if not given.
       png: draw it to scale into this file too (needs matplotlib).
     """
@@ -51,7 +51,7 @@ class ShowSchedule:
 
 
 def show_schedule(args: ShowSchedule) -> None:
-    """Print a schedule, and draw it where a file is named."""
+    """Print a schedule, and draw it if a file is named."""
     from jaxpar.pipeline.schedules.catalog import make_schedule  # noqa: PLC0415 - imports jax
 
     name = args.name if args.chunks is None else f"{args.name}:{args.chunks}"
@@ -66,8 +66,8 @@ def show_schedule(args: ShowSchedule) -> None:
 def _times(args: ShowSchedule, *, splits_backward: bool) -> dict[str, float]:
     if args.weight is not None and not splits_backward:
         raise ValueError(
-            f"--weight {args.weight:g}: {args.name} makes the gradients of weights in "
-            "its backward; leave --weight out and give --backward the time of both."
+            f"--weight {args.weight:g}: {args.name} computes weight gradients in its "
+            "backward; omit --weight and give --backward the time of both."
         )
     usual = (1.0, 1.0) if splits_backward else (2.0, 0.0)
     given = {"forward": args.forward, "backward": args.backward, "weight": args.weight}
@@ -103,7 +103,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], None]]] = {
     "plan": (ShowPlan, show_plan),
     "schedule": (ShowSchedule, show_schedule),
 }
-"""Subcommand -> its arguments, and what is done with them."""
+"""Subcommand -> its arguments and its function."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -113,7 +113,7 @@ def main(args: Sequence[str] | None = None) -> None:
       args: the arguments; None for the process's own.
 
     Raises:
-      SystemExit: for ``--help`` (0) and for what can't be done (2), after saying why.
+      SystemExit: for ``--help`` (0) and for errors (2), after printing the message.
     """
     given = list(sys.argv[1:] if args is None else args)
     own, flags = _cut(given)
@@ -132,7 +132,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _with_flags(chosen: Any, flags: tuple[str, ...]) -> Any:
-    """Hand on what followed ``--``."""
+    """Pass on the flags after ``--``."""
     if not flags:
         return chosen
     if isinstance(chosen, ShowPlan):

@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 class ShowPlan:
     """Plan a recipe on hardware that you don't have: memory, traffic, time.
 
-    Compiles the recipe's own training step for the target, in a process of its own, and
-    reads the program; nothing runs, and nothing is allocated. Flags of the recipe
+    Compiles the recipe's own training step for the target, in a subprocess, and reads
+    the compiled program; nothing runs, and nothing is allocated. Flags of the recipe
     follow after --:
     jaxpar plan recipes/gpt.py --target h200:8x8 -- --model 7b --precision bf16
 
     With --search, ranks meshes, ZeRO stages, micro-batches, schedules and remat
-    policies by the estimated tokens per second of those that fit: closed forms prune,
-    the most promising are compiled. What you set after -- is not searched.
+    policies that fit by estimated tokens per second: closed forms prune, the most
+    promising are compiled. Fields that you set after -- are not searched.
 
     Attributes:
       recipe: a Python file with a dataclass Config and build(config, mesh).
       target: a100, h100, h200 or b200:HOSTSxGPUS; v5e or v6e:XxY, v5p:XxYxZ; cpu:N.
-      tokens: of the whole run, to say its device-hours.
-      json: write the plan, or the search, into this file too.
+      tokens: of the whole run, to print its device-hours.
+      json: also write the plan, or the search, into this file.
       png: draw the plan into this file (.png, .svg or .pdf; needs matplotlib).
       html: write the plan, with its pictures, into this file (needs matplotlib).
-      search: rank choices instead; the pictures are then of the best.
+      search: rank choices instead; the pictures are then of the best one.
       compiles: steps to compile at most, in a search.
-      fix: where the plan does not fit, compile up to four changes that would make it.
+      fix: if the plan does not fit, compile up to four changes that may make it fit.
     """
 
     recipe: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RECIPE")]
@@ -51,7 +51,7 @@ class ShowPlan:
 
 
 def show_plan(args: ShowPlan) -> None:
-    """Print a plan or a search, and write it where files are named."""
+    """Print a plan or a search, and write the files that are named."""
     from jaxpar.planner.targets import parse_target  # noqa: PLC0415 - imports jax
 
     parse_target(args.target)
@@ -64,7 +64,7 @@ def show_plan(args: ShowPlan) -> None:
 
 
 def _check_files(args: ShowPlan) -> None:
-    """Before anything compiles: that what is asked for can be written."""
+    """Check that the files can be written, before anything compiles."""
     from jaxpar.show.picture import check_path  # noqa: PLC0415
     from jaxpar.show.report import SUFFIXES  # noqa: PLC0415
 
@@ -119,21 +119,21 @@ def _search(args: ShowPlan, console: Console) -> None:
         show(plan, console, tokens=args.tokens)
         return
     _write(args, None, as_json(found))
-    with console.status("looking for the smallest target that would do") as status:
+    with console.status("looking for the smallest target that fits") as status:
         larger = smallest_target(
             args.recipe, args.target, args.flags, report=_reporter(status.update)
         )
     if larger is None:
-        raise ValueError(f"{args.recipe.name} does not fit {args.target}, nor larger.")
+        raise ValueError(f"{args.recipe.name} fits neither {args.target} nor larger.")
     raise ValueError(
-        f"{args.recipe.name} does not fit {args.target}, whatever is chosen; the "
-        f"smallest target that would do is {larger[0]}: "
+        f"{args.recipe.name} does not fit {args.target} with any choice; the "
+        f"smallest target that fits is {larger[0]}: "
         f"{' '.join(larger[1].flags(found.survey.knobs))}"
     )
 
 
 def _reporter(say: Callable[[str], object]) -> "Callable[[Choice, Plan | str], None]":
-    """What is said of each step as it is compiled."""
+    """A callback that reports each step as it is compiled."""
 
     def report(choice: "Choice", found: "Plan | str") -> None:
         if isinstance(found, str):

@@ -1,4 +1,4 @@
-"""How does a recipe read its flags: `jaxpar.config`, with the search of a mesh."""
+"""How does a recipe parse its flags: `jaxpar.config`, plus the search for a mesh."""
 
 import json
 import subprocess
@@ -21,8 +21,8 @@ def parse(
     """Read a recipe's config from the command line.
 
     Field names are flags (``--mesh.data 2``), docstrings are the help. ``--mesh auto
-    --target h200:1x8`` takes the fastest mesh for those devices, with the ZeRO stage,
-    micro-batches and schedule that go with it, by ``jaxpar plan --search``.
+    --target h200:1x8`` selects the fastest mesh for those devices, with the ZeRO stage,
+    micro-batches and schedule found for it, as ``jaxpar plan --search`` does.
 
     Args:
       config: a frozen dataclass, every field with a default.
@@ -34,7 +34,7 @@ def parse(
       The config.
 
     Raises:
-      SystemExit: for ``--help`` (0) and for wrong arguments (2), after saying why.
+      SystemExit: for ``--help`` (0) and for errors (2), after printing the message.
 
     Example:
       >>> from jaxpar.mesh import MeshShape
@@ -45,14 +45,14 @@ def parse(
 
 
 def _search(recipe: Path, target: str, others: Sequence[str]) -> list[str]:
-    """Search a recipe's mesh, in a process of its own that prints what it does."""
+    """Search a recipe's mesh, in a subprocess that prints its progress."""
     with tempfile.TemporaryDirectory(prefix="jaxpar-mesh-") as folder:
         file = Path(folder, "search.json")
         command = [sys.executable, "-m", "jaxpar", "plan", str(recipe), "--search"]
         command += ["--target", target, "--json", str(file), "--", *others]
         if subprocess.run(command, check=False).returncode:
             print(
-                "--mesh auto: no mesh was found; what was tried is said above.",
+                "--mesh auto: no mesh was found; the lines above list what was tried.",
                 file=sys.stderr,
             )
             raise SystemExit(2)

@@ -1,4 +1,4 @@
-"""What a compiled program holds and moves, read from the program itself.
+"""What does a compiled program hold and communicate: read from the program itself.
 
 Read `hlo` (the text, parsed), `collectives` (what it communicates over which axis),
 `source_lines` (for which line), `program` (memory and traffic), then `budget`,

@@ -1,8 +1,8 @@
-"""Does a compiled step keep to its budget: what it holds, and what crosses which axis?
+"""Does a compiled step stay within its budget of memory and communication?
 
-A budget is small and plain, so that users keep one in a file beside their tests. What
-breaks it is named: the leaf that rests too large, the operation whose collective moves
-too much.
+A budget is a small JSON object that users store in a file next to their tests. Each
+violation names its cause: the leaf that is stored too large, or the operation whose
+collective moves too many bytes.
 """
 
 import collections
@@ -19,7 +19,7 @@ from jaxpar.compiled.hlo import Module
 from jaxpar.compiled.source_lines import Operation, read_operations
 
 REDUCTION = "reduction"
-"""A kind of a budget: all-reduces and reduce-scatters together."""
+"""A kind of collective in a budget: all-reduces and reduce-scatters together."""
 
 _REDUCTIONS = frozenset({"all-reduce", "reduce-scatter", REDUCTION})
 _SHOWN = 5
@@ -28,19 +28,19 @@ _SMALL_BYTES = 1 << 16
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What a compiled step may hold and move, on one device.
+    """The memory and the communication that a compiled step may use, on one device.
 
     Attributes:
-      state_bytes: of the train state at rest, without padding.
+      state_bytes: bytes of the stored train state, without padding.
       crossing: axes, such as "data" or "data x tensor" -> kind of collective, such as
-        "all-gather" -> bytes of the whole arrays that cross in a step. The kind
-        "reduction" stands for all-reduces and reduce-scatters together; on CPUs they
-        are counted together always, for XLA:CPU makes all-reduces where GPUs make
+        "all-gather" -> bytes of the unsharded arrays communicated in a step. The kind
+        "reduction" is the sum of all-reduces and reduce-scatters. On CPUs they are
+        always counted together, because XLA:CPU makes all-reduces where GPUs make
         reduce-scatters.
-      peak_bytes: the most alive at once; None for any.
+      peak_bytes: peak memory; None for no limit.
       tolerance: fraction by which each number may be exceeded.
-      small_bytes: what may cross more than is named, whatever it is: losses, norms.
-      unbounded: axes over which anything may cross.
+      small_bytes: bytes allowed beyond each number, for losses and norms.
+      unbounded: axes without a limit on communication.
     """
 
     state_bytes: int
@@ -51,7 +51,7 @@ class Budget:
     unbounded: tuple[str, ...] = ()
 
     def as_json(self) -> str:
-        """The same as a JSON object, to be kept in a file."""
+        """The budget as a JSON object, to be stored in a file."""
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     @classmethod
@@ -59,13 +59,13 @@ class Budget:
         """Read what `as_json` wrote.
 
         Args:
-          text: the JSON object; what has a default may be missing.
+          text: the JSON object; fields with a default may be missing.
 
         Returns:
           The budget.
 
         Raises:
-          ValueError: if it is not a budget's.
+          ValueError: if the text is not a budget.
 
         Example:
           >>> budget = Budget(64, {"data": {"all-gather": 128}})
@@ -79,16 +79,16 @@ class Budget:
         if unknown or missing:
             raise ValueError(
                 f"budget: the JSON object has no {missing} and unknown {unknown}; its "
-                f"keys are {', '.join(known)}. Write it with Budget.as_json()."
+                f"keys are {', '.join(known)}. Write the file with Budget.as_json()."
             )
         return cls(**{**found, "unbounded": tuple(found.get("unbounded", ()))})
 
 
-class BudgetExceeded(AssertionError):  # noqa: N818 - what happened, as pytest says it
-    """A compiled step that holds or moves more than its budget.
+class BudgetExceeded(AssertionError):  # noqa: N818 - states the failure, as pytest does
+    """A compiled step holds or communicates more than its budget.
 
     Args:
-      violations: what is exceeded, and by what.
+      violations: what is exceeded, by how much, and by which leaves or operations.
     """
 
     def __init__(self, violations: Sequence[str]):
@@ -101,14 +101,14 @@ class BudgetExceeded(AssertionError):  # noqa: N818 - what happened, as pytest s
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What a compiled step holds and moves, with what it comes from.
+    """What a compiled step holds and communicates, and the causes.
 
     Attributes:
       mesh: axis -> devices.
-      leaves: the train state's leaves, their bytes those of the program.
+      leaves: the train state's leaves, with their bytes in the program.
       operations: the collectives, most bytes first.
-      peak_bytes: the most alive at once.
-      on_cpu: whether it is XLA:CPU's program.
+      peak_bytes: peak memory.
+      on_cpu: whether XLA:CPU compiled the program.
     """
 
     mesh: Mapping[str, int]
@@ -119,18 +119,18 @@ class Measured:
 
     @property
     def state_bytes(self) -> int:
-        """Of the train state at rest, without padding."""
+        """Bytes of the stored train state, without padding."""
         return sum(leaf.bytes_per_device for leaf in self.leaves)
 
     @property
     def small_bytes(self) -> int:
-        """What is too small to be looked at: 0.1 % of the parameters, or 64 KiB."""
+        """Bytes that are ignored: 0.1 % of the parameters' bytes, or 64 KiB."""
         params = [leaf for leaf in self.leaves if leaf.name.startswith("params/")]
         return max(_SMALL_BYTES, sum(map(_whole_bytes, params)) // 1000)
 
     @property
     def crossing(self) -> dict[str, dict[str, int]]:
-        """Axes -> kind -> bytes, as of a `Budget`; most bytes first."""
+        """Axes -> kind -> bytes, as in `Budget`; most bytes first."""
         found: dict[str, dict[str, int]] = {}
         for operation in self.operations:
             if operation.axes:
@@ -140,7 +140,7 @@ class Measured:
         return found
 
     def budget(self) -> Budget:
-        """What is measured as a budget, without what is too small to be looked at."""
+        """The measured numbers as a budget, without what is below `small_bytes`."""
         large = {
             axes: {kind: n for kind, n in kinds.items() if n > self.small_bytes}
             for axes, kinds in self.crossing.items()
@@ -162,11 +162,11 @@ def measure(
       explanation: of the step.
       module: its program, parsed; the state's leaves are ``state[0]``, ``state[1]`` and
         so on.
-      text: what that was parsed from.
-      on_cpu: whether XLA:CPU made it.
+      text: the HLO text of `module`.
+      on_cpu: whether XLA:CPU compiled it.
 
     Returns:
-      What it holds and moves.
+      What it holds and communicates.
     """
     held: dict[str, int] = collections.defaultdict(int)
     for instruction in module.entry.instructions.values():
@@ -180,7 +180,7 @@ def measure(
             for argument, leaf in zip(names, explanation.leaves, strict=True)
         ),
         operations=tuple(
-            # What moves a leaf as it rests has the argument's name.
+            # A collective of a stored leaf has the name of its argument.
             dataclasses.replace(found, name=names.get(found.name, found.name))
             for found in read_operations(module, text, explanation.mesh)
         ),
@@ -190,15 +190,15 @@ def measure(
 
 
 def check(budget: Budget, measured: Measured) -> list[str]:
-    """Hold a step to a budget.
+    """Check a step against a budget.
 
     Args:
-      budget: what it may hold and move.
-      measured: what it does.
+      budget: the limits.
+      measured: the step.
 
     Returns:
-      What is exceeded and by which leaves and operations, for people; empty if nothing
-      is.
+      The violations, each with its leaves or operations, for people; empty if there
+      are none.
     """
     return [
         *_check_state(budget, measured),
@@ -216,19 +216,19 @@ def _check_state(budget: Budget, measured: Measured) -> list[str]:
     over = {leaf: leaf.bytes_per_device - share for leaf, share in shares.items()}
     worst = sorted(measured.leaves, key=lambda leaf: -over[leaf])[:_SHOWN]
     lines = [
-        f"{leaf.name} ({leaf.dtype}{list(leaf.shape)}) rests as {leaf.spec}: "
-        f"{leaf.bytes_per_device:,} bytes, {shares[leaf]:,} if spread over "
+        f"{leaf.name} ({leaf.dtype}{list(leaf.shape)}) is stored as {leaf.spec}: "
+        f"{leaf.bytes_per_device:,} bytes, {shares[leaf]:,} if sharded over all "
         f"{num_devices} devices{_why(leaf, measured.leaves)}"
         for leaf in worst
         if over[leaf] * 100 >= held - allowed
     ]
     return [
         _violation(
-            f"state: {held:,} bytes per device at rest, but the budget is {allowed:,}.",
+            f"state: {held:,} bytes per device, but the budget is {allowed:,}.",
             lines
-            or ["every leaf is spread over all devices: the state itself is larger"],
-            "Raise zero=, or give a large leaf a dim that the axes divide; if it is "
-            "meant, record the budget anew (engine.budget()).",
+            or ["every leaf is sharded over all devices: the state itself is larger"],
+            "Raise zero=, or give a large leaf a dim that the axis sizes divide; if it "
+            "is intended, record a new budget (engine.budget()).",
         )
     ]
 
@@ -258,8 +258,8 @@ def _check_peak(budget: Budget, measured: Measured) -> list[str]:
         _violation(
             f"peak: {peak:,} bytes per device, but the budget is {allowed:,}.",
             (),
-            "Use remat= or more micro-batches (accumulate=); engine.explain() says "
-            "what the memory is; if it is meant, record the budget anew "
+            "Use remat= or more micro-batches (accumulate=); engine.explain() shows "
+            "where the memory goes; if the peak is intended, record a new budget "
             "(engine.budget()).",
         )
     ]
@@ -276,14 +276,14 @@ def _over_axis(
     return _violation(
         f"{axes}: {told} moves {number:,} bytes a step, {than}",
         causes,
-        "Where that is an activation, say how it lies where it is made: "
-        'jaxpar.constrain(x, "data"). If it is meant, record the budget anew '
+        "If it is an activation, constrain its sharding where it is computed: "
+        'jaxpar.constrain(x, "data"). If it is intended, record a new budget '
         "(engine.budget()).",
     )
 
 
 def _causes(operations: Iterable[Operation], axes: str, kind: str) -> list[str]:
-    """The operations of a kind over some axes, alike ones together, largest first."""
+    """The operations of a kind over some axes, equal ones merged, largest first."""
     kinds = _REDUCTIONS if kind == REDUCTION else {kind}
     alike: dict[Operation, list[int]] = collections.defaultdict(lambda: [0, 0])
     for operation in operations:
@@ -314,7 +314,7 @@ def _violation(said: str, causes: Sequence[str], remedy: str) -> str:
 
 
 def _why(leaf: LeafReport, leaves: Iterable[LeafReport]) -> str:
-    """The reason for a leaf's layout: its own, or of the parameter that it mirrors."""
+    """The reason for a leaf's sharding: its own, or of the parameter it mirrors."""
     for row in leaves:
         mirrored = f"/{leaf.name}".endswith(f"/{row.name.removeprefix('params/')}")
         if row.why and mirrored and row.shape == leaf.shape:
@@ -323,7 +323,7 @@ def _why(leaf: LeafReport, leaves: Iterable[LeafReport]) -> str:
 
 
 def _whole_bytes(leaf: LeafReport) -> int:
-    """Bytes of a whole leaf; jax's keys have no itemsize, and are small."""
+    """Bytes of an unsharded leaf; jax's keys have no itemsize, and are small."""
     if leaf.dtype.startswith("key<"):
         return leaf.bytes_per_device
     return math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize

@@ -1,8 +1,8 @@
-"""What should a step hold and move: the closed forms of the ZeRO table, as a budget.
+"""What should a step hold and communicate: the ZeRO table's closed forms, as a budget.
 
-With Psi parameters, a gather of all of them moves Psi elements of the compute dtype,
-and a reduction Psi elements of the dtype in which gradients cross. Each leaf's plan
-says in which pieces, for what pipe and tensor split at rest crosses data in pieces.
+With Psi parameters, gathering all of them moves Psi elements of the compute dtype, and
+reducing the gradients Psi elements of the reduction dtype. Each leaf's sharding says
+how it is split: pipe and tensor shards are gathered and reduced over data separately.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ from jaxpar.sharding.zero import LeafSharding, ZeroStage
 from jaxpar.step.precision import Precision
 
 COUPLED_TOLERANCE = 0.3
-"""For a step whose collectives the compiler places: some are split, some repeated."""
+"""For a step whose collectives the compiler inserts: some are split, some repeated."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ClosedForm:
-    """What decides how often parameters and gradients cross data, and in what.
+    """How often and in which dtype parameters and gradients are communicated over data.
 
     Attributes:
       zero: the row of the ZeRO table.
@@ -31,7 +31,8 @@ class ClosedForm:
       accumulate: micro-batches a step.
       sizes: mesh axis -> devices on it.
       platform: of the devices.
-      coupled: whether examples are coupled: the compiler places what crosses data.
+      coupled: whether examples are coupled; the compiler then inserts the collectives
+        over data.
     """
 
     zero: ZeroStage
@@ -43,7 +44,7 @@ class ClosedForm:
 
     @property
     def gathers(self) -> int:
-        """Times that every parameter is gathered in a step."""
+        """How often every parameter is gathered in a step."""
         if self.zero.gather == "never":
             return 0
         at_use = self.zero.gather == "use" and not self._pipes
@@ -51,7 +52,7 @@ class ClosedForm:
 
     @property
     def reductions(self) -> int:
-        """Times that every gradient is reduced in a step."""
+        """How often every gradient is reduced in a step."""
         if self._pipes:
             return 1
         each = self.zero.reduce == "microbatch" or self.coupled
@@ -66,7 +67,7 @@ class ClosedForm:
     def reduce_bytes(self) -> int:
         """Bytes of an element while gradients are reduced."""
         own = self.precision
-        # Of automatic data, the compiler reduces what the backward pass makes.
+        # With data automatic, the compiler reduces gradients as they are computed.
         return self._wire_bytes(own.compute_dtype if self.coupled else own.reduce_dtype)
 
     @property
@@ -76,7 +77,7 @@ class ClosedForm:
 
     @property
     def _pipes(self) -> bool:
-        """Whether parameters are gathered, and gradients reduced, once a step."""
+        """Whether the step is pipelined: one gather and one reduction per step."""
         return self.sizes[PIPE] > 1
 
     def _wire_bytes(self, dtype: jnp.dtype) -> int:
@@ -86,21 +87,21 @@ class ClosedForm:
 def closed_form_budget(
     leaf_shardings: Sequence[LeafSharding], closed_form: ClosedForm, state_bytes: int
 ) -> Budget:
-    """Budget a step by its design.
+    """Compute a step's budget in closed form.
 
-    What crosses tensor and pipe is the model's, so those axes are not bounded; nor is
-    data where the compiler places the collectives of a pipeline.
+    Traffic over tensor and pipe depends on the model, so those axes are unbounded; so
+    is data where the compiler inserts the collectives of a pipeline.
 
     Args:
-      leaf_shardings: the parameters' layouts, as they cross data.
-      closed_form: how often and in what they do.
-      state_bytes: of the state at rest, by its layout.
+      leaf_shardings: the parameters' shardings, as they are communicated over data.
+      closed_form: how often and in which dtype they are communicated.
+      state_bytes: bytes of the stored state, from its shardings.
 
     Returns:
-      The budget. Only of GPUs it tells reduce-scatters and all-reduces apart: XLA:TPU
-      makes an all-reduce of some reduce-scatters, XLA:CPU of many. Where examples are
-      coupled, one leaf, the largest, may be reduced once more, as a table is that
-      embeds tokens and makes logits.
+      The budget. Reduce-scatters and all-reduces are counted separately on GPUs only:
+      XLA:TPU turns some reduce-scatters into all-reduces, XLA:CPU many. With coupled
+      examples the largest leaf may be reduced once more, as a table is that both embeds
+      tokens and computes logits.
     """
     unbounded = (PIPE, TENSOR)
     if closed_form.coupled and closed_form.sizes[PIPE] > 1:
@@ -120,16 +121,16 @@ def closed_form_budget(
 def step_bytes(
     leaf_shardings: Iterable[LeafSharding], closed_form: ClosedForm
 ) -> tuple[int, int]:
-    """What a step holds besides the state, by closed form.
+    """Compute in closed form what a step holds besides the state.
 
     Args:
-      leaf_shardings: the parameters' layouts.
-      closed_form: how often and in what they cross data.
+      leaf_shardings: the parameters' shardings.
+      closed_form: how often and in which dtype they are communicated over data.
 
     Returns:
-      Bytes on one device of parameters in the compute dtype, and of gradients; a copy
-      that is made where it is used is not among them. Gradients of a single
-      micro-batch lie in the dtype in which they are made, or have crossed.
+      Bytes on one device of parameters in the compute dtype, and of gradients. Copies
+      that are cast at use are not included. Gradients of a single micro-batch have the
+      dtype in which they are computed or reduced.
     """
     zero, itemsize = closed_form.zero, closed_form.precision.compute_dtype.itemsize
     at_use = zero.gather == "use" and not closed_form._pipes
@@ -148,13 +149,13 @@ def step_bytes(
 def _over_data(
     leaf_shardings: Sequence[LeafSharding], closed_form: ClosedForm
 ) -> dict[str, int]:
-    """Kind of collective -> bytes of the whole arrays, per device and step."""
+    """Kind of collective -> bytes of the unsharded arrays, per device and step."""
     split = [leaf for leaf in leaf_shardings if leaf.data_dim is not None]
     kept = [leaf for leaf in leaf_shardings if leaf.data_dim is None]
     gathered = closed_form.gathers * closed_form.gather_bytes * sum(map(_piece, split))
     each = closed_form.reductions * closed_form.reduce_bytes
     if closed_form.coupled or closed_form.platform != "gpu":
-        # The compiler reduces over data where a gradient is made, at its compute spec.
+        # The compiler reduces a gradient where it is computed, at its compute spec.
         made = _computed if closed_form.coupled else _piece
         again = max(map(made, leaf_shardings)) if closed_form.coupled else 0
         reduced = {REDUCTION: each * (sum(map(made, leaf_shardings)) + again)}
@@ -166,11 +167,11 @@ def _over_data(
 
 
 def _computed(leaf: LeafSharding) -> int:
-    """Elements of what one place on tensor computes of a leaf."""
+    """Elements of a leaf that one tensor index computes with."""
     return math.prod(leaf.shape) // leaf.ways_computed
 
 
 def _piece(leaf: LeafSharding) -> int:
-    """Elements of what one place on pipe and tensor holds of a leaf."""
+    """Elements of a leaf that one pipe and tensor index stores."""
     data = 1 if leaf.data_dim is None else leaf.ways[0]
     return math.prod(leaf.shape) * data // leaf.ways_stored

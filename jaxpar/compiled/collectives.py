@@ -1,8 +1,8 @@
-"""What crosses which mesh axis when a compiled program runs: its collectives.
+"""What does a compiled program communicate, over which mesh axis: its collectives.
 
-Bytes are those of the whole array that a device's group assembles or adds up: what an
-all-gather gives, what a reduce-scatter or an all-reduce takes. That is what closed
-forms count, and what the dtype on the wire decides.
+Bytes are those of the unsharded array that a device's group assembles or sums: the
+output of an all-gather, the input of a reduce-scatter or an all-reduce. Closed forms
+count the same bytes, and the dtype on the wire decides them.
 """
 
 import collections
@@ -25,8 +25,8 @@ KINDS = (
     "collective-permute",
 )
 _SENT = {
-    # What one device sends, of the whole array's bytes, in a group of n by the best
-    # known algorithms (rings; Thakur, Rabenseifner, Gropp 2005).
+    # Bytes that one device sends, per byte of the unsharded array, in a group of n: the
+    # best known algorithms (rings; Thakur, Rabenseifner, Gropp 2005).
     "all-gather": lambda n: (n - 1) / n,
     "reduce-scatter": lambda n: (n - 1) / n,
     "all-reduce": lambda n: 2 * (n - 1) / n,
@@ -37,16 +37,16 @@ _SENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One kind of exchange over one set of axes.
+    """All collectives of one kind, over one set of axes, in one dtype.
 
     Attributes:
-      kind: such as "all-gather", whether the program runs it asynchronously or not.
+      kind: such as "all-gather", synchronous or asynchronous.
       axes: the mesh axes that its groups span; empty if they span none.
-      dtype: of what crosses.
-      group_size: devices that exchange with each other.
+      dtype: of the communicated arrays.
+      group_size: devices in a group.
       count: how often it runs per step.
-      bytes: of the whole arrays, on one device, over all those runs.
-      largest: bytes of the largest single exchange.
+      bytes: of the unsharded arrays, on one device, over all those runs.
+      largest: bytes of the largest single collective.
     """
 
     kind: str
@@ -66,7 +66,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """One instruction that exchanges.
+    """One collective instruction.
 
     Attributes:
       instruction: the instruction.
@@ -74,7 +74,7 @@ class Site:
       axes: likewise.
       group_size: likewise.
       times: how often it runs per step.
-      payload: dtype -> bytes of the whole arrays, on one device, of one run.
+      payload: dtype -> bytes of the unsharded arrays, on one device, in one run.
     """
 
     instruction: Instruction
@@ -113,7 +113,7 @@ def read_collectives(
 def find_sites(
     module: Module, sizes: Mapping[str, int]
 ) -> tuple[list[Site], tuple[str, ...]]:
-    """Find every instruction of a program that exchanges and runs.
+    """Find every collective instruction of a program that runs.
 
     Args:
       module: the program.
@@ -145,9 +145,9 @@ def find_sites(
 
 
 def _continued(module: Module) -> set[str]:
-    """Computations that go on with an exchange which is counted where it starts.
+    """Computations that continue a collective which is counted where it starts.
 
-    A TPU program writes one that runs beside other work into the fusion that starts it,
+    A TPU program writes an asynchronous collective into the fusion that starts it,
     every fusion that it runs beside, and the one that ends it.
     """
     names = {name for name in module.computations if "async_collective_fusion" in name}
@@ -171,7 +171,7 @@ def _kind(instruction: Instruction, computation: str) -> str | None:
 def _operands(
     instruction: Instruction, table: Mapping[str, Instruction]
 ) -> list[ArrayType]:
-    """What goes in: a start's result lists operands and results both."""
+    """The inputs: the result of a -start lists both operands and results."""
     moved = [array for name in instruction.operands for array in table[name].types]
     return [array for array in moved if array.dtype not in ("token", "opaque")]
 

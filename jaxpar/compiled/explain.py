@@ -1,7 +1,7 @@
-"""What does a run cost, leaf by leaf, and what crosses which axis: explain().
+"""What does a run cost per leaf, and what is communicated over which axis: explain().
 
-Where leaves rest and why is read from the layout; what crosses, and the memory, from
-the program that the compiler made of the step.
+Shardings and their reasons come from the leaf shardings; communication and memory from
+the compiled step.
 """
 
 import dataclasses
@@ -35,13 +35,13 @@ _MEANT = {
     2: (
         "data: parameters are cast, then all-gathered once a step.",
         "data: gradients are reduce-scattered every micro-batch, where the backward "
-        "pass makes them.",
+        "pass computes them.",
     ),
     3: (
         "data: parameters are cast, then all-gathered where they are used: twice a "
         "micro-batch, for the forward and the backward pass.",
         "data: gradients are reduce-scattered every micro-batch, where the backward "
-        "pass makes them.",
+        "pass computes them.",
     ),
 }
 
@@ -54,9 +54,9 @@ class LeafReport:
       name: the leaf's path in the train state.
       shape: its logical shape.
       dtype: its dtype.
-      spec: where it rests.
-      bytes_per_device: bytes of its piece on one device.
-      why: the reason for its layout; empty for leaves that follow another.
+      spec: its stored sharding.
+      bytes_per_device: bytes of its shard on one device.
+      why: the reason for its sharding; empty for leaves that follow another.
     """
 
     name: str
@@ -69,15 +69,15 @@ class LeafReport:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What a step costs, for people (``print``) and programs (``as_json``).
+    """The cost of a step, for people (``print``) and programs (``as_json``).
 
     Attributes:
       mesh: axis -> devices.
       zero: the ZeRO stage.
       leaves: a row per leaf of the train state.
-      closed_form: what should cross which axis, by the stage's design.
-      program: what does, and the memory, read from the compiled step.
-      settings: the compiler's options that were set, and why.
+      closed_form: what should be communicated over which axis, by the ZeRO stage.
+      program: what is communicated, and the memory, read from the compiled step.
+      settings: the compiler options that were set, and why.
     """
 
     mesh: dict[str, int]
@@ -89,11 +89,11 @@ class Explanation:
 
     @property
     def bytes_per_device(self) -> int:
-        """Bytes of the whole state at rest on one device, without padding."""
+        """Bytes of the stored state on one device, without padding."""
         return sum(leaf.bytes_per_device for leaf in self.leaves)
 
     def as_json(self) -> str:
-        """The same as a JSON object."""
+        """The explanation as a JSON object."""
         return json.dumps(dataclasses.asdict(self))
 
     def __str__(self) -> str:
@@ -102,13 +102,13 @@ class Explanation:
         shape = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
         console.print(f"mesh {shape}, ZeRO {self.zero}")
         console.print(_leaf_table(self.leaves))
-        console.print(f"state at rest: {self.bytes_per_device:,} bytes per device")
-        console.print("\nwhat crosses in a step, read from the compiled program:")
+        console.print(f"stored state: {self.bytes_per_device:,} bytes per device")
+        console.print("\ncommunication per step, read from the compiled program:")
         console.print(_traffic_table(self.program))
         for line in self.closed_form:
-            console.print(f"- meant: {line}")
+            console.print(f"- closed form: {line}")
         for loop in self.program.unknown_loops:
-            console.print(f"- loop {loop}: trip count not known, counted once")
+            console.print(f"- loop {loop}: trip count unknown, counted once")
         console.print("\nmemory of the compiled step, bytes per device:")
         for name, number in dataclasses.asdict(self.program.memory).items():
             console.print(f"  {name.replace('_', ' '):<12}{number:>18,}")
@@ -119,7 +119,7 @@ class Explanation:
         return out.getvalue()
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
-        """What a notebook shows."""
+        """The text that a notebook shows."""
         return {"text/plain": str(self)}
 
 
@@ -151,7 +151,7 @@ def _traffic_table(program: CompiledProgram) -> Table:
             *(f"{number:,}" for number in numbers),
         )
     if not program.collectives:
-        table.add_row("none", "nothing crosses", *("",) * 5)
+        table.add_row("none", "no communication", *("",) * 5)
     return table
 
 
@@ -170,13 +170,13 @@ def make_explanation(
 
     Args:
       state: the train state's shapes, dtypes and shardings.
-      leaf_shardings: parameter name -> plan.
+      leaf_shardings: parameter name -> sharding.
       zero: the row of the ZeRO table.
       coupled: whether examples are coupled (data is automatic).
       program: the compiled step, read.
-      settings: what it was compiled with.
-      notes: what a pipeline adds; with one, every stage reduces and gathers once.
-      remarks: what an optimizer adds.
+      settings: the compiler options.
+      notes: closed forms of a pipeline; with one, every stage reduces and gathers once.
+      remarks: the optimizer's.
 
     Returns:
       The explanation.
@@ -216,7 +216,7 @@ def state_bytes(state: PyTree) -> dict[str, int]:
 def _piece_bytes(leaf: jax.ShapeDtypeStruct) -> int:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return tree.num_bytes(jax.eval_shape(jax.random.key_data, leaf))
-    assert leaf.sharding is not None, "of a state at rest"
+    assert leaf.sharding is not None, "stored state has shardings"
     piece = leaf.sharding.shard_shape(leaf.shape)
     return tree.num_bytes(jax.ShapeDtypeStruct(piece, leaf.dtype))
 
@@ -224,7 +224,7 @@ def _piece_bytes(leaf: jax.ShapeDtypeStruct) -> int:
 def _row(
     name: str, leaf: jax.ShapeDtypeStruct, sharded: LeafSharding | None
 ) -> LeafReport:
-    assert isinstance(leaf.sharding, NamedSharding), "of a state at rest"
+    assert isinstance(leaf.sharding, NamedSharding), "stored state has named shardings"
     return LeafReport(
         name=name,
         shape=tuple(leaf.shape),
@@ -239,10 +239,10 @@ def _meant(
     number: int, data: int, leaf_shardings: Sequence[LeafSharding], coupled: bool
 ) -> tuple[str, ...]:
     if data == 1:
-        lines: tuple[str, ...] = ("data: one device, nothing crosses.",)
+        lines: tuple[str, ...] = ("data: one device, no communication.",)
     elif coupled:
         lines = (
-            "data: examples are coupled, so the compiler places the collectives and "
+            "data: examples are coupled, so the compiler inserts the collectives and "
             "gradients are reduced every micro-batch.",
         )
     else:

@@ -1,7 +1,7 @@
-"""What does a compiled program say: its computations, parsed from HLO text.
+"""How is HLO text parsed: the computations of a compiled program.
 
 The text is the one form that every backend gives (``Compiled.as_text()``). Operands are
-printed without shapes, so each computation keeps a table of what its names are.
+printed without types, so each computation has a table of its names.
 """
 
 import dataclasses
@@ -32,12 +32,12 @@ _CALLED = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class ArrayType:
-    """An array as the program lays it out.
+    """An array type of the program.
 
     Attributes:
       dtype: XLA's name, such as "bf16".
       dims: its shape.
-      layout: what stands in braces, such as "1,0:T(8,128)"; empty where not printed.
+      layout: the text in braces, such as "1,0:T(8,128)"; empty where not printed.
     """
 
     dtype: str
@@ -72,11 +72,11 @@ class Instruction:
     Attributes:
       name: its name, without the percent sign.
       opcode: such as "all-gather-start".
-      types: the arrays that it gives; more than one for a tuple.
+      types: the result's arrays; more than one for a tuple.
       operands: names of its operands.
       attributes: the rest of the line.
-      is_root: whether the computation gives what this gives.
-      literal: of a constant or a parameter: what stands in its parentheses.
+      is_root: whether the computation returns this instruction's result.
+      literal: of a constant or a parameter, the text in its parentheses.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Instruction:
     literal: str = ""
 
     def attribute(self, name: str) -> str:
-        """The value of ``name=...``, up to the comma behind it; empty if absent."""
+        """The value of ``name=...``, up to the next comma; empty if absent."""
         found = re.search(rf"\b{name}=", self.attributes)
         if not found:
             return ""
@@ -103,7 +103,7 @@ class Instruction:
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Names of the computations that run when this does."""
+        """Names of the computations that this instruction calls."""
         names: list[str] = []
         for one, several in _CALLED.findall(self.attributes):
             names += [one] if one else re.findall(r"[\w.\-]+", several)
@@ -124,19 +124,19 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """What it returns."""
+        """The instruction whose result it returns."""
         return next(i for i in self.instructions.values() if i.is_root)
 
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A whole program.
+    """A parsed program.
 
     Attributes:
       computations: by name.
       entry: the one that runs.
-      taken: how often, of the times that a conditional is met, each of its branches
-        is taken; the program does not tell.
+      taken: how often each branch of a conditional is taken, as a fraction; the program
+        does not say.
     """
 
     computations: Mapping[str, Computation]
@@ -148,8 +148,8 @@ def parse(text: str, taken: float = 1.0) -> Module:
     """Parse HLO text.
 
     Args:
-      text: what ``Compiled.as_text()`` gives, on any backend.
-      taken: as of `Module`.
+      text: from ``Compiled.as_text()``, on any backend.
+      taken: as in `Module`.
 
     Returns:
       The program.
@@ -236,7 +236,7 @@ def runs_of(module: Module) -> tuple[dict[str, int], tuple[str, ...]]:
     """Count how often each computation runs when the program runs once.
 
     A loop's body runs as often as the loop's trip count says; each branch of a
-    conditional as often as `Module.active_fraction` says.
+    conditional as often as `Module.taken` says.
 
     Args:
       module: the program.
@@ -274,11 +274,11 @@ def trip_count(
 
     Args:
       module: the program.
-      computation: the one that the loop stands in.
+      computation: the one that contains the loop.
       loop: a "while" instruction.
 
     Returns:
-      The count; None where the program does not tell.
+      The count; None where the program does not say.
     """
     annotated = re.search(r'known_trip_count"?:?=?\{"?n"?:"?(\d+)', loop.attributes)
     if annotated:
@@ -307,7 +307,7 @@ def trip_count(
 def _step(
     outside: Computation, init: Instruction, body: Computation, index: int
 ) -> int | None:
-    """What the body adds to the counter."""
+    """What the body adds to the counter per trip."""
     if body.root.opcode != "tuple":
         return None
     add = _behind_copies(body, body.root.operands[index])

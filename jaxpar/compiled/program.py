@@ -1,4 +1,4 @@
-"""What does a compiled step cost: memory and traffic, as the compiler decided them."""
+"""What does a compiled step cost: the memory and traffic that the compiler decided."""
 
 import dataclasses
 import re
@@ -16,11 +16,11 @@ class Memory:
     """Bytes on one device while a program runs.
 
     Attributes:
-      arguments: what it is given, padding included (TPUs pad to tiles).
-      outputs: what it gives.
-      aliased: outputs that take over an argument's place.
-      temporaries: everything else that is alive at the worst moment.
-      peak: the most alive at once.
+      arguments: its inputs, padding included (TPUs pad to tiles).
+      outputs: its results.
+      aliased: outputs that reuse an argument's memory (donation).
+      temporaries: all other memory at the peak.
+      peak: peak memory.
       on_host: arguments, outputs and temporaries that live in the host's memory.
     """
 
@@ -34,14 +34,14 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-    """A compiled program, read.
+    """What was read from a compiled program.
 
     Attributes:
       memory: bytes on one device.
       parameters: argument name, as traced, -> bytes on one device, padding included.
-      collectives: what crosses, most bytes first.
-      unknown_loops: loops whose trip count the program does not tell; what they hold
-        is counted once.
+      collectives: its collectives, most bytes first.
+      unknown_loops: loops whose trip count the program does not say; their contents are
+        counted once.
     """
 
     memory: Memory
@@ -69,7 +69,7 @@ class CompiledProgram:
           *axes: mesh axes.
 
         Returns:
-          Bytes of the whole arrays, per device and step.
+          Bytes of the unsharded arrays, per device and step.
         """
         return sum(
             row.bytes
@@ -86,7 +86,7 @@ def read_program(
     Args:
       compiled: a `jax.stages.Compiled`, for any backend, present or not.
       mesh: the mesh that it was traced for.
-      module: its text, where that is parsed already.
+      module: its parsed text, if that exists already.
 
     Returns:
       Its costs on one device.
@@ -124,7 +124,7 @@ def _memory(stats: Any, *, on_gpu: bool) -> Memory:
         aliased=stats.alias_size_in_bytes,
         temporaries=stats.temp_size_in_bytes,
         # XLA:CPU's own figure leaves temporaries out (jax 0.10.2 to 0.12.0.1), and
-        # libtpu refuses programs by the whole of their temporaries, not by their peak.
+        # libtpu rejects programs by the sum of their temporaries, not by their peak.
         peak=stats.peak_memory_in_bytes if on_gpu else total,
         on_host=on_host,
     )

@@ -1,8 +1,8 @@
 """Which line of the source does each collective of a program come from?
 
-jax writes into the program where every operation was traced: its name, with the scopes
-it stands in, and its call stack, in tables at the head of the text. The compiler gives
-a collective the name and the stack of the operation that needed it.
+jax records in the program where every operation was traced: its name with the enclosing
+scopes, and its call stack, in tables at the head of the text. The compiler gives a
+collective the name and the stack of the operation that needed it.
 """
 
 import contextlib
@@ -36,13 +36,13 @@ class Operation:
     Attributes:
       kind: such as "all-gather".
       axes: the mesh axes that its groups span.
-      shape: of the largest whole array, such as "bf16[64,256,1024]".
-      num_arrays: arrays that cross together.
+      shape: of the largest unsharded array, such as "bf16[64,256,1024]".
+      num_arrays: arrays communicated together.
       times: how often it runs per step.
-      bytes: of the whole arrays, on one device, over all those runs.
-      name: jax's name of the operation, with its scopes; empty where the compiler made
-        it up.
-      line: "file:line" that the operation was traced at; empty likewise.
+      bytes: of the unsharded arrays, on one device, over all those runs.
+      name: jax's name of the operation, with its scopes; empty where the compiler
+        created the operation.
+      line: "file:line" where the operation was traced; empty likewise.
     """
 
     kind: str
@@ -56,7 +56,7 @@ class Operation:
 
     def __str__(self) -> str:
         more = f" and {self.num_arrays - 1} more" if self.num_arrays > 1 else ""
-        # The end tells the operation apart; the beginning is the step's own scopes.
+        # The end identifies the operation; the beginning is the step's own scopes.
         name = self.name or "an operation without a name"
         cut = "..." + name[-_LONGEST_NAME:] if len(name) > _LONGEST_NAME else name
         where = f" at {self.line}" if self.line else ""
@@ -82,11 +82,11 @@ class Frame:
 def read_operations(
     module: Module, text: str, sizes: Mapping[str, int]
 ) -> tuple[Operation, ...]:
-    """Find every collective of a program with the operation that it comes from.
+    """Find every collective of a program and the operation that it comes from.
 
     Args:
       module: the program, parsed.
-      text: what it was parsed from.
+      text: the HLO text of `module`.
       sizes: mesh axis -> devices on it, in the mesh's order.
 
     Returns:
@@ -115,7 +115,7 @@ def read_stacks(text: str) -> Mapping[int, tuple[Frame, ...]]:
     """Read the tables of call stacks at the head of a program's text.
 
     Args:
-      text: what ``Compiled.as_text()`` gives.
+      text: from ``Compiled.as_text()``.
 
     Returns:
       What the program calls ``stack_frame_id`` -> the calls, innermost first.
@@ -128,7 +128,7 @@ def read_stacks(text: str) -> Mapping[int, tuple[Frame, ...]]:
         )
     }
     frames = {
-        # XLA prints a parent's number plus one: 1 is no parent.
+        # XLA prints a parent's number plus one: 1 means no parent.
         int(n): (places[int(place)], int(parent) - 1)
         for n, place, parent in _rows(
             text, "StackFrames", r"\{file_location_id=(\d+) parent_frame_id=(\d+)\}"
@@ -138,7 +138,7 @@ def read_stacks(text: str) -> Mapping[int, tuple[Frame, ...]]:
     @functools.cache
     def stack(number: int) -> tuple[Frame, ...]:
         place, parent = frames[number]
-        # A parent stands before its children; nothing else could end.
+        # A parent precedes its children; without the check a cycle would not end.
         return (place, *(stack(parent) if 0 < parent < number else ()))
 
     return {number: stack(number) for number in sorted(frames)}
@@ -146,10 +146,10 @@ def read_stacks(text: str) -> Mapping[int, tuple[Frame, ...]]:
 
 @contextlib.contextmanager
 def todays_lines() -> Iterator[None]:
-    """Compile so that the program's lines are those of today's source.
+    """Compile so that the program's lines are those of the current source.
 
-    jax's compilation cache would else give a program of the same operations, with the
-    lines at which they stood when it was compiled.
+    Otherwise jax's compilation cache may return a program of the same operations, with
+    the line numbers of an older source.
     """
     before = getattr(jax.config, _METADATA_IN_KEY)
     jax.config.update(_METADATA_IN_KEY, True)
@@ -170,7 +170,7 @@ def _rows(text: str, table: str, pattern: str) -> list[tuple[str, ...]]:
 
 
 def _whole(module: Module, instruction: Instruction) -> list[ArrayType]:
-    """The arrays that a collective assembles or takes, as they are when whole."""
+    """The arrays that a collective assembles or takes, in their unsharded form."""
     table = next(
         computation.instructions
         for computation in module.computations.values()
@@ -179,7 +179,7 @@ def _whole(module: Module, instruction: Instruction) -> list[ArrayType]:
     taken = [array for name in instruction.operands for array in table[name].types]
     given = list(instruction.types)
     if instruction.opcode.endswith("-start"):
-        # A start gives its operands as well; what else it gives stands behind them.
+        # A -start returns its operands first, then its results.
         given = given[len(taken) : 2 * len(taken)] or given
     if len(given) != len(taken):
         return taken or given
@@ -200,11 +200,11 @@ def _line(instruction: Instruction, stacks: Mapping[int, tuple[Frame, ...]]) -> 
 def _model_frame(stack: tuple[Frame, ...]) -> Frame | None:
     """The innermost call in the model's or the loss function's code.
 
-    Where there is none, for the step itself does the operation, the innermost of all.
+    If there is none, because the step itself does the operation: the innermost call.
     """
     for frame in stack:
         if frame.file == _ENGINE:
-            break  # Outside stands who compiled the step.
+            break  # Frames outside the engine belong to the caller.
         if not _is_machinery(frame.file):
             return frame
     return next(iter(stack), None)
@@ -218,7 +218,7 @@ def _is_machinery(file: str) -> bool:
 
 
 def _relative(file: str) -> str:
-    """The path from the working folder, where it is inside."""
+    """The path relative to the working folder, if it is inside."""
     here = Path.cwd()
     return (
         str(Path(file).relative_to(here)) if Path(file).is_relative_to(here) else file

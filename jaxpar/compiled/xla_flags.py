@@ -2,7 +2,7 @@
 
 Options are passed with the compilation (`jax.jit`'s ``compiler_options``), never
 through ``XLA_FLAGS``: two engines in a process may differ. An option is in the table
-when a measurement justifies it; what XLA does well by itself is left to XLA.
+only if a measurement justifies it.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jaxpar.mesh import DATA, are_present
 Value = bool | int | float | str
 
 BUCKET_BYTES = 32 << 20
-"""Gradients that cross in one reduce-scatter, in bytes of whole gradients."""
+"""Gradients in one reduce-scatter, in bytes of unsharded gradients."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Setting:
     Attributes:
       option: XLA's name.
       value: what it is set to.
-      why: what justifies it.
+      why: the justification.
     """
 
     option: str
@@ -39,8 +39,8 @@ def choose_settings(
     """Choose the options that a step for this mesh is compiled with.
 
     Args:
-      mesh: the mesh, whose devices' platform decides.
-      overrides: option -> value, in place of the table's; None for XLA's own default.
+      mesh: the mesh; the platform of its devices selects the options.
+      overrides: option -> value, replacing the table's; None for XLA's own default.
 
     Returns:
       The settings.
@@ -77,8 +77,8 @@ def _for_gpus(mesh: Mesh) -> tuple[Setting, ...]:
 _MOCKED = Setting(
     "xla_gpu_mock_custom_calls",
     True,
-    "a program that is compiled and never run may hold calls that only a GPU at hand "
-    "could fill (jaxpar/models/attention_placeholder.py)",
+    "a program that is compiled and never run may contain calls that only a present "
+    "GPU could fill in (jaxpar/models/attention_placeholder.py)",
 )
 
 
@@ -86,10 +86,10 @@ def _bucket(data: int) -> Setting:
     return Setting(
         "xla_gpu_reduce_scatter_combine_threshold_bytes",
         max(1, BUCKET_BYTES // data),
-        "XLA counts the bytes that stay on a device, so that its default merges "
-        f"the gradients of {data} times as much; unscanned layers' gradients "
-        "would all be alive at the peak (benchmarks/compiled_gpu.py: 2.0 bytes of "
-        "temporaries a parameter, 1.1 so)",
+        "XLA counts the bytes that stay on a device, so its default merges "
+        f"{data} times as many bytes of gradients; those of unscanned layers would "
+        "all be alive at the peak (benchmarks/compiled_gpu.py: 2.0 bytes of "
+        "temporaries per parameter by default, 1.1 with this setting)",
     )
 
 

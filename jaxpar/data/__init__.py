@@ -1,4 +1,4 @@
-"""Where batches come from: files of tokens, read in place and shuffled by Grain."""
+"""Where do batches come from: token files, read in place and shuffled by Grain."""
 
 from jaxpar.data.loader import Loader
 from jaxpar.data.splits import open_splits

@@ -1,8 +1,8 @@
-"""In which order do examples come, and which rows of a batch are this process's?
+"""In which order are examples read, and which rows of a batch are this process's?
 
-The order is a function of (seed, epoch) alone, never of the number of processes, so
-a run goes on exactly where it stopped, also on other machines. The whole state of a
-loader is one integer, the number of batches taken.
+The order depends only on (seed, epoch), not on the number of processes, so a run
+resumes exactly where it stopped, also on other machines. The state of a loader is one
+integer, the number of batches taken.
 """
 
 import sys
@@ -25,17 +25,17 @@ _MAX_ID = np.iinfo(np.int32).max
 
 
 class Loader:
-    """Batches of token windows, in an order that no number of processes changes.
+    """Batches of token windows, in an order that is independent of the process count.
 
     The corpus is cut into windows of ``seq_len + 1`` tokens that start ``seq_len``
     apart, so that every token but the first is a target once. Windows are shuffled
-    over the whole corpus, anew each epoch, and follow each other without end: batch k
+    over the whole corpus, again for each epoch, and form an endless stream: batch k
     is windows ``[k B, (k + 1) B)`` of that stream, across the ends of epochs, and
     process p of P takes its rows ``[p B / P, (p + 1) B / P)``. Threads read ahead.
 
     A loader is its own iterator. With ``repeat=False`` it makes one pass over the full
-    batches; looping over it again after the end starts again, looping after a
-    ``break`` goes on.
+    batches; looping over it again after the end restarts it, looping after a ``break``
+    continues.
 
     Example:
       >>> tokens = Tokens((np.arange(9, dtype=np.uint8),), files=("digits",))
@@ -58,18 +58,18 @@ class Loader:
         process_index: int | None = None,
         process_count: int | None = None,
     ):
-        """Lay out the order; nothing is read before the first batch is asked for.
+        """Set up the order; nothing is read before the first batch is requested.
 
         Args:
           tokens: the corpus.
           batch_size: rows of the global batch, over all processes.
           seq_len: targets per row; a row has one token more.
-          seed: which order, a non-negative integer.
+          seed: of the order, a non-negative integer.
           shuffle: False for the order of the files; None to shuffle if `repeat`.
-          repeat: go on with a next epoch; False for one pass, as evaluation wants.
-          num_batches: end the pass after this many batches; None for no such end.
-          process_index: which process this is; None to ask JAX.
-          process_count: how many share a batch; None to ask JAX.
+          repeat: continue with another epoch; False for one pass, as in evaluation.
+          num_batches: end the pass after this many batches; None for no limit.
+          process_index: of this process; None to ask JAX.
+          process_count: processes that share a batch; None to ask JAX.
 
         Raises:
           ValueError: if a number is out of its range, `batch_size` doesn't divide by
@@ -105,8 +105,8 @@ class Loader:
             order = order.shuffle()
         if self._repeat:
             order = order.repeat()
-        # Grain builds its bookkeeping on the first access, which must not be made by
-        # two reading threads at once.
+        # Grain builds its index on the first access, which two reading threads must not
+        # do at once.
         order[0]
         return order
 
@@ -116,7 +116,7 @@ class Loader:
 
     @property
     def sample_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes of a global batch, as ``jaxpar.initialize`` takes them."""
+        """Shapes of a global batch, for ``jaxpar.initialize``."""
         shape = (self.batch_size, self.seq_len + 1)
         return {"tokens": jax.ShapeDtypeStruct(shape, np.dtype(np.int32))}
 
@@ -145,8 +145,8 @@ class Loader:
         except StopIteration:
             self._ended = True
             raise
-        # Kept only now: a batch that failed (a lost disk, Ctrl-C in a notebook) is off
-        # Grain's queue, and a retry must read it again.
+        # Stored only now: a batch that failed (a lost disk, Ctrl-C in a notebook) has
+        # left Grain's queue, and a retry must read it again.
         self._iterator = iterator
         self._position += 1
         return batch
@@ -166,7 +166,7 @@ class Loader:
         self._iterator, self._position, self._ended = None, position, False
 
     def get_state(self) -> dict[str, Any]:
-        """Say where the loader stands, and in which stream, in JSON's types.
+        """Return the loader's position and its stream, as JSON's types.
 
         The first call reads the whole corpus once, for its hash.
 
@@ -188,13 +188,13 @@ class Loader:
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go to where a state was taken; the next batch is the one that came next.
+        """Move to the position of a state; the next batch is the one that followed it.
 
         Args:
           state: from `get_state`, of a loader over any number of processes.
 
         Raises:
-          ValueError: if the state lacks an entry, is of another stream, or lies
+          ValueError: if the state lacks an entry, belongs to another stream, or is
             beyond the end of the pass.
         """
         stream = self._stream()
@@ -210,21 +210,21 @@ class Loader:
         if changed:
             raise ValueError(
                 f"state is of another stream of batches: {'; '.join(changed)}. Make "
-                "the Loader with what it was, or don't restore its state, to start "
-                "this stream from the beginning."
+                "the Loader with the former values, or don't restore its state, to "
+                "start this stream from the beginning."
             )
         position = state["position"]
         if not 0 <= position <= len(self._batches):
             raise ValueError(
                 f"state has position={position}, but a pass of this Loader has "
-                f"{len(self._batches)} batches; give it the repeat= and num_batches= "
-                "that it had."
+                f"{len(self._batches)} batches; use the repeat= and num_batches= that "
+                "it was saved with."
             )
         self._move_to(position)
 
 
 class _Batches:
-    """One process's rows of global batch k, for any k: what Grain's threads read."""
+    """One process's rows of global batch k, for any k; read by Grain's threads."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ class _Batches:
         if not np.can_cast(windows.dtype, np.int32) and windows.max() > _MAX_ID:
             raise ValueError(
                 f"batch {index} holds token id {windows.max()}, but ids must be below "
-                "2**31, for models take int32; check the dtype= the file was read with."
+                "2**31, because models take int32; check the file's dtype=."
             )
         return {"tokens": windows.astype(np.int32)}
 
@@ -276,8 +276,8 @@ def _check_process(index: int, count: int, batch_size: int) -> None:
         )
     if batch_size % count:
         raise ValueError(
-            f"batch_size={batch_size} must divide by process_count={count}, for each "
-            f"process gives as many rows; take {batch_size // count * count or count} "
+            f"batch_size={batch_size} must be a multiple of process_count={count}: all "
+            f"processes give as many rows; take {batch_size // count * count or count} "
             f"or {(batch_size // count + 1) * count}."
         )
 

@@ -1,4 +1,4 @@
-"""Which tokens are trained on, and which held out?"""
+"""Which tokens are for training, and which are held out?"""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ def open_splits(
     Args:
       data: text files or folders, or .bin or .npy files of tokens; empty for the
         standard library's source, with its own held-out files.
-      heldout: the held-out ones; given exactly where `data` is.
+      heldout: the held-out ones; required exactly when `data` is given.
 
     Returns:
       (train, heldout).

@@ -17,9 +17,9 @@ def stdlib_source() -> tuple[Tokens, Tokens]:
     """Read the running interpreter's standard library as bytes, in two splits.
 
     Files are sorted by their path in the library. A file is held out if the CRC-32 of
-    that path is a multiple of 20, so that a file keeps its split when others come or
-    go. Left out are installed packages, tests and what a build writes about its own
-    machine. Another Python version has another corpus: compare runs by ``sha256``.
+    that path is a multiple of 20, so that a file stays in its split when others are
+    added or removed. Installed packages, tests and build records of the machine are
+    excluded. Another Python version has another corpus: compare runs by ``sha256``.
 
     Returns:
       (train, heldout); about one file in 20 is held out.
@@ -43,5 +43,5 @@ def stdlib_source() -> tuple[Tokens, Tokens]:
 
 
 def _is_build_record(name: str) -> bool:
-    """Say whether a file holds the paths and flags of the machine that built Python."""
+    """Whether a file holds paths and flags of the machine that built Python."""
     return name.startswith(("config-", "_sysconfigdata"))

@@ -1,6 +1,6 @@
-"""What is the corpus? One run of token ids over files, and the hash that names it.
+"""What is the corpus: one sequence of token ids over files, identified by its hash.
 
-Token files are memory-mapped and never joined, so that a corpus larger than memory
+Token files are memory-mapped and never joined, so a corpus larger than memory only
 costs what is read of it.
 """
 
@@ -19,7 +19,7 @@ from jaxtyping import Integer
 from numpy.typing import DTypeLike
 
 _HASH_CHUNK = 1 << 22
-"""Elements hashed at a time: enough to be as fast as the disk, too few to matter."""
+"""Elements hashed at a time: enough for the disk's speed, little memory."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,11 +27,11 @@ class Tokens:
     """Token ids in a fixed order, possibly over several arrays on disk.
 
     Attributes:
-      parts: 1-D integer arrays of one dtype, taken as one run; memory maps where the
-        data lie on disk.
-      files: what the ids were read from, in order, for messages and records.
-      vocab_size: one more than the largest id there can be, where the kind of the
-        data says so (256 for bytes); None where it doesn't.
+      parts: 1-D integer arrays of one dtype, read as one sequence; memory maps for data
+        on disk.
+      files: the files of the ids, in order, for messages and records.
+      vocab_size: one more than the largest possible id, where the data's format
+        determines it (256 for bytes); None otherwise.
 
     Raises:
       ValueError: if a part is not 1-D, not of integers or of another dtype than the
@@ -68,7 +68,7 @@ class Tokens:
                 )
         if not len(self):
             raise ValueError(
-                f"the corpus of {len(self.files)} files holds no token; give at least "
+                f"the corpus of {len(self.files)} files holds no tokens; give at least "
                 "one file that is not empty."
             )
 
@@ -86,7 +86,7 @@ class Tokens:
 
     @property
     def array(self) -> Integer[np.ndarray, "_"]:
-        """All ids as one array: in place for a single part, joined in memory else."""
+        """All ids as one array: in place for one part, otherwise joined in memory."""
         return self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts)
 
     def read(self, start: int, stop: int) -> Integer[np.ndarray, "_"]:
@@ -125,25 +125,25 @@ def read_tokens(
 ) -> Tokens:
     """Read a corpus: text as bytes, or token files, from files and folders.
 
-    A folder stands for the files below it whose relative path fits `include`, sorted
-    by that path, hidden ones left out. The suffix says what a file is: ``.npy`` an
-    array of ids, ``.bin`` bare ids one after the other, anything else text. Text is
-    taken byte by byte; one text file is memory-mapped, several are joined in memory.
+    A folder stands for the files below it whose relative path matches `include`, sorted
+    by that path, without hidden ones. The suffix determines the format: ``.npy`` is an
+    array of ids, ``.bin`` is raw ids, anything else is text. Text is read as bytes; one
+    text file is memory-mapped, several are joined in memory.
 
     Args:
-      *paths: files and folders, in the order in which they are to be read.
+      *paths: files and folders, in reading order.
       include: shell-style pattern for the files of folders (``"*.py"``); a star also
-        crosses slashes.
-      dtype: what a ``.bin`` file holds; None for little-endian uint16.
+        matches slashes.
+      dtype: of the ids in a ``.bin`` file; None for little-endian uint16.
 
     Returns:
-      The corpus, memory-mapped where it can be.
+      The corpus, memory-mapped where possible.
 
     Raises:
-      FileNotFoundError: if a path doesn't exist, or a folder has no file that fits.
+      FileNotFoundError: if a path doesn't exist, or a folder has no matching file.
       ValueError: if there is no path, text and token files are mixed, `dtype` is not
-        of integers or is given for other files than ``.bin``, a file is not what its
-        suffix says, or all files are empty.
+        of integers or is given for other files than ``.bin``, a file's content does not
+        match its suffix, or all files are empty.
     """
     if not paths:
         raise ValueError(
@@ -157,7 +157,7 @@ def read_tokens(
     if dtype is not None and kind != ".bin":
         raise ValueError(
             f"dtype={np.dtype(dtype).name} is for .bin files, but {found[0][0]!r} is "
-            f"{kind}; leave dtype out."
+            f"{kind}; omit dtype."
         )
     if kind == "text":
         return join_text(found)
@@ -172,18 +172,18 @@ def read_tokens(
 def find_files(
     path: pathlib.Path, include: str, left_out: Container[str] = ()
 ) -> list[tuple[str, pathlib.Path]]:
-    """List the files that a path stands for, with the names they go by.
+    """List the files that a path stands for, with their names.
 
     Args:
       path: a file, which stands for itself, or a folder.
       include: shell-style pattern for the relative paths of a folder's files.
-      left_out: names of folders not to go into, beside hidden ones.
+      left_out: names of folders to skip, besides hidden ones.
 
     Returns:
       (name, path) pairs; below a folder, names are relative to it, and sorted.
 
     Raises:
-      FileNotFoundError: if the path doesn't exist, or no file of the folder fits.
+      FileNotFoundError: if the path doesn't exist, or no file of the folder matches.
     """
     if path.is_file():
         return [(path.name, path)]
@@ -202,14 +202,14 @@ def find_files(
     found = sorted(name for name in names if fnmatch.fnmatchcase(name, include))
     if not found:
         raise FileNotFoundError(
-            f"paths: folder '{path}' has no file that fits include={include!r}; give "
-            "another folder or another pattern."
+            f"paths: folder '{path}' has no file that matches include={include!r}; "
+            "give another folder or another pattern."
         )
     return [(name, path / name) for name in found]
 
 
 def join_text(files: Sequence[tuple[str, pathlib.Path]]) -> Tokens:
-    """Take text files as one run of bytes, in the order given.
+    """Read text files as one sequence of bytes, in the order given.
 
     Args:
       files: (name, path) pairs.
@@ -230,7 +230,7 @@ def join_text(files: Sequence[tuple[str, pathlib.Path]]) -> Tokens:
 
 
 def _single_kind(files: Sequence[tuple[str, pathlib.Path]]) -> str:
-    """Tell the one kind of all files: ``text``, ``.npy`` or ``.bin``."""
+    """The one kind of all files: ``text``, ``.npy`` or ``.bin``."""
     example = {}
     for name, path in files:
         kind = path.suffix if path.suffix in (".npy", ".bin") else "text"
@@ -238,7 +238,7 @@ def _single_kind(files: Sequence[tuple[str, pathlib.Path]]) -> str:
     if len(example) > 1:
         listing = ", ".join(f"{name!r} ({kind})" for kind, name in example.items())
         raise ValueError(
-            f"paths: {listing} are of different kinds, and a corpus is of one; pick "
+            f"paths: {listing} are of different kinds, but a corpus has one; choose "
             "one kind with include=, such as include='*.bin'."
         )
     return next(iter(example))
@@ -254,15 +254,15 @@ def _map_bytes(path: pathlib.Path, dtype: np.dtype) -> np.ndarray:
 def _map_bin(path: pathlib.Path, dtype: np.dtype) -> np.ndarray:
     if not np.issubdtype(dtype, np.integer):
         raise ValueError(
-            f"dtype={dtype.name} must be an integer dtype, for a .bin file holds token "
-            "ids; give the one the file was written with, such as 'uint16'."
+            f"dtype={dtype.name} must be an integer dtype, because .bin files hold "
+            "token ids; give the one the file was written with, such as 'uint16'."
         )
     size = path.stat().st_size
     if size % dtype.itemsize:
         raise ValueError(
-            f"paths: '{path}' has {size} bytes, which is no multiple of the "
+            f"paths: '{path}' has {size} bytes, which is not a multiple of the "
             f"{dtype.itemsize} bytes of a {dtype.name}; give the dtype= it was written "
-            "with, or write the file again if it was cut short."
+            "with, or write the file again if it was truncated."
         )
     return _map_bytes(path, dtype)
 

@@ -1,7 +1,7 @@
-"""How does a batch reach the devices: checked against the sample, rows over data.
+"""How is a batch placed: checked against the sample, its rows sharded over data.
 
-Each process passes its own rows (global / number of processes, in process order); a
-`jax.Array` is taken as global, another framework's tensor as NumPy's.
+Each process passes its own rows (global / number of processes, in process order). A
+`jax.Array` is a global array; another framework's tensor is treated as a NumPy array.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from jaxpar.types import Batch
 
 @dataclasses.dataclass(frozen=True)
 class BatchSpec:
-    """The shapes of a global batch and where its rows go.
+    """The shapes and shardings of a global batch.
 
     Attributes:
       leaves: leaf name -> global shape and dtype.
@@ -43,12 +43,12 @@ class BatchSpec:
 
     @property
     def sharding(self) -> NamedSharding:
-        """Rows over data, whole over the other axes."""
+        """Rows sharded over data, replicated over the other axes."""
         return NamedSharding(self.mesh, P(DATA))
 
     @property
     def shardings(self) -> Batch:
-        """Where a global batch is: a tree of shardings."""
+        """A global batch's tree of shardings."""
         places = [self._place(name) for name in self.leaves]
         return jax.tree.unflatten(self.structure, places)
 
@@ -61,7 +61,7 @@ class BatchSpec:
         return jax.tree.unflatten(self.structure, structs)
 
     def num_calls(self, accumulate: int) -> int:
-        """The loss function's calls in a step of so many micro-batches."""
+        """Calls of the loss function in a step of `accumulate` micro-batches."""
         if isinstance(self.rows(1), Packed):
             return self.num_rows
         return self.mesh.shape[DATA] * accumulate
@@ -86,7 +86,7 @@ class BatchSpec:
         """Check a batch and make it a global array on the mesh.
 
         Args:
-          batch: this process's rows (NumPy arrays, or tensors that DLPack takes), or
+          batch: this process's rows (NumPy arrays, or tensors that support DLPack), or
             global `jax.Array`s.
 
         Returns:
@@ -105,12 +105,12 @@ class BatchSpec:
         """Check a batch of any number of rows and place it, in two parts.
 
         Args:
-          batch: as for `put`, with another number of rows on each process.
-          whole: whether rows that data does not divide are to stay together.
+          batch: as for `put`; processes may have different numbers of rows.
+          whole: whether to replicate all rows if data does not divide their number.
 
         Returns:
-          The rows that data divides, over data, and those left over, all of them on
-          every device; None where there are none.
+          The rows that data divides, sharded over data, and the left-over rows,
+          replicated on every device; None for a part without rows.
 
         Raises:
           ValueError: as `put`, or if no process has a row.
@@ -148,8 +148,8 @@ class BatchSpec:
     def _counted(self, batch: Batch) -> tuple[dict[str, Any], list[int]]:
         """The batch's arrays, checked, and the rows of each process.
 
-        Of global arrays the rows are known everywhere. Else the processes agree, and
-        one whose batch is refused says so to the others, which would wait for it.
+        For global arrays every process knows the rows. Otherwise processes exchange
+        their numbers; one with an invalid batch sends -1, so the others do not hang.
         """
         leaves, num_own, refused = {}, -1, None
         try:
@@ -159,7 +159,7 @@ class BatchSpec:
             ]
             own = next((x for x in rows if not isinstance(x, jax.Array)), rows[0])
             num_own = (*np.shape(own), 0)[0]
-            if np.ndim(own):  # A scalar is no rows.
+            if np.ndim(own):  # A scalar has no rows.
                 hosts = {
                     k: x for k, x in leaves.items() if not isinstance(x, jax.Array)
                 }
@@ -178,8 +178,8 @@ class BatchSpec:
             raise refused
         if -1 in counts:
             raise ValueError(
-                f"batch: process {counts.index(-1)} refuses its own, see there; this "
-                "process's is as it must be."
+                f"batch: process {counts.index(-1)} has an invalid batch, see its "
+                "error; this process's batch is valid."
             )
         return leaves, counts
 
@@ -200,7 +200,7 @@ class BatchSpec:
         }
 
     def _check(self, leaves: Mapping[str, Any], num_own: int, num_rows: int) -> None:
-        """Hold each leaf to the sample's, with so many rows of this process and all."""
+        """Compare each leaf with the sample's, for `num_own` of `num_rows` rows."""
         for name, leaf in leaves.items():
             struct, is_rows = self.leaves[name], name not in self.replicated
             is_all = isinstance(leaf, jax.Array) or jax.process_count() == 1
@@ -239,7 +239,7 @@ def make_batch_spec(sample_batch: Batch, mesh: Mesh, accumulate: int) -> BatchSp
 
     Raises:
       ValueError: if leaves are not arrays of numbers, have no rows or different numbers
-        of them, or the rows do not divide by data x accumulate, or accumulate is not
+        of rows, data x accumulate does not divide the rows, or accumulate is not
         positive.
     """
     if not isinstance(accumulate, int) or accumulate < 1:
@@ -264,8 +264,8 @@ def make_batch_spec(sample_batch: Batch, mesh: Mesh, accumulate: int) -> BatchSp
     if not rows or None in rows.values() or len(set(rows.values())) > 1:
         raise ValueError(
             f"sample_batch: rows by leaf are {rows}; every leaf must have the same "
-            "number of rows as its leading dim (at least one leaf). Wrap what is not "
-            "rows: jaxpar.Replicated(x)."
+            "number of rows as its leading dim (at least one leaf). Wrap values that "
+            "are not rows: jaxpar.Replicated(x)."
         )
     (num_rows,) = set(rows.values())
     data = mesh.shape[DATA]
@@ -280,12 +280,12 @@ def make_batch_spec(sample_batch: Batch, mesh: Mesh, accumulate: int) -> BatchSp
 
 
 def _refuse_lists(argument: str, batch: Batch) -> None:
-    """Refuse a list or tuple of numbers, whose every number would be a leaf."""
+    """Raise for a list or tuple of numbers: JAX would make every number a leaf."""
     for name, leaf in tree.named_leaves(batch, is_leaf=_is_list_of_numbers).items():
         if _is_list_of_numbers(leaf):
             raise ValueError(
                 f"{argument}: leaf {name or 'batch'} is a {type(leaf).__name__} of "
-                "numbers, not an array; pass np.asarray of it."
+                "numbers, not an array; convert it with np.asarray."
             )
 
 
@@ -296,9 +296,9 @@ def _is_list_of_numbers(node: Any) -> bool:
 
 
 def _numeric(argument: str, name: str, leaf: Any, mesh: Mesh, *, is_whole: bool) -> Any:
-    """An array of numbers, taken from another framework where it is its tensor.
+    """Check an array of numbers; convert another framework's tensor.
 
-    What is whole everywhere may be a Python number as well.
+    A replicated leaf may also be a Python number.
     """
     if is_whole and isinstance(leaf, bool | int | float):
         return np.asarray(leaf)
@@ -310,6 +310,6 @@ def _numeric(argument: str, name: str, leaf: Any, mesh: Mesh, *, is_whole: bool)
         found = dtype or type(leaf).__name__
         raise ValueError(
             f"{argument}: leaf {name or 'batch'} is {found}, not an array of numbers; "
-            "make it one by np.asarray, or leave it out."
+            "convert it with np.asarray, or leave it out."
         )
     return leaf

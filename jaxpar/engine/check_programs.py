@@ -1,4 +1,4 @@
-"""What is compiled to check that a loss is a mean over rows (`step.loss_check`)?"""
+"""How are the programs built that check a loss to be a mean (`step.loss_check`)?"""
 
 import dataclasses
 import functools
@@ -37,18 +37,18 @@ def make_loss_checks(
     traced: ModelTrace,
     reasons: Mapping[str, str | None],
 ) -> dict[str, NoCheck]:
-    """Make what compares the loss functions with themselves, by argument.
+    """Make the checks of the loss functions, by argument.
 
     Args:
       placement: where every leaf of the state is stored.
-      spec: what is known of the step.
-      partition: how the loss function is run from shards.
+      spec: what is known about the step.
+      partition: how the loss function is run on shards.
       rows: shapes of one shard of a micro-batch.
-      traced: what tracing the loss functions shows.
-      reasons: why one is not checked; None where it is.
+      traced: the results of tracing the loss functions.
+      reasons: why a loss is not checked; None if it is.
 
     Raises:
-      ValueError: if a loss function calls the host, where it runs on shards.
+      ValueError: if a loss function that runs on shards calls the host.
     """
     network, abstract = partition.network, traced.abstract
     checks: dict[str, NoCheck] = {}
@@ -74,16 +74,16 @@ def make_loss_check(
     *,
     training: bool,
 ) -> LossCheck:
-    """Name what is compiled to check a loss function.
+    """Make the jitted functions that check a loss function.
 
     Args:
       placement: where every leaf of the state is stored.
-      spec: what is known of the step.
-      partition: how the loss function is run from shards.
+      spec: what is known about the step.
+      partition: how the loss function is run on shards.
       loss: the loss function.
-      precision: to compare in.
+      precision: the precision of the check.
       tolerance: relative.
-      training: whether the model is in training mode; else the loss is eval_fn's.
+      training: whether to check loss_fn in training mode; False for eval_fn.
     """
     mesh, proved = placement.mesh, []
     replicated = NamedSharding(mesh, P())
@@ -104,7 +104,7 @@ def make_loss_check(
 
         proved.clear()
         drawn = found(constant=False)
-        # Proved of the rows and not of their halves, they would differ.
+        # If draws are proved for the rows but not the halves, losses would differ.
         return drawn if len(set(proved)) < 2 else found(constant=True)
 
     def totals(shards, inputs, model_state, key) -> Sums:
@@ -148,7 +148,7 @@ def _forward_of(
     training: bool,
     constant: bool = False,
 ) -> Callable[..., Sums]:
-    """Make the forward of so many micro-batches, each row with its own numbers."""
+    """Make the forward of `parts` micro-batches, with fixed draws for each row."""
     draws = OfParts(parts, placement.mesh.shape[DATA], constant, proved.append)
     own = dataclasses.replace(of, draws=draws)
     like = placement.abstract.params

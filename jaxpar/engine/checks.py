@@ -1,4 +1,4 @@
-"""What can be known to be wrong of the arguments before anything is traced?"""
+"""Which errors in the arguments can be found before tracing?"""
 
 import numbers
 from typing import Any
@@ -14,7 +14,7 @@ from jaxpar.types import Params
 def check_arguments(
     mesh: Mesh, optimizer: Any, clip_norm: float | None, seed: int
 ) -> None:
-    """Check what `jaxpar.initialize` is given and no other part looks at.
+    """Check the arguments of `jaxpar.initialize` that no other module checks.
 
     Args:
       mesh: the mesh.
@@ -23,13 +23,13 @@ def check_arguments(
       seed: the run's seed.
 
     Raises:
-      ValueError: if a value is out of range, or the mesh not one of jaxpar's.
-      TypeError: if `optimizer` is no optax transformation.
+      ValueError: if a value is out of range, or the mesh lacks jaxpar's axes.
+      TypeError: if `optimizer` is not an optax transformation.
     """
     if not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise ValueError(
-            f"seed={seed!r} must be an integer from 0 to 2**32 - 1: jax takes 32 bits "
-            "of it, so that others would give the same key as one of these."
+            f"seed={seed!r} must be an integer from 0 to 2**32 - 1: jax uses 32 bits "
+            "of it, so another seed would give the same key as one of these."
         )
     if mesh.axis_names != AXES or set(mesh.axis_types) != {AxisType.Auto}:
         raise ValueError(
@@ -49,10 +49,10 @@ def _check_optimizer(optimizer: Any) -> None:
         return
     shown, remedy = repr(optimizer), "call its factory, as in optax.adamw(1e-3)"
     if isinstance(optimizer, numbers.Real):
-        remedy = f"a learning rate goes into one, as in optax.adamw({optimizer})"
+        remedy = f"pass a learning rate to one, as in optax.adamw({optimizer})"
     elif hasattr(optimizer, "tx"):
         shown = f"{type(optimizer).__name__}(...)"
-        remedy = "pass the one that it holds, optimizer=tx for nnx.Optimizer(model, tx)"
+        remedy = "pass the one inside it, optimizer=tx for nnx.Optimizer(model, tx)"
     elif callable(optimizer):
         remedy += ", and pass a schedule to it, as in optax.adamw(schedule)"
     raise TypeError(
@@ -65,7 +65,7 @@ def check_trainable(params: Params) -> None:
     """Check that every parameter can have a gradient and an fp32 master.
 
     Args:
-      params: shapes of the parameters, as the model makes them.
+      params: shapes of the parameters, in the model's dtypes.
 
     Raises:
       ValueError: if there are none, or one is not of a real floating dtype.
@@ -79,13 +79,13 @@ def check_trainable(params: Params) -> None:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
                 f"model: parameter {name} is {leaf.dtype}, but a parameter must be "
-                "floating to be trained. Keep it in another nnx.Variable, or in "
-                "another Linen collection than params."
+                "floating to be trained. Make it another kind of nnx.Variable, or put "
+                "it into another Linen collection than params."
             )
 
 
 def check_elements(params: Params, mesh: Mesh) -> None:
-    """Refuse a parameter without an element on several devices.
+    """Raise for a parameter of size 0 on several devices.
 
     Raises:
       ValueError: if there is one.
@@ -93,7 +93,7 @@ def check_elements(params: Params, mesh: Mesh) -> None:
     for name, leaf in tree.named_leaves(params).items():
         if not leaf.size and mesh.size > 1:
             raise ValueError(
-                f"model: parameter {name} has shape {leaf.shape}, without an element, "
-                "on which XLA crashes in programs of several devices (jax 0.11.2). "
+                f"model: parameter {name} has shape {leaf.shape} and no elements; "
+                "XLA crashes on it in programs of several devices (jax 0.11.2). "
                 "Leave it out of the model, or train on one device."
             )

@@ -1,4 +1,4 @@
-"""What does an engine's step hold and communicate, read from the compiled program?"""
+"""How much does a step hold and communicate, according to the compiled program?"""
 
 import abc
 import dataclasses
@@ -23,16 +23,16 @@ from jaxpar.step.state import packed_structs, state_shardings
 
 @dataclasses.dataclass(frozen=True)
 class StepSpec:
-    """What is known of a step before it is compiled.
+    """What is known about a step before it is compiled.
 
     Attributes:
-      execution: how the model meets the pipe axis.
-      precision: what the step computes in.
+      execution: how the model runs over the pipe axis.
+      precision: the step's dtypes.
       accumulate: micro-batches a step.
       coupled: whether the loss couples examples.
       settings: the compiler's options.
-      forward_flops: operations of a step's forward passes, of all devices.
-      remarks: what an explanation says of the loss.
+      forward_flops: FLOPs of a step's forward passes, on all devices.
+      remarks: lines about the loss for `CompiledStep.explain`.
     """
 
     execution: Execution
@@ -45,17 +45,17 @@ class StepSpec:
 
 
 class CompiledStep(abc.ABC):
-    """A step that is compiled whenever something is asked about it.
+    """A step that can be compiled to inspect it.
 
     Args:
       placement: where every leaf of the state is stored.
-      spec: what is known of the step.
-      arguments: what `jaxpar.initialize` was given, the batch as shapes.
+      spec: what is known about the step.
+      arguments: the arguments of `jaxpar.initialize`, the batch as shapes.
 
     Attributes:
       placement: as given.
       spec: as given.
-      arguments: as given: to make the engine again on another mesh.
+      arguments: as given, to rebuild the engine on another mesh.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class CompiledStep(abc.ABC):
 
     @abc.abstractmethod
     def trace(self) -> jax.stages.Traced:
-        """Trace the step: a function of the kept state's leaves and a batch."""
+        """Trace the step: a function of the packed state's leaves and a batch."""
 
-    if not TYPE_CHECKING:  # Else checkers take any name for an attribute.
+    if not TYPE_CHECKING:  # Otherwise type checkers accept any attribute.
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Say of a name that there is not where it has gone."""
+            """Raise for an unknown attribute; for `plan`, name its replacement."""
             moved = " Call jaxpar.plan(engine, target)." if name == "plan" else ""
             raise AttributeError(
                 f"{type(self).__name__} has no attribute {name!r}.{moved}",
@@ -79,17 +79,17 @@ class CompiledStep(abc.ABC):
             )
 
     def lower(self) -> jax.stages.Lowered:
-        """Lower the step for the mesh's devices, which need not be here.
+        """Lower the step for the mesh's devices, which may be compile-only.
 
         Returns:
-          What ``.compile()`` makes the program from. Its arguments are named
+          The lowered step; ``.compile()`` makes the program. Its arguments are named
           ``state[0]``, ``state[1]`` and so on, and ``batch...``.
         """
         platform = lowering_platform(self.placement.mesh)
         return self.trace().lower(lowering_platforms=(platform,))
 
     def explain(self) -> Explanation:
-        """Compile the step, and say what every leaf, axis and the memory cost.
+        """Compile the step, and report bytes by leaf, traffic by axis, and memory.
 
         Returns:
           Text when printed, also in a notebook; `as_json` for programs.
@@ -97,31 +97,31 @@ class CompiledStep(abc.ABC):
         return self._explanation(self.lower().compile())
 
     def budget(self) -> Budget:
-        """Compile the step, and record what it holds and moves now.
+        """Compile the step, and record what it holds and communicates.
 
         Returns:
-          A budget to keep in a file (`Budget.as_json`) and to `verify` against.
+          A budget to store in a file (`Budget.as_json`) and to `verify` against.
         """
         return self.measure(self.lower()).budget()
 
     def verify(self, budget: Budget | None = None) -> Budget:
-        """Compile the step, and hold it to a budget.
+        """Compile the step, and compare it with a budget.
 
-        State bytes, bytes that are communicated over each axis by kind of collective,
-        and the peak. A loop whose trip count the program does not tell is counted once.
+        Compares state bytes, bytes communicated over each axis by kind of collective,
+        and peak memory. A loop of unknown trip count is counted once.
 
         Args:
-          budget: what the step may hold and move, such as `budget` recorded; None for
-            what its ZeRO stage, precision and micro-batches mean by design. That
-            bounds the state and what is communicated over data, not over tensor and
-            pipe, and not what an optimizer moves for itself (Muon).
+          budget: the most that the step may hold and communicate, such as `budget`
+            recorded; None for the closed form of its ZeRO stage, precision and
+            micro-batches. The closed form bounds the state and the traffic over data,
+            not over tensor and pipe, and not an optimizer's own traffic (Muon).
 
         Returns:
-          What the step holds and moves now, as `budget` does.
+          What the step holds and communicates now, as `budget` returns it.
 
         Raises:
-          BudgetExceeded: if it is more; the message names the leaves, or the
-            operations by their lines in the source.
+          BudgetExceeded: if the step exceeds it; the message names the leaves, or the
+            operations by their source lines.
         """
         measured = self.measure(self.lower())
         violations = check(budget or self.closed_form_budget(), measured)
@@ -130,7 +130,7 @@ class CompiledStep(abc.ABC):
         return measured.budget()
 
     def closed_form_budget(self) -> Budget:
-        """What the step holds and moves by design, by its closed form."""
+        """What the step should hold and communicate, by the closed form."""
         own, spec = self.placement, self.spec
         ruled = state_shardings(own.abstract, own.leaves, own.zero, own.mesh)
         stored = state_bytes(packed_structs(own.update, own.abstract, ruled))
@@ -138,7 +138,7 @@ class CompiledStep(abc.ABC):
         return closed_form_budget(crossing, self.closed_form, sum(stored.values()))
 
     def measure(self, lowered: jax.stages.Lowered) -> Measured:
-        """Compile the step, and say what it holds and moves, and for which lines."""
+        """Compile the step, and measure what it holds and moves, by source line."""
         with todays_lines():
             compiled = lowered.compile()
         text = compiled.as_text() or ""
@@ -149,7 +149,7 @@ class CompiledStep(abc.ABC):
 
     @property
     def closed_form(self) -> ClosedForm:
-        """How parameters and gradients are communicated over data by design."""
+        """The closed form of the traffic over data of parameters and gradients."""
         mesh = self.placement.mesh
         return ClosedForm(
             zero=self.placement.zero,
@@ -162,12 +162,12 @@ class CompiledStep(abc.ABC):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is worth knowing of the schedule and of the optimizer, a line each."""
+        """Notes on the schedule and the optimizer, a line each."""
         own, execution = self.placement, self.spec.execution
         return (*execution.notes(own.zero, own.leaves), *own.update.notes())
 
     def _explanation(self, compiled: Any, module: Module | None = None) -> Explanation:
-        """Explain the compiled step; `module` is its program, where that is parsed."""
+        """Explain the compiled step; `module` is its program, if already parsed."""
         own, spec = self.placement, self.spec
         return make_explanation(
             own.packed,

@@ -1,6 +1,6 @@
 """What is a run: `Engine` binds a model, its optimizer and their state on a mesh.
 
-It keeps the state as flat leaves, for dispatch costs by the nested node.
+It holds the state as flat leaves, because dispatch costs grow with nested nodes.
 """
 
 import contextlib
@@ -35,11 +35,11 @@ class Engine(CompiledStep):
     Args:
       network: the model.
       placement: where every leaf of the state is stored.
-      spec: what is known of the step.
+      spec: what is known about the step.
       batch_spec: the shapes of a global batch.
-      program: what is compiled.
-      state: what is kept of the state to start from.
-      arguments: what `initialize` was given, to make the engine again elsewhere.
+      program: the compiled functions.
+      state: the initial state, packed.
+      arguments: the arguments of `initialize`, to rebuild the engine on another mesh.
 
     Attributes:
       mesh: the mesh.
@@ -80,17 +80,17 @@ class Engine(CompiledStep):
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "An Engine can't be pickled or copied: it holds arrays on devices and "
-            "compiled programs. Write its state by engine.save(folder), and restore it "
-            "into an engine made there by jaxpar.initialize."
+            "compiled programs. Write its state with engine.save(folder), and restore "
+            "it into an engine made by jaxpar.initialize in the other process."
         )
 
     @property
     def state(self) -> TrainState:
         """The sharded state, leaf by leaf.
 
-        A view, whose arrays the next step donates; a fused optimizer's is a copy.
-        Setting a leaf of it changes nothing, and the next call raises: new parameters
-        are for `load_params`.
+        A view, whose arrays the next step donates; with a fused optimizer a copy.
+        Setting a leaf of it has no effect, and the next call raises; use `load_params`
+        to set parameters.
         """
         if self._view is None:
             self._view = make_view(self.placement.unpack(self._packed))
@@ -98,7 +98,7 @@ class Engine(CompiledStep):
 
     @property
     def steps(self) -> int:
-        """Steps taken, skipped ones too; waits for them."""
+        """Steps taken, including skipped ones; waits for them."""
         return int(self._packed.step)
 
     @property
@@ -108,7 +108,7 @@ class Engine(CompiledStep):
     def step(self, batch: Batch) -> Metrics:
         """Take one training step; returns when it is dispatched.
 
-        Waits for the step before the last, so that two are under way at most.
+        Waits for the step before the last, so at most two steps are in flight.
 
         Args:
           batch: this process's rows of a global batch, or global `jax.Array`s.
@@ -125,15 +125,15 @@ class Engine(CompiledStep):
           RuntimeError: if another thread is in a method of this engine.
 
         Warns:
-          SkippedStepWarning: at the first step skipped, the second, the fourth and so
-            on, unless the loss is scaled, whose overflows are usual.
+          SkippedStepWarning: at the first skipped step, the second, the fourth and so
+            on; not if the loss is scaled, where overflows are normal.
         """
         with self._alone("step"):
             placed = self._put(batch)
             self._program.loss_check.before_call(
                 lambda: self._packed, placed, self._ahead
             )
-            # The view goes first, for a fused optimizer's holds arrays of its own.
+            # First drop the view: with a fused optimizer it holds arrays of its own.
             self._view, self._number = None, self._number + 1
             before = self._leaves
             self._leaves, metrics, exhausted = self._program.step(before, placed)
@@ -145,7 +145,7 @@ class Engine(CompiledStep):
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """The compiled pure step; donates `state`, or a copy where it is the engine's.
 
-        With a fused optimizer the state is copied into its buckets, and out of them.
+        With a fused optimizer the state is copied into buckets and out of them.
 
         Args:
           state: a train state of this engine's shapes and shardings.
@@ -171,16 +171,17 @@ class Engine(CompiledStep):
     def evaluate(self, batch: Batch, *, params: Params | None = None) -> Metrics:
         """Evaluate on a batch of any number of rows.
 
-        Rows that data does not divide (all, where the loss couples them) are computed
-        on every shard, by a program of their own; several processes wait for the last.
+        Rows left over by data (all rows, if the loss couples them) are computed on
+        every shard, by a separate program. With several processes, waits for earlier
+        programs.
 
         Args:
           batch: as for `step`; processes may have different numbers of rows, or none.
-          params: other parameters, such as an average of them, as `load_params` takes
-            them; None for the engine's.
+          params: other parameters, such as an average, in the form that `load_params`
+            takes; None for the engine's.
 
         Returns:
-          loss, its weight and the user's metrics, by eval_fn in evaluation mode.
+          loss, its weight and the user's metrics, from eval_fn in evaluation mode.
         """
         with self._alone("evaluate"):
             self.placement.require_devices("batch")
@@ -199,14 +200,14 @@ class Engine(CompiledStep):
             return metrics
 
     def model(self, *, params: Params | None = None) -> Any:
-        """The trained model itself, in evaluation mode: to sample from, to export.
+        """The trained model in evaluation mode, to sample from or to export.
 
         Args:
           params: other parameters, as for `evaluate`; None for the engine's.
 
         Returns:
-          The nnx.Module (or a `jaxpar.model.linen.LinenModel`) around the fp32 masters,
-          sharded as they are stored: views that the next step donates, as `state`.
+          The nnx.Module (or a `jaxpar.model.linen.LinenModel`) with the fp32 masters,
+          sharded as they are stored: views that the next step donates, like `state`.
         """
         self.placement.require_devices("model")
         with self._alone("model"):
@@ -216,11 +217,11 @@ class Engine(CompiledStep):
             return self._network.run(lambda model, _: model, *given, training=False)[0]
 
     def load_params(self, params: Params) -> None:
-        """Take other parameters; the optimizer's state and the step stay.
+        """Replace the parameters; the optimizer state and the step are unchanged.
 
         Args:
           params: arrays by the names of ``engine.state.params``, of the same shapes, in
-            any floating dtype, sharded or not (whole on every process).
+            any floating dtype, sharded or not (the same on every process).
 
         Raises:
           ValueError: if leaves are missing, unknown or of another shape.
@@ -242,23 +243,23 @@ class Engine(CompiledStep):
     ) -> None:
         """Save the state; returns when it is copied to the host.
 
-        The step counts as saved when `wait`, or the next save, has returned: it is
-        written, synced, read back and moved to its name then.
+        The step is saved once `wait`, or the next save, has returned: it is then
+        written, synced, read back and renamed.
 
         Args:
           folder: the run's checkpoints, one sub-folder per step.
           data: an iterator with ``get_state()`` (Grain's, or `jaxpar.data.Loader`),
-            whose position is saved too.
+            whose position is saved as well.
           keep: how many of the newest steps stay on disk, None for all; a
             `jaxpar.Keep` for every k-th and the best as well.
-          meta: JSON values to keep beside the state.
-          metric: of this step, the less the better, for `jaxpar.Keep.best`.
+          meta: JSON values to store with the state.
+          metric: of this step, lower is better, for `jaxpar.Keep.best`.
 
         Raises:
           ValueError: if the folder holds another model's checkpoints.
           FloatingPointError: if a parameter is not finite, or anything is NaN.
-          OSError: if the disk has no room, or an earlier save failed. Steps saved
-            before are whole.
+          OSError: if the disk is full, or an earlier save failed. Steps saved before
+            are intact.
         """
         self.placement.require_devices("save")
         with self._alone("save"):
@@ -284,20 +285,20 @@ class Engine(CompiledStep):
         reset: Sequence[str] = (),
         rename: Mapping[str, str] | None = None,
     ) -> int:
-        """Take up a saved state, onto this engine's mesh, stage and precision.
+        """Restore a saved state, onto this engine's mesh, ZeRO stage and precision.
 
-        Every file of it is verified first.
+        All its files are verified first.
 
         Args:
           folder: where it was saved.
-          data: an iterator with ``set_state(state)``, to go on where the saved one
-            stood.
-          step: the step to restore; None for the newest that is sound.
-          only: patterns of the leaves to take, such as ``["params/*"]`` to evaluate or
-            fine-tune; None for all. The others stay as they are (moments in 8 bits
-            are coded anew).
-          reset: patterns of leaves not to take, such as ``["opt_state/*"]`` for another
-            optimizer.
+          data: an iterator with ``set_state(state)``, to continue at the saved
+            position.
+          step: the step to restore; None for the newest intact one.
+          only: patterns of the leaves to restore, such as ``["params/*"]`` to evaluate
+            or fine-tune; None for all. The others are unchanged (8-bit moments are
+            quantized again).
+          reset: patterns of leaves not to restore, such as ``["opt_state/*"]`` for
+            another optimizer.
           rename: leaf of this state -> its name in the checkpoint; both may end in
             ``/*``.
 
@@ -305,9 +306,9 @@ class Engine(CompiledStep):
           The step restored.
 
         Raises:
-          FileNotFoundError: if there is no checkpoint.
-          DamagedError: if the step, or every one, is damaged; it names the files.
-          ValueError: if it is another model's.
+          FileNotFoundError: if the folder has no checkpoint.
+          DamagedError: if the step, or every step, is damaged; it names the files.
+          ValueError: if the checkpoint is another model's.
 
         Warns:
           UserWarning: if newer steps are damaged.
@@ -333,7 +334,7 @@ class Engine(CompiledStep):
             return restored.step
 
     def probe(self) -> None:
-        """Compare what devices hold replicated, to the bit; waits for them.
+        """Compare replicas on all devices bit by bit; waits for the devices.
 
         Raises:
           CorruptionError: if replicas differ; it names leaves and devices.
@@ -370,14 +371,14 @@ class Engine(CompiledStep):
         return placed_params(params, self.placement.structs().params, may_alias)
 
     def _take(self, state: TrainState) -> None:
-        """Go on from another logical state."""
-        # Else three states are there, where one is kept in buckets.
+        """Continue from another logical state."""
+        # Free the old state first, or buckets would make it three states in memory.
         self._leaves, self._view = [], None
         self._leaves = jax.tree.leaves(self.placement.pack(state))
 
     @contextlib.contextmanager
     def _alone(self, method: str) -> Iterator[None]:
-        """Keep other threads out, and notice what was set in the state."""
+        """Exclude other threads, and check that no leaf of `state` was set."""
         with self._thread.calling(method):
             view, self._view = self._view, None
             if view is not None:

@@ -1,7 +1,7 @@
-"""How do the arguments of a run become an engine: checked, traced, placed and bound.
+"""How is an engine made from its arguments: checked, traced, sharded, compiled.
 
-`initialize` is the list of what happens. All that can be checked is checked there,
-before anything compiles.
+`initialize` lists the steps in order. It checks everything that can be checked before
+compiling.
 """
 
 import dataclasses
@@ -72,42 +72,42 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
         examples it is given, or a `jaxpar.Weighted`. It may also take by name: key (a
         PRNG key of the micro-batch), step (an int32 scalar), training (a bool).
         Metrics are means too, or `jaxpar.Weighted`, `jaxpar.Sum`, `jaxpar.Max`.
-      optimizer: any optax transformation, or one of `jaxpar.optim`. Its update is
-        given ``value=`` (the loss) and ``grad=`` where it takes them, and nothing else.
+      optimizer: any optax transformation, or one of `jaxpar.optim`. Its update gets
+        ``value=`` (the loss) and ``grad=`` if it takes them, and nothing else.
       sample_batch: arrays or `jax.ShapeDtypeStruct`s of a global batch, rows first,
-        but for what is wrapped in `jaxpar.Replicated`; or a `jaxpar.Packed` of them.
+        except values wrapped in `jaxpar.Replicated`; or a `jaxpar.Packed` of them.
       mesh: devices by axis (all of them on data by default), or a mesh made by
         `jaxpar.make_mesh`.
-      devices: the devices that a shape is made of, such as ``jax.devices()[:4]``; None
-        for the first ones that the shape takes, the same number of each process.
+      devices: the devices for a mesh shape, such as ``jax.devices()[:4]``; None for as
+        many as the shape needs, the same number from each process.
       zero: ZeRO stage: 0 replicates, 1 shards the state, 2 gradients too, 3 gathers
         parameters at use.
       precision: "fp32", "bf16" or "fp16" compute, or a `jaxpar.Precision`. Masters are
-        fp32. Parameters are cast, batches are not: a model given fp32 inputs computes
-        in fp32, so cast them in loss_fn.
+        fp32. Parameters are cast, batches are not: with fp32 inputs a model computes in
+        fp32, so cast them in loss_fn.
       accumulate: micro-batches a step.
-      schedule: of the pipeline, where the mesh has one: "1f1b", "gpipe", "zero_bubble",
+      schedule: the pipeline schedule, if pipe > 1: "1f1b", "gpipe", "zero_bubble",
         "interleaved" (":4" for four chunks a stage), or a `jaxpar.Schedule`.
       clip_norm: the largest global norm of the gradients; None for no clipping.
-      seed: of parameters, dropout and whatever else is random.
-      rules: logical name -> mesh axis, path pattern -> PartitionSpec; over Flax's
-        ``logical_axis_rules`` in context.
+      seed: of parameters, dropout and all other random numbers.
+      rules: logical name -> mesh axis, path pattern -> PartitionSpec; they override
+        Flax's ``logical_axis_rules`` in context.
       eval_fn: like loss_fn, for `Engine.evaluate`; None for loss_fn.
-      coupled_batch: the loss couples examples (in-batch negatives): it is given whole
+      coupled_batch: the loss couples examples (in-batch negatives): it sees full
         micro-batches. Implied by a model that changes its state (batch statistics), and
-        by a loss that averages over an axis name that nothing binds.
+        by a loss that averages over an unbound axis name.
       check_loss: whether to compare, before steps 1, 2, 4, 8 and so on, the loss of
         some rows with that of their halves (`jaxpar.step.loss_check`).
-      allow_whole: path patterns of large parameters that may stay whole over data.
-      xla_options: XLA's option -> value, over those of `jaxpar.compiled.xla_flags`;
-        None for XLA's default. `Engine.explain` prints what is set.
+      allow_whole: path patterns of large parameters that may be replicated over data.
+      xla_options: XLA option -> value, overriding those of `jaxpar.compiled.xla_flags`;
+        None for XLA's default. `Engine.explain` prints the options that are set.
 
     Returns:
-      An engine whose state is initialised, sharded, on the mesh. Where the mesh's
-      devices are only to compile for, the engine can explain and lower its step.
+      An engine whose state is initialised, sharded, on the mesh. On compile-only
+      devices the engine can only explain and lower its step.
 
     Raises:
-      ValueError: if arguments do not fit each other; the message says which and why.
+      ValueError: if arguments are inconsistent; the message says which and why.
       TypeError: if `model` is not a Flax model, or `optimizer` not an optax
         transformation.
 
@@ -172,7 +172,7 @@ def _leaf_shardings(
     mesh: Mesh,
     allow_whole: Sequence[str],
 ) -> dict[str, LeafSharding]:
-    """Where every leaf is stored, and what the rules split of it."""
+    """Choose the storage and compute specs of every leaf."""
     network, params = traced.network, traced.abstract.params
     check_elements(params, mesh)
     leaves, sizes = tree.named_leaves(params), mesh.shape
@@ -190,7 +190,7 @@ def _partition(
     mesh: Mesh,
     coupled_batch: bool,
 ) -> Partition:
-    """How the loss function is run from shards."""
+    """How the loss function is run on shards."""
     network = traced.network
     is_bound = isinstance(network, BoundNetwork)
     coupled = coupled_batch or traced.losses["loss_fn"].changes_state or is_bound
@@ -206,7 +206,7 @@ def _update(
     partition: Partition,
     abstract: TrainState,
 ) -> Update:
-    """The optimizer, and how it keeps the state."""
+    """The optimizer, and how it stores the state."""
     shapes = abstract.params, abstract.opt_state
     dtype = partition.precision.compute_dtype
     return make_update(optimizer, partition.leaves, partition.mesh, shapes, dtype)
@@ -233,7 +233,7 @@ def _why_not_checked(
 def _remarks(
     traced: ModelTrace, partition: Partition, reasons: Mapping[str, str | None]
 ) -> tuple[str, ...]:
-    """What an explanation says of the loss, a line each."""
+    """Lines about the loss for `Engine.explain`."""
     lines = [
         f"{name}: not checked ({reason})."
         if reason
@@ -242,11 +242,11 @@ def _remarks(
     ]
     if isinstance(partition.network, BoundNetwork):
         names = ", ".join(map(repr, partition.network.axis_names))
-        lines.append(f"loss: axis name {names} stands for the whole micro-batch.")
+        lines.append(f"loss: axis name {names} is bound to the full micro-batch.")
     if partition.coupled:
         lines.append(
-            "loss: it couples examples, so that accumulate changes it: every "
-            "micro-batch is coupled by itself."
+            "loss: it couples examples, so accumulate changes it: examples are coupled "
+            "within a micro-batch only."
         )
     if partition.automatic:
         return tuple(lines)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 class OneThread:
-    """Refuses a second thread, where a lock would let it wait.
+    """Raises for a second thread, instead of letting it wait as a lock does.
 
     Args:
       owner: the object's name in the error.
@@ -17,7 +17,7 @@ class OneThread:
 
     @contextlib.contextmanager
     def calling(self, method: str) -> Iterator[None]:
-        """Hold the object for a call; calls within it are the same thread's.
+        """Hold the object for a call; the same thread may nest calls.
 
         Raises:
           RuntimeError: if another thread is in a call.

@@ -13,11 +13,11 @@ from jaxpar.types import Leaf
 
 
 def place_own(leaf: Leaf, num_rows: int, mesh: Mesh) -> jax.Array:
-    """Place rows over data, of which each process has the same number.
+    """Shard rows over data, with the same number of rows from each process.
 
     Args:
-      leaf: this process's rows, or a `jax.Array` of all.
-      num_rows: of all processes.
+      leaf: this process's rows, or a `jax.Array` of all rows.
+      num_rows: rows of all processes.
       mesh: the mesh.
 
     Returns:
@@ -37,8 +37,8 @@ def place_own(leaf: Leaf, num_rows: int, mesh: Mesh) -> jax.Array:
     }
     if held == set(range(start, start + len(rows))):
         return jax.make_array_from_process_local_data(sharding, rows, shape)
-    # Rows are on other processes than the ones that read them (tensor or pipe goes
-    # over processes): place them by process, then let XLA move them.
+    # Some rows belong to other processes than the ones that read them (tensor or pipe
+    # spans processes): place them by process, then let XLA move them.
     order = sorted(
         mesh.devices.flat, key=lambda device: (device.process_index, device.id)
     )
@@ -51,14 +51,14 @@ def place_own(leaf: Leaf, num_rows: int, mesh: Mesh) -> jax.Array:
 
 
 def place_same(leaf: Leaf, sharding: NamedSharding) -> jax.Array:
-    """Place an array that every process has whole."""
+    """Place an array of which every process has a full copy."""
     if isinstance(leaf, jax.Array) or jax.process_count() == 1:
         return jax.device_put(leaf, sharding)
     return jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__)
 
 
 def agree_on_rows(num_rows: int) -> list[int]:
-    """Learn how many rows each process has; every process calls it."""
+    """Gather the number of rows of each process; every process must call it."""
     if jax.process_count() == 1:
         return [num_rows]
     return multihost_utils.process_allgather(np.int32(num_rows)).tolist()
@@ -68,15 +68,15 @@ def gather_rows(leaf: Leaf, counts: Sequence[int]) -> Leaf:
     """Give every process the rows of all, in process order.
 
     Args:
-      leaf: this process's rows, or a `jax.Array` of all, which comes back as it is.
-      counts: how many each process has.
+      leaf: this process's rows, or a `jax.Array` of all, which is returned as it is.
+      counts: rows of each process.
 
     Returns:
       All rows.
     """
     if isinstance(leaf, jax.Array) or len(counts) == 1:
         return leaf
-    # Padded to a power of two: few shapes, so few programs to compile.
+    # Padded to a power of two: few shapes, so few compiled programs.
     width = 1 << (max(counts) - 1).bit_length()
     padded = np.zeros((width, *leaf.shape[1:]), leaf.dtype)
     padded[: len(leaf)] = leaf

@@ -1,4 +1,4 @@
-"""Where is the state of a run stored: its shapes and shardings, decided once."""
+"""How is a run's state stored: its shapes and shardings, decided once."""
 
 import dataclasses
 import functools
@@ -21,14 +21,14 @@ from jaxpar.step.update import Update
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The state's shapes, and where they are stored.
+    """The state's shapes and shardings.
 
     Attributes:
       mesh: the mesh.
       abstract: the train state's shapes.
-      leaf_shardings: parameter name -> plan.
+      leaves: parameter name -> sharding.
       zero: the row of the ZeRO table.
-      update: the optimizer, and how it keeps the state.
+      update: the optimizer, and how it stores the state.
     """
 
     mesh: Mesh
@@ -39,12 +39,12 @@ class Placement:
 
     @functools.cached_property
     def shardings(self) -> TrainState:
-        """Where the state's leaves are stored."""
+        """The shardings of the logical state."""
         return state_shardings(self.abstract, self.leaves, self.zero, self.mesh)
 
     @functools.cached_property
     def can_run(self) -> bool:
-        """Whether the mesh's devices are here, and not only to compile for."""
+        """Whether the mesh's devices can run programs, not only be compiled for."""
         return are_present(self.mesh)
 
     def structs(self) -> TrainState:
@@ -57,20 +57,20 @@ class Placement:
 
     @functools.cached_property
     def packed(self) -> TrainState:
-        """What lies on the devices from step to step: shapes, dtypes and shardings."""
+        """The packed state, which steps carry: shapes, dtypes and shardings."""
         return packed_structs(self.update, self.abstract, self.shardings)
 
     @functools.cached_property
     def packed_shardings(self) -> TrainState:
-        """Of `packed`."""
+        """The shardings of `packed`."""
         return jax.tree.map(lambda x: x.sharding, self.packed)
 
     def pack(self, state: TrainState) -> TrainState:
-        """Lay a logical state out as the optimizer keeps it."""
+        """Convert a logical state to the optimizer's packed form."""
         return pack_state(self.update, state)
 
     def unpack(self, packed: TrainState) -> TrainState:
-        """Undo `pack`; shapes where the devices are not here."""
+        """Undo `pack`; returns shapes on compile-only devices."""
         if not self.can_run:
             return self.structs()
         return unpack_state(self.update, packed)
@@ -78,7 +78,7 @@ class Placement:
     def initial_state(
         self, init: Callable[[jax.Array], TrainState], seed: int
     ) -> TrainState:
-        """Initialise what is kept; `packed` itself where the devices are not here."""
+        """Initialise the packed state; returns `packed` on compile-only devices."""
         if not self.can_run:
             return self.packed
 
@@ -90,15 +90,15 @@ class Placement:
         )
 
     def require_devices(self, call: str) -> None:
-        """Refuse what runs something on devices that are only to compile for.
+        """Raise for a call that runs a program on compile-only devices.
 
         Raises:
-          RuntimeError: if the mesh's devices are not here.
+          RuntimeError: if the mesh's devices are compile-only.
         """
         if not self.can_run:
             device = self.mesh.devices.flat[0]
             raise RuntimeError(
-                f"{call}: this engine's mesh is of {self.mesh.size} "
-                f"{device.device_kind} that are not here: it can explain() and "
-                "lower() its step, not run it. Make the mesh of jax.devices() to run."
+                f"{call}: this engine's mesh has {self.mesh.size} compile-only "
+                f"{device.device_kind}: it can explain() and lower() its step, not "
+                "run it. To run, make the mesh from jax.devices()."
             )

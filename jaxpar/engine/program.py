@@ -1,4 +1,4 @@
-"""What is compiled: the step and the evaluation, their shardings and donation."""
+"""Which functions are compiled: the step and the evaluation, and their shardings."""
 
 import dataclasses
 import functools
@@ -26,13 +26,13 @@ class Program:
     """An engine's compiled functions.
 
     Attributes:
-      step: ``(leaves, batch) -> (leaves, metrics, exhausted)``; donates the leaves. The
-        last is a list: of one flag where the loss is scaled, else empty.
-      evaluate: ``(params, model_state, batch, step, key, is_kept, is_left_over) ->
-        Sums``; parameters as they are kept, or (`is_packed` false) the logical ones.
-      results: the metrics of the `Sums` of an evaluation's parts.
+      step: ``(leaves, batch) -> (leaves, metrics, exhausted)``; donates the leaves.
+        `exhausted` is a list of one flag where the loss is scaled, else empty.
+      evaluate: ``(params, model_state, batch, step, key, is_packed, is_left_over) ->
+        Sums``; the parameters are packed, or logical if `is_packed` is False.
+      results: the metrics from the `Sums` of an evaluation's parts.
       loss_check: compares the loss of rows with that of their halves.
-      eval_check: the same of eval_fn.
+      eval_check: the same for eval_fn.
     """
 
     step: jax.stages.Wrapped
@@ -49,20 +49,20 @@ class Program:
         *,
         is_packed: bool,
     ) -> Metrics:
-        """Evaluate the two parts of a batch, as `BatchSpec.put_any` gives them.
+        """Evaluate the two parts of a batch that `BatchSpec.put_any` returns.
 
         Args:
-          parts: the rows that data divides, and those left over.
+          parts: the rows that data divides, and the left-over rows.
           params: the parameters.
-          state: what else is needed of the train state.
-          is_packed: whether the parameters are as they are kept.
+          state: the train state, for its model state, step and key.
+          is_packed: whether the parameters are packed.
         """
         model_state, step, key = state.model_state, state.step, state.key
         sums: list[Sums] = []
         for part, is_left_over in zip(parts, (False, True), strict=True):
             if part is None:
                 continue
-            if jax.process_count() > 1:  # As of `RunAhead.finish_before_others`.
+            if jax.process_count() > 1:  # See `RunAhead.finish_before_others`.
                 jax.block_until_ready(sums)
             given = params, model_state, part, step, key, is_packed, is_left_over
             sums.append(self.evaluate(*given))
@@ -77,15 +77,15 @@ def make_program(
     evaluation: Callable[..., Sums],
     checks: Mapping[str, NoCheck],
 ) -> Program:
-    """Name what is compiled; nothing is compiled before its first call.
+    """Make the jitted functions; each is compiled at its first call.
 
     Args:
       placement: where every leaf of the state is stored.
-      spec: what is known of the step.
+      spec: what is known about the step.
       batch_spec: the shapes of a global batch.
       step: the pure training step.
       evaluation: the pure evaluation.
-      checks: of "loss_fn", and of "eval_fn" where there is one.
+      checks: for "loss_fn", and for "eval_fn" if there is one.
     """
     mesh = batch_spec.mesh
     stored, structure = jax.tree.flatten(placement.packed_shardings)

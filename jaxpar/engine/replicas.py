@@ -1,8 +1,8 @@
-"""Do all devices that hold the same piece of an array hold the same bits?
+"""Do all devices that hold the same shard of an array hold the same bits?
 
-A device that computes or remembers wrongly corrupts its replica in silence, and the
-next collective spreads it. Every device hashes what it holds, and the hashes of equal
-pieces are compared. A single flipped bit always changes the hash: it adds a power of
+A device with a compute or memory error corrupts its replica silently, and the next
+collective spreads the error. Every device hashes its shards, and hashes of the same
+shard are compared. A single flipped bit always changes the hash: it adds a power of
 two, times an odd weight, to a sum modulo 2^32.
 """
 
@@ -28,7 +28,7 @@ class Probe:
 
     Attributes:
       mesh: the mesh.
-      shardings: leaf name -> where it lies, on that mesh.
+      shardings: leaf name -> sharding, on that mesh.
       hashed: ``leaves -> [devices, leaves]``, uint32, replicated; compiled once.
     """
 
@@ -43,8 +43,8 @@ class Probe:
           leaves: in the order of `shardings`.
 
         Raises:
-          CorruptionError: if replicas differ. Of two that differ, either may be wrong;
-            of more, the minority is named.
+          CorruptionError: if replicas differ. It names the devices in the minority,
+            or both if there are two.
         """
         hashes = np.asarray(jax.device_get(self.hashed(list(leaves))))
         devices, wrong = list(self.mesh.devices.flat), []
@@ -56,17 +56,17 @@ class Probe:
         if wrong:
             named = "; ".join(f"{name} on {_told(device)}" for name, device in wrong)
             raise CorruptionError(
-                f"replicas that should be equal to the bit are not: {named}. Take the "
-                "device out of service, and go on from the last checkpoint."
+                f"replicas that should be equal bit by bit differ: {named}. Take the "
+                "device out of service, and resume from the last checkpoint."
             )
 
 
 def make_probe(mesh: Mesh, shardings: Mapping[str, NamedSharding]) -> Probe:
-    """Make a probe for leaves that lie so.
+    """Make a probe for leaves of given shardings.
 
     Args:
       mesh: the mesh.
-      shardings: leaf name -> where it lies, on that mesh.
+      shardings: leaf name -> sharding, on that mesh.
     """
     specs = [sharding.spec for sharding in shardings.values()]
     axes = mesh.axis_names
@@ -89,7 +89,7 @@ def make_probe(mesh: Mesh, shardings: Mapping[str, NamedSharding]) -> Probe:
 def pieces_of(
     sharding: NamedSharding, shape: tuple[int, ...], devices: Sequence[Any]
 ) -> list[list[int]]:
-    """Positions of the devices that hold the same piece, for pieces held twice."""
+    """Positions of devices that hold the same shard, for every replicated shard."""
     held = collections.defaultdict(list)
     indices = sharding.devices_indices_map(shape)
     for position, device in enumerate(devices):
@@ -105,7 +105,7 @@ def _plain(leaf: jax.Array) -> jax.Array:
 
 def _hash(piece: jax.Array) -> jax.Array:
     """Sum the bits of an array, as 32-bit words, by odd weights; uint32."""
-    if not piece.size:  # XLA:CPU crashes on a sum of nothing (jax 0.11.2).
+    if not piece.size:  # XLA:CPU crashes on an empty sum (jax 0.11.2).
         return jnp.uint32(0)
     words = _words(piece).reshape(-1)
     odd = 2 * jax.lax.iota(jnp.uint32, words.size) + 1
@@ -125,7 +125,7 @@ def _words(piece: jax.Array) -> jax.Array:
 
 
 def _minority(hashes: np.ndarray) -> list[int]:
-    """Positions whose hash is not the commonest; all, where none is."""
+    """Positions whose hash is not the most common one; all if there is a tie."""
     counted = collections.Counter(hashes.tolist()).most_common()
     if len(counted) == 1:
         return []

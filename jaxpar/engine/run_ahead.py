@@ -1,9 +1,9 @@
 """How many programs does the host dispatch before it waits for the devices?
 
 Dispatch returns before a program has run. Without a bound, a loop that never reads a
-number queues every batch on the devices, learns late which step failed, and on CPUs
-stands still for ever: XLA:CPU holds about 32 programs, and the collectives of those
-that it has started wait for those that it has not.
+number queues every batch on the devices, learns late which step failed, and deadlocks
+on CPUs: XLA:CPU runs about 32 programs at once, and their collectives wait for programs
+that are not started.
 """
 
 import collections
@@ -16,8 +16,8 @@ import jax
 from jaxpar.step.loss_scale import require_scale
 
 AHEAD = 2
-"""Programs dispatched and not waited for. XLA:CPU (jax 0.11.2) passes with 2 to 31 on
-eight devices, and with 2 and 8 on 32. Two keep a GPU busy: one runs, one waits."""
+"""Programs in flight. XLA:CPU (jax 0.11.2) works with 2 to 31 on eight devices, and
+with 2 and 8 on 32. Two are enough for a GPU: one runs, one waits."""
 
 
 class SkippedStepWarning(UserWarning):
@@ -29,11 +29,11 @@ class Dispatched:
     """A program that may still run.
 
     Attributes:
-      name: what it is, such as "step 7", for an error that it ends in.
-      output: an array that is ready when it has run; not donated to anything.
-      skipped: of a step, the run's skipped steps after it.
-      exhausted: of a step whose loss is scaled, whether an overflow came at the least
-        scale. Its other overflows are usual, and no skipped step is reported.
+      name: such as "step 7", for its error message.
+      output: an array that is ready when the program has run; never donated.
+      skipped: for a step, the run's skipped steps after it.
+      exhausted: for a step with loss scaling, whether gradients overflowed at the
+        minimal scale. Other overflows are normal, so skipped steps are not reported.
     """
 
     name: str
@@ -43,11 +43,11 @@ class Dispatched:
 
 
 class RunAhead:
-    """Bounds the programs under way, and looks at what they report.
+    """Bounds the programs in flight, and checks what they report.
 
     Args:
       skipped: steps skipped before the first program.
-      bound: programs dispatched and not waited for.
+      bound: the most programs in flight.
     """
 
     def __init__(self, skipped: int = 0, bound: int = AHEAD):
@@ -56,10 +56,10 @@ class RunAhead:
         self._skipped = self._before = skipped
 
     def add(self, dispatched: Dispatched) -> None:
-        """Take up a program; wait for the oldest while there are more than the bound.
+        """Add a program; wait for the oldest while there are more than the bound.
 
         Raises:
-          FloatingPointError: if a program waited for overflowed at the least scale.
+          FloatingPointError: if a finished step overflowed at the minimal scale.
         """
         self._waiting.append(dispatched)
         self._settle(self._bound)
@@ -76,9 +76,9 @@ class RunAhead:
         self._waiting.clear()
 
     def finish_before_others(self) -> None:
-        """Wait for all of them where another program will talk to other processes.
+        """Wait for all of them before a program that communicates across processes.
 
-        Collectives of two programs that run at once are taken for each other by gloo.
+        Gloo confuses the collectives of two programs that run at once.
         """
         if jax.process_count() > 1:
             self.finish()
@@ -99,7 +99,7 @@ class RunAhead:
                 self._report_skipped(oldest.name, int(oldest.skipped))
 
     def _require_scale(self, exhausted: jax.Array) -> None:
-        """Raise once: those dispatched after it would say the same again."""
+        """Raise once; programs dispatched later would report the same."""
         try:
             require_scale(exhausted)
         except FloatingPointError:
@@ -113,8 +113,8 @@ class RunAhead:
         if is_new and count & (count - 1) == 0:
             warnings.warn(
                 f"{name} was skipped ({count} so far): its gradients were not "
-                "finite, or its loss had no weight. Parameters stay as they were. Look "
-                "for NaN or infinity in the batch, or lower the learning rate.",
+                "finite, or its loss had no weight. Parameters are unchanged. Look for "
+                "NaN or infinity in the batch, or lower the learning rate.",
                 SkippedStepWarning,
                 stacklevel=5,
             )

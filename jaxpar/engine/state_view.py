@@ -1,7 +1,7 @@
-"""Which arrays may a user hand to the engine, and which has the engine handed out?
+"""Which arrays does the engine hand out, and which does it accept from a user?
 
-``engine.state`` is a view: its dicts are the user's, its arrays the engine's. Setting a
-leaf of it changes nothing in the engine, and must not pass in silence.
+``engine.state`` is a view: new dicts around the engine's arrays. Setting a leaf of it
+has no effect on the engine, so it raises an error.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jaxpar.types import Params
 
 @dataclasses.dataclass(frozen=True)
 class StateView:
-    """A state that was handed out, and its leaves at that time.
+    """A state that was handed out, with its leaves at that time.
 
     Attributes:
       state: the state.
@@ -31,10 +31,10 @@ class StateView:
     leaves: Mapping[str, Any]
 
     def require_unchanged(self) -> None:
-        """Notice a leaf that was set.
+        """Check that no leaf was set.
 
         Raises:
-          ValueError: if a leaf is another array than it was, is new or is gone.
+          ValueError: if a leaf was replaced, added or removed.
         """
         now = tree.named_leaves(self.state)
         names = [*self.leaves, *(now.keys() - self.leaves.keys())]
@@ -43,32 +43,32 @@ class StateView:
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             raise ValueError(
                 f"engine.state: {', '.join(changed[:3])}{more} was set, but the state "
-                "is a view: setting its leaves changes nothing in the engine. Pass new "
+                "is a view: setting its leaves has no effect on the engine. Pass new "
                 "parameters to engine.load_params(params); other leaves are restored "
                 "from a checkpoint (engine.restore)."
             )
 
 
 def make_view(state: TrainState) -> StateView:
-    """Remember what is handed out."""
+    """Record a state that is handed out."""
     return StateView(state, tree.named_leaves(state))
 
 
 def placed_params(given: Params, structs: Params, may_alias: bool | None) -> Params:
-    """Put a user's parameters where the engine's are stored.
+    """Place a user's parameters with the engine's shardings.
 
     Args:
       given: arrays by the same names, of the same shapes and any floating dtype, or an
         ``nnx.state(model, nnx.Param)``.
       structs: the engine's own shapes, dtypes and shardings.
-      may_alias: as of `jax.device_put`; False for arrays that are not the user's.
+      may_alias: as in `jax.device_put`; False if the engine will donate the arrays.
 
     Returns:
       Arrays of the engine's dtypes on its mesh, in its own tree structure.
 
     Raises:
-      ValueError: if leaves are missing or unknown, or of another shape or no floating
-        dtype.
+      ValueError: if leaves are missing or unknown, have another shape, or are not
+        floating.
     """
     own, new = tree.named_leaves(structs), tree.named_leaves(pure_params(given))
     missing, unknown = sorted(own.keys() - new.keys()), sorted(new.keys() - own.keys())
@@ -90,10 +90,10 @@ def placed_params(given: Params, structs: Params, may_alias: bool | None) -> Par
 
 
 def discard(donated: Sequence[jax.Array]) -> None:
-    """Delete donated arrays that are not marked so.
+    """Delete donated arrays that are not marked as deleted.
 
-    One that NumPy sees the memory of keeps it on the first device, and is gone on the
-    others: a program that is given it then stops for ever in its collectives.
+    If NumPy references the memory, the array remains on the first device and is gone
+    on the others: a program that takes it then hangs in its collectives.
     """
     for leaf in donated:
         if not leaf.is_deleted():
@@ -104,6 +104,6 @@ def _placed(
     leaf: Any, struct: jax.ShapeDtypeStruct, may_alias: bool | None
 ) -> jax.Array:
     if not isinstance(leaf, jax.Array):
-        leaf = np.asarray(leaf)  # Cast on the host, for it may not fit one device.
+        leaf = np.asarray(leaf)  # Cast on the host: it may not fit one device.
     cast = leaf.astype(struct.dtype)
     return jax.device_put(cast, struct.sharding, may_alias=may_alias)

@@ -1,7 +1,7 @@
-"""How does another framework's tensor become an array? By DLPack, copying nothing.
+"""How is another framework's tensor converted to an array: by DLPack, without a copy.
 
-No framework is imported: what speaks the protocol and is neither NumPy's nor JAX's is
-taken, such as a tensor of PyTorch.
+No framework is imported: any object with the protocol that is neither NumPy's nor
+JAX's is accepted, such as a PyTorch tensor.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-_HOST = (1, 3, 11)  # Plain memory, and what CUDA and ROCm pin.
+_HOST = (1, 3, 11)  # Host memory, and host memory pinned by CUDA and ROCm.
 _DEVICES = {2: "CUDA", 8: "Metal", 10: "ROCm", 13: "CUDA", 14: "oneAPI"}
 
 
@@ -20,18 +20,18 @@ def is_tensor(leaf: Any) -> bool:
 
 
 def as_array(leaf: Any, name: str, platform: str) -> np.ndarray | jax.Array:
-    """Take another framework's tensor.
+    """Convert another framework's tensor.
 
     Args:
-      leaf: what `is_tensor`.
-      name: which argument and leaf it is, for the error.
-      platform: the mesh's, such as "cpu".
+      leaf: an object for which `is_tensor` is true.
+      name: argument and leaf name, for the error.
+      platform: the mesh's platform, such as "cpu".
 
     Returns:
-      A view of the tensor's memory: NumPy's on the host, JAX's on a GPU.
+      A view of the tensor's memory: a NumPy array on the host, a JAX array on a GPU.
 
     Raises:
-      ValueError: if it is on a device that the mesh is not of, or can't be exported.
+      ValueError: if it is on another platform than the mesh, or can't be exported.
     """
     what = f"{name} is a {type(leaf).__name__}"
     try:
@@ -41,13 +41,13 @@ def as_array(leaf: Any, name: str, platform: str) -> np.ndarray | jax.Array:
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         dtype = getattr(leaf, "dtype", "its dtype")
         raise ValueError(
-            f"{what} of {dtype} that can't be taken by DLPack ({error}). Pass one that "
-            "is contiguous, detached and of a dtype that JAX has, or a NumPy array."
+            f"{what} of {dtype} that DLPack can't convert ({error}). Pass one that is "
+            "contiguous, detached and of a dtype that JAX supports, or a NumPy array."
         ) from error
-    found = _DEVICES.get(kind, f"DLPack's kind {kind}")
+    found = _DEVICES.get(kind, f"DLPack kind {kind}")
     raise ValueError(
-        f"{what} on a device of {found}, but the mesh's devices are {platform}; "
-        "pass it in the host's memory (tensor.cpu())."
+        f"{what} on a {found} device, but the mesh's devices are {platform}; "
+        "move it to host memory (tensor.cpu())."
     )
 
 
@@ -55,8 +55,8 @@ def _taken(leaf: Any, *, is_on_host: bool) -> np.ndarray | jax.Array:
     if is_on_host:
         try:
             return np.from_dlpack(leaf)
-        except (BufferError, RuntimeError):  # It may be a dtype that JAX alone has.
+        except (BufferError, RuntimeError):  # Perhaps a dtype that only JAX has.
             return np.asarray(jax.dlpack.from_dlpack(leaf))
     array = jax.dlpack.from_dlpack(leaf)
-    # Of several processes each has its own rows, which a jax.Array is not taken as.
+    # With several processes these are one process's rows; a jax.Array means all rows.
     return array if jax.process_count() == 1 else np.asarray(array)

@@ -1,4 +1,4 @@
-"""What does tracing a model show, once, before anything is placed?
+"""What is learned from tracing a model once, before sharding it?
 
 The model, its loss functions and the optimizer's init are traced on the shapes of one
 shard of a micro-batch: the state's shapes, the FLOPs, the random draws, whether the
@@ -41,21 +41,21 @@ from jaxpar.step.state import TrainState, make_init
 from jaxpar.types import PyTree
 
 _CALLBACKS = ("debug_callback", "debug_print", "pure_callback", "io_callback")
-"""Primitives that call the host: of `jax.debug.print`, for one."""
+"""Primitives that call the host, such as that of `jax.debug.print`."""
 
 _HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 @dataclasses.dataclass(frozen=True)
 class LossTrace:
-    """What tracing a loss function shows.
+    """The results of tracing a loss function.
 
     Attributes:
       loss: the loss function.
       training: whether it was traced in training mode.
-      jaxpr: the trace, of a key, the parameters, the model's state and the rows.
+      jaxpr: the trace; its inputs are a key, the parameters, the model's state, rows.
       changes_state: whether the model changes its mutable state (keys do not count).
-      draws: where it draws random numbers.
+      draws: its random draws.
       random_notes: which of them depend on the mesh.
     """
 
@@ -68,19 +68,19 @@ class LossTrace:
 
     @property
     def flops(self) -> int:
-        """Operations of the matrix products of one forward pass."""
+        """FLOPs of the matmuls of one forward pass."""
         return flops(self.jaxpr.eqns)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelTrace:
-    """What tracing a run's functions shows.
+    """The results of tracing a run's functions.
 
     Attributes:
-      network: the model, with the axis names bound that its loss functions use.
-      init: makes the train state of a key.
+      network: the model, with the axis names of its loss functions bound.
+      init: makes the train state from a key.
       abstract: its shapes.
-      losses: "loss_fn", and "eval_fn" where there is one -> what its trace shows.
+      losses: "loss_fn", and "eval_fn" if there is one -> its trace.
       block: what a block of the model costs; None without a pipeline.
     """
 
@@ -104,14 +104,14 @@ def trace_model(
 
     Args:
       network: the model.
-      losses: of training and of evaluation; the same twice where there is one.
+      losses: for training and for evaluation; may be the same.
       optimizer: the optimizer.
       precision: the dtypes.
       rows: shapes of one shard of a micro-batch.
       pipelined: whether the mesh has several stages.
 
     Raises:
-      ValueError: as `trace_loss` and `trace_microbatch` do, and if a parameter can't be
+      ValueError: as `trace_loss` and `trace_microbatch`, and if a parameter can't be
         trained.
     """
     block = None
@@ -154,7 +154,7 @@ def trace_loss(
       training: whether the model is in training mode.
 
     Returns:
-      What the trace shows.
+      The trace.
 
     Raises:
       ValueError: if the loss or a metric is not a scalar, metrics are not a dict of
@@ -174,7 +174,7 @@ def trace_loss(
         for out, inp in zip(jaxpr.outvars[len(names) :], state_in, strict=True)
     )
     draws = tuple(find_draws(jaxpr))
-    if isinstance(rows.batch, OnePack):  # It has a key of its own on any mesh.
+    if isinstance(rows.batch, OnePack):  # A pack has its own key on any mesh.
         return LossTrace(loss, training, jaxpr, changed, draws, ())
 
     def twice() -> tuple:
@@ -205,7 +205,7 @@ def _of_key(
 
 
 def _check_weights(jaxpr: core.Jaxpr, names: Sequence[str], num_params: int) -> None:
-    """Refuse a weight, among the named results, that depends on the parameters."""
+    """Raise if a weight among the named results depends on the parameters."""
     others = len(jaxpr.invars) - num_params - 1
     outs = tainted_outputs(jaxpr, [False, *[True] * num_params, *[False] * others])
     for name, tainted in zip(names, outs[: len(names)], strict=True):
@@ -213,13 +213,13 @@ def _check_weights(jaxpr: core.Jaxpr, names: Sequence[str], num_params: int) -> 
             where = name.removesuffix("/weight").removeprefix("metrics/")
             raise ValueError(
                 f"loss_fn: the weight of {where} depends on the parameters; "
-                "jaxpar.Weighted(total, weight) needs a weight made of the batch "
+                "jaxpar.Weighted(total, weight) needs a weight computed from the batch "
                 "alone (a count or a mask's sum). Divide inside total instead."
             )
 
 
 def check_callbacks(traces: Iterable[LossTrace]) -> None:
-    """Refuse calls to the host where the data axis is manual.
+    """Raise for calls to the host where the data axis is manual.
 
     Raises:
       ValueError: if a loss function prints, or calls Python, while it runs.
@@ -231,9 +231,9 @@ def check_callbacks(traces: Iterable[LossTrace]) -> None:
                 line = source_info_util.summarize(eqn.source_info)
                 raise ValueError(
                     f"{argument}: {eqn.primitive.name} at {line}: JAX can't call the "
-                    "host from a program whose data axis is manual and others are not "
-                    "(jax 0.12). Return what you want to see as a metric, or pass "
-                    "coupled_batch=True while you debug."
+                    "host from a program where only some mesh axes are manual (jax "
+                    "0.12). Return the value as a metric, or pass coupled_batch=True "
+                    "while you debug."
                 )
 
 
@@ -244,17 +244,18 @@ def precision_of_check(
     precision: Precision,
     rows: Inputs,
 ) -> tuple[Precision, float]:
-    """Choose in which precision a loss is checked, and how exactly.
+    """Choose the precision and the tolerance of a loss's check.
 
-    In fp32, unless the loss function can't compute in it (an attention kernel of half
-    precision) or needs more room than the step has: arrays of twice the bytes fit, for
-    the step keeps activations. One row on a shard is checked with its neighbour's.
+    fp32, unless the loss function can't compute in it (a half-precision attention
+    kernel) or needs more memory than the step. Arrays of twice the bytes fit, because
+    the step stores activations. A single row on a shard is checked together with its
+    neighbour's, which doubles the bytes.
 
     Args:
       network: the model.
-      trace: the loss function's, in the step's precision.
+      trace: the loss function's trace, in the step's precision.
       abstract: the train state's shapes.
-      precision: the step's.
+      precision: the step's precision.
       rows: as for `trace_loss`.
 
     Returns:
@@ -267,7 +268,7 @@ def precision_of_check(
         key = jax.eval_shape(lambda: jax.random.key(0))
         try:
             closed, _ = traced(keyed, key, (leaves, abstract.model_state, rows))
-        except SIZE_ERRORS:  # NotImplementedError of a kernel is one of them.
+        except SIZE_ERRORS:  # A kernel's NotImplementedError is one of them.
             return precision, HALF_TOLERANCE
         jaxpr, times = closed.jaxpr, 1 if num_rows(rows) > 1 else 2
         if times * _largest(jaxpr) > 2 * _largest(trace.jaxpr):
@@ -277,5 +278,5 @@ def precision_of_check(
 
 
 def _largest(jaxpr: core.Jaxpr) -> int:
-    """Bytes of the largest array that is made."""
+    """Bytes of the largest array that a jaxpr computes."""
     return max((x.size * x.dtype.itemsize for x in arrays_in(jaxpr)), default=0)

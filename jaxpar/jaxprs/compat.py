@@ -1,4 +1,4 @@
-"""Where do the supported jax versions differ: and what removes each part."""
+"""Where do the supported jax versions differ, and until which version?"""
 
 from collections.abc import Mapping
 from typing import Any

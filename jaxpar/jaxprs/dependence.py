@@ -1,7 +1,7 @@
 """Does an output of a traced function depend on given inputs?
 
-A weight that moved with the parameters would make sum(total) / sum(weight) a different
-function than its gradient; the engine asks here, once, before it compiles.
+The engine checks once, before compiling, that a loss's weight does not depend on the
+parameters: the gradient of sum(total) / sum(weight) assumes a constant weight.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "checkpoint": "jaxpr", "remat2": "jax
 
 
 def tainted_outputs(jaxpr: core.Jaxpr, tainted: Sequence[bool]) -> list[bool]:
-    """Follow dependence through a jaxpr.
+    """Propagate dependence through a jaxpr.
 
     Calls, scans and branches are followed inside; in any other equation every output
     depends on every input.

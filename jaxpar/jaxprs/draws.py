@@ -1,7 +1,7 @@
-"""Which random numbers does a traced function draw, and what takes their place?
+"""Which random numbers does a traced function draw, and how are they replaced?
 
-A function is traced to a jaxpr; the equations that draw are found, also inside of
-calls, loops and branches, and `redrawn` evaluates the jaxpr with a rule for them.
+`find_draws` finds the equations of a jaxpr that draw, also inside calls, loops and
+branches, and `redrawn` evaluates the jaxpr with a rule for them.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jaxpar.jaxprs.compat import scan_counts
 from jaxpar.jaxprs.evaluate import bind, inner_jaxprs, read, shape_of
 
 Path = tuple[int, ...]
-"""Where an equation stands: its number in the jaxpr, and of those around it."""
+"""An equation's index in its jaxpr, after the indices of the enclosing equations."""
 
 _DRAWS = frozenset(
     {
@@ -35,11 +35,11 @@ class Draw:
     """An equation that draws random bits, or derives keys.
 
     Attributes:
-      path: where it stands.
+      path: its position.
       eqn: the equation.
-      is_in_while: whether a loop of unknown length repeats it, as a rejection does.
-      is_hidden: whether `redrawn` can't reach it (inside a custom derivative, say).
-      lengths: of the scans around it, the outermost first.
+      is_in_while: whether it is in a while loop, as in rejection sampling.
+      is_hidden: whether `redrawn` can't replace it (inside a custom derivative, say).
+      lengths: lengths of the enclosing scans, the outermost first.
     """
 
     path: Path
@@ -50,25 +50,25 @@ class Draw:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape that is asked for; of the operands where none is."""
+        """The requested shape; that of the last operand if there is none."""
         if "shape" in self.eqn.params:
             return tuple(self.eqn.params["shape"])
         return tuple(shape_of(self.eqn.invars[-1]).shape)
 
     @property
     def where(self) -> str:
-        """The line of the source, as "at ..."; nothing where JAX knows none."""
+        """The source line, as "at ...", if JAX knows it."""
         line = source_info_util.summarize(self.eqn.source_info)
         return f"at {line}" if line else "in a function of JAX's own"
 
     @property
     def is_threefry(self) -> bool:
-        """Whether its key is of jax's default kind."""
+        """Whether its key is a threefry key, jax's default."""
         return str(shape_of(self.eqn.invars[0]).dtype) == "key<fry>"
 
 
 Rule = Callable[[Draw, Sequence[Any]], Sequence[Any] | None]
-"""What a draw's outputs are, given its operands; None for what it draws itself."""
+"""Maps a draw and its operands to new outputs; None to leave the draw as it is."""
 
 
 def find_draws(jaxpr: core.Jaxpr) -> list[Draw]:
@@ -101,7 +101,7 @@ def redrawn(closed: core.ClosedJaxpr, args: Sequence[Any], rule: Rule) -> list[A
     Args:
       closed: the traced function.
       args: its arguments, flat.
-      rule: asked for every draw that is not hidden.
+      rule: called for every draw that is not hidden.
 
     Returns:
       Its results, flat.

@@ -1,4 +1,4 @@
-"""How is a traced function taken apart: evaluated by equations, its work counted."""
+"""How is a jaxpr evaluated equation by equation, and how are its FLOPs counted?"""
 
 import contextlib
 import math
@@ -11,21 +11,21 @@ from jax.extend import core, source_info_util
 from kernels_pallas.operations import operations_of
 
 PLACEHOLDER = "jaxpar.planned"
-"""How the names of foreign calls begin that stand for kernels in a program which is
-compiled and never run; their attribute ``flops`` says what the kernels compute."""
+"""Prefix of the names of foreign calls that stand for kernels in a program which is
+compiled and never run; their attribute ``flops`` holds the kernels' FLOPs."""
 
 ATTENTION_KERNEL = "block_sparse_attention_"
-"""How the names of Pallas's kernels of attention for GPUs begin."""
+"""Prefix of the names of the Pallas attention kernels for GPUs."""
 
 _INNER = {"jit": "jaxpr", "pjit": "jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr"}
 """Primitives that only call a jaxpr, and the parameter that holds it."""
 
 _VIEWS = frozenset({"reshape", "transpose", "squeeze", "convert_element_type"})
-"""Primitives of which one result serves all who ask for the same."""
+"""Primitives whose equal equations share one result."""
 
 
 def bind(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
-    """Evaluate one equation as it was traced: in its context, scope and source line."""
+    """Evaluate one equation with the context, scope and source line of its trace."""
     params = eqn.primitive.get_bind_params(eqn.params)
     scope = str(eqn.source_info.name_stack)
     named = jax.named_scope(scope) if scope else contextlib.nullcontext()
@@ -41,20 +41,20 @@ def read(env: Mapping[Any, Any], atom: Any) -> Any:
 
 
 def shape_of(atom: Any) -> jax.ShapeDtypeStruct:
-    """Of an array that an equation reads or makes."""
+    """The shape of an array that an equation reads or makes."""
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
 
 
 def inlined(fn: Callable[..., Any], *shapes: Any) -> core.ClosedJaxpr:
-    """Trace a function to a jaxpr without calls: jits and checkpoints opened.
+    """Trace a function to a jaxpr with jits and checkpoints inlined.
 
     Args:
       fn: takes and returns pytrees of arrays.
       *shapes: its arguments' shapes.
 
     Returns:
-      The jaxpr. With checkpoints opened, nothing keeps the compiler from sharing what
-      they compute again.
+      The jaxpr. With checkpoints inlined, the compiler may merge the recomputation with
+      the forward pass.
     """
     closed = jax.make_jaxpr(fn)(*shapes)
     flat = [shape_of(var) for var in closed.jaxpr.invars]
@@ -72,7 +72,7 @@ def _evaluate(
         name = _INNER.get(eqn.primitive.name)
         if eqn.primitive.name in _VIEWS:
             asked = (eqn.primitive.name, *map(id, ins), str(eqn.params))
-            # What is asked for stays in the list, for an id is free once its owner is.
+            # The list holds the operands, because a freed object's id can be reused.
             outs = views.setdefault(asked, [*bind(eqn, ins), ins])[:-1]
         elif name is None:
             outs = bind(eqn, ins)
@@ -86,19 +86,18 @@ def _evaluate(
 
 
 def flops(eqns: Iterable[core.JaxprEqn]) -> int:
-    """Count the floating-point operations of the matrix products and convolutions.
+    """Count the FLOPs of matmuls and convolutions.
 
-    A multiplication and an addition are two. A foreign call counts as many as its
-    attribute ``flops`` says, and a kernel of `kernels_pallas` as many as its name. A
-    loop's body counts as often as a scan runs it, and once in a `while`; of a
-    conditional's branches the costliest counts; what runs on every device of a manual
-    mesh axis counts for each.
+    A multiply-add is two. A foreign call has the FLOPs of its attribute ``flops``, a
+    kernel of `kernels_pallas` those in its name. A scan's body counts every iteration,
+    a while loop's body once; of a conditional the costliest branch counts. A
+    `shard_map`'s body counts once for each device of its manual mesh axes.
 
     Args:
       eqns: a jaxpr's equations.
 
     Returns:
-      The operations, of all devices together.
+      The FLOPs of all devices together.
     """
     return sum(map(_flops_of, eqns))
 
@@ -134,7 +133,7 @@ def _size(var: Any) -> int:
 
 
 def equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
-    """The equations of a jaxpr, each followed by those that it calls."""
+    """The equations of a jaxpr, each followed by those of the jaxprs that it calls."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in inner_jaxprs(eqn).values():
@@ -142,13 +141,13 @@ def equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
 
 
 def arrays_in(jaxpr: core.Jaxpr) -> Iterator[jax.ShapeDtypeStruct]:
-    """The arrays that equations make, also in what they call."""
+    """The arrays that equations make, including those of called jaxprs."""
     for eqn in equations(jaxpr):
         yield from (shape_of(var) for var in eqn.outvars if hasattr(var.aval, "dtype"))
 
 
 def inner_jaxprs(eqn: core.JaxprEqn) -> dict[str, core.ClosedJaxpr]:
-    """The jaxprs that an equation calls, closed, by the parameter that has them."""
+    """The jaxprs that an equation calls, closed, by the name of their parameter."""
     found = {}
     for name, value in eqn.params.items():
         is_many = isinstance(value, tuple | list)

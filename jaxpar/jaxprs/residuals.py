@@ -1,8 +1,8 @@
-"""Who decides what is kept for the backward pass: a checkpoint inside a checkpoint.
+"""Which policy chooses the residuals of a checkpoint inside a checkpoint?
 
-jax asks the *outermost* `jax.checkpoint`'s policy about every operation inside, nested
-checkpoints' too: a policy that lets almost everything be kept undoes the remat of
-whoever called `jax.checkpoint` further in.
+jax applies the *outermost* `jax.checkpoint`'s policy to every operation inside, also to
+those of nested checkpoints. A policy that saves almost everything therefore undoes the
+remat of an inner `jax.checkpoint`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,16 +15,16 @@ from jax.custom_derivatives import SymbolicZero
 
 
 def with_own_residuals(run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Let a function keep what it keeps by itself, inside any `jax.checkpoint`.
+    """Let a function choose its own residuals inside any `jax.checkpoint`.
 
-    Its linearisation is taken where it stands, so the outer policy is asked only about
-    what the function's own one chose. No forward-mode derivative can be taken of it.
+    It is linearised first, so the outer policy applies only to the residuals that the
+    function's own policy chose. It has no forward-mode derivative.
 
     Args:
-      run: a pure function of one pytree of arrays, such as `jax.checkpoint` makes.
+      run: a pure function of one pytree of arrays, such as `jax.checkpoint` returns.
 
     Returns:
-      A function of the same values and gradients.
+      A function with the same values and gradients.
 
     Example:
       >>> run = with_own_residuals(jax.checkpoint(lambda x: jnp.sin(x[0]) * x[1]))
@@ -62,7 +62,7 @@ def with_own_residuals(run: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 @jax.tree_util.register_pytree_node_class
 class _Pull:
-    """A vjp with respect to some of the leaves: None for the others."""
+    """A vjp with respect to some of the leaves; None for the others."""
 
     def __init__(self, pull: Callable, moving: tuple[bool, ...], structure: Any):
         self.pull, self.moving, self.structure = pull, moving, structure

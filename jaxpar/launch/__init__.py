@@ -1,10 +1,10 @@
-"""How a run gets its devices and processes, and stays up on them.
+"""How does a run get its devices and processes, and how is it restarted on failures?
 
-A supervisor on every host (`supervisor`, without JAX) starts workers by one
-contract (`worker_environment`) and watches them (`watchdog`); the hosts of a run agree
-through files in its folder (`rendezvous`). A worker joins the others (`join`), and its
-`heartbeat` says what it is doing. `scheduler`, `sbatch`, `k8s` and `ray_trainer` start
-runs by the schedulers that clusters have.
+A supervisor on every host (`supervisor`, without JAX) passes each worker one
+`worker_environment` and watches the workers (`watchdog`). All hosts mount one shared
+folder; supervisors coordinate through files in it (`rendezvous`). A worker joins the
+others (`join`), and its `heartbeat` records what it is doing. `scheduler`, `sbatch`,
+`k8s` and `ray_trainer` start runs under cluster schedulers.
 """
 
 import lazy_loader

@@ -1,8 +1,8 @@
-"""Are all workers of a run at the same thing: config, code, data, versions?
+"""Do all workers of a run have the same config, code, data and versions?
 
-They tell each other through JAX's coordination service, before anything is compiled and
-without a collective, so that a worker that differs can be named. JAX's own client of
-that service is not public; to be dropped when it is.
+They compare them through JAX's coordination service, before anything is compiled and
+without a collective, so that a worker that differs can be named. JAX's client of that
+service is not public; to be replaced when it is.
 """
 
 import hashlib
@@ -30,17 +30,17 @@ class DisagreementError(ValueError):
 
 
 def exchange(name: str, value: Any) -> list[Any]:
-    """Tell the other workers a JSON value, and hear theirs.
+    """Send a JSON value to the other workers, and receive theirs.
 
     Args:
-      name: of what is told; each worker calls with the same names in the same order.
+      name: of the value; each worker calls with the same names in the same order.
       value: this worker's.
 
     Returns:
-      Every worker's, in their order.
+      The values of all workers, in their order.
 
     Raises:
-      TimeoutError: if a worker does not tell in the time that a start may take.
+      TimeoutError: if a worker does not send a value within the start limit.
     """
     worker, client = current(), distributed.global_state.client
     if client is None or jax.process_count() == 1:
@@ -62,29 +62,29 @@ def _heard(client: Any, key: str, index: int, seconds: int) -> str:
         if "DEADLINE_EXCEEDED" not in str(error):
             raise
         raise TimeoutError(
-            f"worker {index} did not come to the same point within {seconds} s: look "
-            "into its log for what it does instead"
+            f"worker {index} did not reach the same point within {seconds} s: "
+            "its log shows what it is doing instead"
         ) from error
 
 
 def require_same(config: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Refuse workers that are not of one run; see that their collectives work.
+    """Check that workers belong to one run, and that their collectives work.
 
     Args:
       config: of this worker's run.
       identity: of its data.
 
     Raises:
-      DisagreementError: on all workers, if one differs from most.
-      RuntimeError: if JAX knows of another number of them, or a collective over all
-        gives a wrong result.
+      DisagreementError: on all workers, if one differs from the majority.
+      RuntimeError: if JAX has another number of processes, or a collective over all of
+        them gives a wrong result.
     """
     worker, count = current(), jax.process_count()
     if worker is not None and count != worker.processes:
         raise RuntimeError(
-            f"worker {worker.index} is one of {worker.processes}, and JAX knows of "
-            f"{count} processes: nothing may ask jax for its devices before the script "
-            "is run by `jaxpar launch`"
+            f"worker {worker.index} is one of {worker.processes}, but JAX has "
+            f"{count} processes: nothing may ask jax for its devices before "
+            "`jaxpar launch` runs the script"
         )
     if count == 1:
         return
@@ -106,18 +106,18 @@ def require_same(config: Mapping[str, Any], identity: Mapping[str, Any]) -> None
     if found.tolist() != list(range(jax.process_count())):
         raise RuntimeError(
             f"gathering the workers' numbers gave {found.tolist()}: the network "
-            "between them does not carry collectives rightly"
+            "between them corrupts collectives"
         )
 
 
 def differences(facts: list[dict[str, Any]]) -> list[str]:
-    """Say in what each worker differs from most of them.
+    """Describe how each worker differs from the majority.
 
     Args:
-      facts: of each worker: part -> name -> value, and ``host``.
+      facts: of each worker: section -> name -> value, and ``host``.
 
     Returns:
-      A line for each that differs.
+      One line for each worker that differs.
     """
     lines = []
     parts = [part for part in facts[0] if part != "host"]
@@ -138,9 +138,9 @@ def differences(facts: list[dict[str, Any]]) -> list[str]:
 
 
 def own_code() -> dict[str, str]:
-    """The program's own files, as imported so far -> their checksums.
+    """The program's own files imported so far -> their checksums.
 
-    Those of the standard library and of installed packages are told by versions.
+    The standard library and installed packages are compared by version instead.
     """
     installed = [Path(sysconfig.get_path(n)) for n in ("stdlib", "purelib", "platlib")]
     found: dict[str, str] = {}
@@ -163,7 +163,7 @@ def _versions() -> dict[str, str]:
 
 
 def _most_common(values: list[Any]) -> Any:
-    """The value that most have; of as many, the first's."""
+    """The most common value; of equally common ones, the first."""
     texts = [json.dumps(value, sort_keys=True) for value in values]
     return values[texts.index(max(texts, key=texts.count))]
 

@@ -1,4 +1,4 @@
-"""How do hosts know each other? By certificates of an authority of the run's own."""
+"""How do hosts authenticate each other? By certificates of the run's own authority."""
 
 import datetime
 import ipaddress
@@ -14,7 +14,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from jaxpar.launch.security import AUTHORITY, CERTIFICATE, KEY
 
 _SKEW = datetime.timedelta(hours=1)
-"""Hosts' clocks may differ by so much."""
+"""Tolerated difference of the hosts' clocks."""
 
 
 def make_certificates(
@@ -22,19 +22,19 @@ def make_certificates(
 ) -> list[Path]:
     """Make a private authority, and a certificate for each host.
 
-    The authority's key is used here and not kept: nobody can add a host later.
+    The authority's key is not stored: no host can be added later.
 
     Args:
       folder: made, or empty.
-      hosts: names or addresses, as the coordinator will be reached by.
-      days: that the certificates are good for.
+      hosts: names or addresses at which the coordinator will be reached.
+      days: validity of the certificates.
 
     Returns:
       A folder for each host, with ca.pem, cert.pem and key.pem, to be copied to it.
 
     Raises:
-      ValueError: if there are no hosts, one is twice there or no name, or days is not
-        above 0.
+      ValueError: if there are no hosts, a host is given twice or is not a valid name,
+        or days is not above 0.
       FileExistsError: if the folder has files.
     """
     if not hosts or len(set(hosts)) < len(hosts):
@@ -44,8 +44,8 @@ def make_certificates(
     names = [_subject(host) for host in hosts]
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(
-            f"{str(folder)!r} has files: give a new folder, so that no certificate in "
-            "use is lost"
+            f"{str(folder)!r} has files: give a new folder, so that certificates in "
+            "use are not overwritten"
         )
     until = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
     own_key = ec.generate_private_key(ec.SECP256R1())
@@ -111,9 +111,9 @@ def _sign(
 
 
 def _subject(host: str) -> x509.SubjectAlternativeName:
-    """What a host is reached by: an address, or a name."""
+    """The host's address or name, as a certificate's subject."""
     if not host or "/" in host or host.startswith("."):
-        raise ValueError(f"hosts: {host!r} is no name or address of a host")
+        raise ValueError(f"hosts: {host!r} is not a name or address of a host")
     try:
         return x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(host))])
     except ValueError:
@@ -121,6 +121,6 @@ def _subject(host: str) -> x509.SubjectAlternativeName:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file that only this user may read, from its first moment on."""
+    """Create a file that only this user can ever read."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)

@@ -1,4 +1,4 @@
-"""Which devices does a run get, with only a CPU, or with other workers than before?"""
+"""Which devices does a run get, on CPU only, or with another number of workers?"""
 
 import dataclasses
 import math
@@ -13,11 +13,11 @@ from jaxpar.mesh import MeshShape, make_mesh
 
 
 def choose_mesh(shape: MeshShape, *, on_cpu: MeshShape) -> Mesh:
-    """Make a mesh of the run's devices; where there is only a CPU, of CPU devices.
+    """Make a mesh of the run's devices; with only a CPU, of CPU devices.
 
-    Call it before anything asks jax for its devices: their number is then fixed. A
-    run that goes on with fewer or more workers than it was launched with first gets a
-    data axis that is as much shorter or longer; see `scaled_accumulation`.
+    Call it before anything asks jax for its devices, because that fixes their number.
+    If a run resumes with fewer or more workers than at its first launch, the data axis
+    is scaled in proportion; see `scaled_accumulation`.
 
     Args:
       shape: devices by axis; the default for all accelerators on data, or `on_cpu`.
@@ -44,16 +44,16 @@ def choose_mesh(shape: MeshShape, *, on_cpu: MeshShape) -> Mesh:
 
 
 def scaled_accumulation(accumulate: int) -> int:
-    """Micro-batches a step that keep the global batch where workers went or came.
+    """Micro-batches per step that preserve the global batch with fewer or more workers.
 
     Args:
-      accumulate: with the workers that the run was launched with first.
+      accumulate: micro-batches with the workers of the first launch.
 
     Returns:
-      With those of now: a device has as many rows at once as before, or fewer.
+      Micro-batches with the current workers; rows per device do not increase.
 
     Raises:
-      ValueError: if the workers of now can't share them.
+      ValueError: if the current workers can't split them.
     """
     worker = current()
     if worker is None or worker.processes == worker.planned:
@@ -64,7 +64,7 @@ def scaled_accumulation(accumulate: int) -> int:
     if worker.processes > worker.planned:
         return accumulate
     raise ValueError(
-        f"accumulate={accumulate} with {worker.planned} workers can't become a whole "
+        f"accumulate={accumulate} with {worker.planned} workers is not a whole "
         f"number with {worker.processes}: start with a divisor of {worker.planned}"
     )
 
@@ -75,10 +75,10 @@ def _for_workers(shape: MeshShape, worker: Worker) -> MeshShape:
     data, rest = divmod(shape.data * worker.processes, worker.planned)
     if rest:
         raise ValueError(
-            f"mesh: data={shape.data} of {worker.planned} workers can't go on with "
+            f"mesh: data={shape.data} of {worker.planned} workers can't resume with "
             f"{worker.processes}: the axis would have {shape.data}·"
-            f"{worker.processes}/{worker.planned} devices. Start with a number of "
-            "workers that divides it"
+            f"{worker.processes}/{worker.planned} devices. Start a number of "
+            "workers for which that is a whole number"
         )
     return dataclasses.replace(shape, data=data)
 
@@ -92,15 +92,15 @@ def _each_worker(num_devices: int, worker: Worker | None) -> int:
     each, rest = divmod(num_devices, worker.processes)
     if rest:
         raise ValueError(
-            f"mesh: {num_devices} devices can't be shared out among "
-            f"{worker.processes} workers: choose a mesh of a multiple, or say how many "
-            "each makes (--local-devices)"
+            f"mesh: {num_devices} devices can't be divided among "
+            f"{worker.processes} workers: choose a mesh of a multiple, or set the "
+            "number of each (--local-devices)"
         )
     return each
 
 
 def _require_devices(shape: MeshShape, found: int) -> None:
-    """Say which worker has too few devices; for one process the mesh says it all."""
+    """Report which worker has too few devices; one process gets the mesh's error."""
     sizes = (shape.data, shape.pipe, shape.tensor)
     needed = math.prod(size for size in sizes if size != -1)
     if jax.process_count() == 1 or found >= needed:
@@ -121,10 +121,10 @@ def _require_devices(shape: MeshShape, found: int) -> None:
 
 
 def _make_cpu_devices(num_devices: int) -> None:
-    """Ask for CPU devices; accelerators are what they are."""
+    """Request CPU devices; the number of accelerators is fixed."""
     try:
         jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError:
         # Some devices exist already, as in a notebook's second call: the mesh is then
-        # checked against those.
+        # checked against them.
         return

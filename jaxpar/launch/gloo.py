@@ -1,7 +1,7 @@
 """Which address do collectives between CPU workers listen on?
 
-jaxlib's gloo asks the host's name for its address, which may be any of the host's, or
-one that other hosts can't reach. To be dropped when jax has a setting for it.
+jaxlib's gloo resolves the host's name to an address, which may be any of the host's, or
+one that other hosts can't reach. To be removed when jax has a setting for it.
 """
 
 from jax._src import distributed, xla_bridge
@@ -9,11 +9,11 @@ from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 
 def listen_on(address: str) -> None:
-    """Have this process's CPU collectives listen on one address.
+    """Make this process's CPU collectives listen on one address.
 
     Args:
-      address: of this host. `jax.distributed.initialize` has run, and nothing of JAX
-        that needs a device.
+      address: of this host. Call it after `jax.distributed.initialize`, and before
+        anything in JAX that needs a device.
     """
 
     def make_client():

@@ -1,4 +1,4 @@
-"""The workers of one host: started, asked, ended, and what they left to read."""
+"""How are the workers of one host started, signalled and ended?"""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from jaxpar.launch.rendezvous import WorkerEnd
 from jaxpar.launch.worker_environment import Worker, read_error
 
 STACKS_SIGNAL = signal.SIGUSR2
-"""Makes a worker write down its stacks, in whatever code it hangs."""
+"""Signal that makes a worker dump its stacks, in whatever code it hangs."""
 
 _STACKS_SECONDS = 5.0
 _OUTERMOST_FRAME = "_run_module_as_main"
@@ -27,8 +27,8 @@ class Group:
     """Workers that were started together.
 
     Args:
-      workers: their contracts.
-      command: what each runs, behind Python and the worker's own module.
+      workers: their environments.
+      command: what each runs, after Python and the worker module.
     """
 
     def __init__(self, workers: Sequence[Worker], command: Sequence[str]):
@@ -51,22 +51,22 @@ class Group:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **variables(worker)},
-                # What it starts ends with it, and a terminal's signals are ours.
+                # Its children end with it, and the terminal's signals come to us only.
                 start_new_session=True,
             )
         self._processes.append(process)
 
     def codes(self) -> list[int | None]:
-        """Exit codes; minus the number of a signal; None of those that run."""
+        """Exit codes; minus the number for a signal; None while running."""
         return [process.poll() for process in self._processes]
 
     def beats(self) -> list[Beat]:
-        """What each worker is at; from its start on where it has not said."""
+        """What each worker is doing; "start" until it has reported."""
         unknown = Beat("start", None, None, self.began)
         return [read_heartbeat(worker.heartbeat) or unknown for worker in self.workers]
 
     def stopped(self) -> set[int]:
-        """The places of those that a signal has stopped."""
+        """The positions of workers that a signal has stopped."""
         found = set()
         for place, process in enumerate(self._processes):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -75,13 +75,13 @@ class Group:
         return found
 
     def send(self, number: int) -> None:
-        """Send a signal to every worker that runs."""
+        """Send a signal to every running worker."""
         for process in self._processes:
             if process.poll() is None:
                 process.send_signal(number)
 
     def dump_stacks(self) -> None:
-        """Have every worker write its stacks; those that are stopped go on for it."""
+        """Make every worker dump its stacks; stopped ones are continued for it."""
         self.send(STACKS_SIGNAL)
         self.send(signal.SIGCONT)
         until = time.monotonic() + _STACKS_SECONDS
@@ -96,7 +96,7 @@ class Group:
             waiting = [w for w in waiting if _OUTERMOST_FRAME not in _stacks(w)]
 
     def end(self) -> None:
-        """End what still runs, at once: what it has saved is whole."""
+        """Kill what still runs: saved checkpoints are complete."""
         for worker, process in zip(self.workers, self._processes, strict=False):
             if process.poll() is None:
                 self._ended_by_us.add(worker.index)
@@ -124,12 +124,12 @@ class Group:
 
 
 def worker_command(command: Sequence[str]) -> list[str]:
-    """What a worker is started by."""
+    """The command that starts a worker."""
     return [sys.executable, "-m", "jaxpar.launch.worker", *command]
 
 
 def variables(worker: Worker) -> Mapping[str, str]:
-    """What a worker's environment has besides its supervisor's."""
+    """A worker's environment variables besides its supervisor's."""
     return {**worker.environment(), "PYTHONUNBUFFERED": "1"}
 
 

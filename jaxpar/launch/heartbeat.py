@@ -1,7 +1,7 @@
-"""What is a worker at, as another process of its host can tell at any moment?
+"""What is a worker doing, as other processes of its host can read at any time?
 
-A few numbers in a small mapped file. They are written without a system call, and stay
-there when the worker is stopped or killed.
+A few numbers in a small mapped file. They are written without a system call, and remain
+when the worker is stopped or killed.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ PHASES = (
     "evaluate",
     "end",
 )
-"""What a worker may be at; "data" is waiting for a batch."""
+"""A worker's phases; "data" is waiting for a batch."""
 
 _FORM = struct.Struct("<QBqqd")  # Writes so far, phase, step, resumed at, since when.
 _NONE = -1
@@ -31,13 +31,13 @@ _NONE = -1
 
 @dataclasses.dataclass(frozen=True)
 class Beat:
-    """What a worker was at.
+    """What a worker was doing.
 
     Attributes:
       phase: one of `PHASES`.
-      step: the step that it is at or has done last; None before the first.
-      resumed: the step that it went on from; None before it has.
-      since: when it began with it, on this host's monotonic clock, in seconds.
+      step: the step in progress or done last; None before the first.
+      resumed: the step that it resumed from; None before that.
+      since: start of the phase, on this host's monotonic clock, in seconds.
     """
 
     phase: str
@@ -51,10 +51,10 @@ class Beat:
 
 
 class Heartbeat:
-    """Writes what this process is at.
+    """Writes what this process is doing.
 
     Args:
-      path: of the file, which is made; None to write nowhere.
+      path: of the file, which is created; None to write nowhere.
     """
 
     def __init__(self, path: Path | None):
@@ -70,20 +70,20 @@ class Heartbeat:
         self._write()
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Begin a phase; `step` None stays at the step before."""
+        """Begin a phase; `step` None leaves the step as it is."""
         self.phase = phase
         self._step = self._step if step is None else step
         self._write()
 
     def resume(self, step: int) -> None:
-        """Say which step the run goes on from."""
+        """Record the step that the run resumes from."""
         self._step = self._resumed = step
         self._write()
 
     def _write(self) -> None:
         if self._map is None:
             return
-        # Odd while the fields are written, so that a reader tries again.
+        # Odd while the fields are written, so that a reader retries.
         self._writes += 2
         struct.pack_into("<Q", self._map, 0, self._writes - 1)
         _FORM.pack_into(
@@ -99,7 +99,7 @@ class Heartbeat:
 
 
 def read_heartbeat(path: Path) -> Beat | None:
-    """Read what another process is at; None before it has said so."""
+    """Read what another process is doing; None before its first write."""
     for _ in range(3):
         try:
             content = path.read_bytes()
@@ -120,6 +120,6 @@ def read_heartbeat(path: Path) -> Beat | None:
 
 @functools.cache
 def own_heartbeat() -> Heartbeat:
-    """This process's pulse; where no supervisor listens, it is written nowhere."""
+    """This process's heartbeat; without a supervisor it is written nowhere."""
     worker = current()
     return Heartbeat(None if worker is None else worker.heartbeat)

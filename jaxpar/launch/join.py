@@ -1,4 +1,4 @@
-"""How does a worker become one of its group, or say why it can't?"""
+"""How does a worker join its group, or report why it can't?"""
 
 import os
 import socket
@@ -21,22 +21,22 @@ class JoinError(OSError):
 
 
 def join(worker: Worker) -> None:
-    """Find the other workers; nothing of JAX may have run before.
+    """Find the other workers; call it before anything else in JAX.
 
     Args:
-      worker: who this is. Alone, it joins nobody.
+      worker: this worker. A single worker joins nobody.
 
     Raises:
       JoinError: if the coordinator can't be reached, or its port is in use.
-      ValueError: if certificates are given, and this jax can't use them; if it is to be
-        one of several, and is told of no coordinator.
+      ValueError: if certificates are given and this jax can't use them; if it is one of
+        several workers and has no coordinator.
     """
     if worker.coordinator is None:
         if worker.processes > 1:
             raise ValueError(
-                f"worker {worker.index} is one of {worker.processes} and is told of no "
+                f"worker {worker.index} is one of {worker.processes} and has no "
                 "coordinator: each would train the whole run by itself. Start workers "
-                "by `jaxpar launch`, which has them join"
+                "with `jaxpar launch`, which sets the coordinator"
             )
         return
     host, _, port = worker.coordinator.rpartition(":")
@@ -45,7 +45,7 @@ def join(worker: Worker) -> None:
     else:
         _wait_for(worker, host, int(port))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # Where it finds nobody, JAX ends the process at once: this is what is left then.
+    # If it finds nobody, JAX ends the process at once: this message is what remains.
     say_error(worker, _not_found(worker))
     jax.distributed.initialize(
         worker.coordinator,
@@ -55,7 +55,7 @@ def join(worker: Worker) -> None:
         cluster_detection_method="deactivate",
         initialization_timeout=max(1, int(_remaining_seconds(worker))),
         heartbeat_timeout_seconds=worker.heartbeat_seconds,
-        # By default it would listen on every address of the host.
+        # By default it listens on every address of the host.
         coordinator_bind_address=worker.coordinator,
         **_tls_options(worker),
     )
@@ -67,14 +67,14 @@ def _not_found(worker: Worker) -> str:
     how = "without certificates" if worker.tls is None else "over TLS"
     return (
         f"worker {worker.index} ({socket.gethostname()}) reached {worker.coordinator} "
-        f"{how}, and not all of {worker.processes} workers met there within "
-        f"{worker.start_seconds} s. Look whether a launcher runs on every host, and "
-        "whether all of them have certificates of one authority (--tls), or none"
+        f"{how}, but not all of {worker.processes} workers connected within "
+        f"{worker.start_seconds} s. Check that a launcher runs on every host, and "
+        "that all of them have certificates of one authority (--tls), or none"
     )
 
 
 def _remaining_seconds(worker: Worker) -> float:
-    """Of the time for finding the others; imports have taken some."""
+    """Time left to find the others; imports have used some of it."""
     taken = time.time() - psutil.Process().create_time()
     return worker.start_seconds - taken
 
@@ -85,7 +85,7 @@ def _tls_options(worker: Worker) -> dict[str, Any]:
     if jax.__version_info__ < (0, 11, 2):
         raise ValueError(
             f"jax {jax.__version__} has no TLS between workers: install jax 0.11.2 or "
-            "newer, or launch with --insecure on a network that is yours alone"
+            "newer, or launch with --insecure on a private network"
         )
     return {
         "mtls_cert_file": worker.tls.certificate,
@@ -96,7 +96,7 @@ def _tls_options(worker: Worker) -> dict[str, Any]:
 
 
 def _require_free(host: str, port: int) -> None:
-    """Refuse a port that somebody listens on, before JAX ends the process for it."""
+    """Reject a port that is in use, before JAX ends the process for it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -110,7 +110,7 @@ def _require_free(host: str, port: int) -> None:
 
 
 def listener(port: int) -> str:
-    """Who listens on a port, in words; nothing where that can't be told."""
+    """The process that listens on a port, as text; empty if it can't be found."""
     try:
         for each in psutil.net_connections("tcp"):
             if each.laddr and each.laddr.port == port and each.pid:
@@ -133,22 +133,22 @@ def _wait_for(worker: Worker, host: str, port: int) -> None:
         time.sleep(_TRY_SECONDS)
     raise JoinError(
         f"worker {worker.index} ({socket.gethostname()}) did not reach the coordinator "
-        f"at {worker.coordinator} within {worker.start_seconds} s ({reason}). Look "
-        "whether host 0 runs, whether its address can be reached from here, and "
-        "whether a firewall closes the port"
+        f"at {worker.coordinator} within {worker.start_seconds} s ({reason}). Check "
+        "that host 0 runs, that its address can be reached from here, and "
+        "that no firewall closes the port"
     )
 
 
 def use_private_cache(folder: Path | None = None) -> None:
-    """Keep compiled programs in a folder of this user's own, unless one is set.
+    """Store compiled programs in a folder of this user's, unless one is set.
 
-    What is in it is run: others must not be able to write there.
+    Its content is executed: others must not be able to write there.
 
     Args:
       folder: made if missing; None for jaxpar's in the user's cache.
 
     Raises:
-      PermissionError: if others may write in it, or it is another user's.
+      PermissionError: if others may write in it, or another user owns it.
     """
     if jax.config.jax_compilation_cache_dir:
         return
@@ -160,7 +160,7 @@ def use_private_cache(folder: Path | None = None) -> None:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise PermissionError(
             f"the compilation cache {str(folder)!r} is another user's, or a link: move "
-            "it away, or name another (JAX_COMPILATION_CACHE_DIR)"
+            "it away, or set another (JAX_COMPILATION_CACHE_DIR)"
         )
     if status.st_mode & 0o022:
         raise PermissionError(

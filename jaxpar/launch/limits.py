@@ -1,4 +1,4 @@
-"""How long may a worker be at one thing before it counts as stuck?"""
+"""How long may a worker be in one phase before it counts as hung?"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ from jaxpar.launch.heartbeat import Beat
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Seconds; 0 for no limit, but of the last two."""
+    """Limits in seconds; 0 for no limit, except for the last two."""
 
     start: float = 600.0
-    """From a worker's start to its first restore or step: imports, finding the others,
-    making the state."""
+    """From a worker's start to its first restore or step: imports, joining the others,
+    initializing the state."""
     compile: float = 1800.0
-    """The first step, and an evaluation, with what they compile."""
+    """The first step, and an evaluation, including compilation."""
     step: float = 300.0
     """A step, and waiting for its batch."""
     save: float = 1800.0
@@ -22,7 +22,7 @@ class Limits:
     rendezvous: float = 600.0
     """For the hosts to find each other."""
     lost: float = 60.0
-    """Without a sign of another host's supervisor, after which it counts as lost."""
+    """Silence of another host's supervisor, after which it counts as lost."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -37,7 +37,7 @@ class Limits:
                 raise ValueError(f"limits: {name}=0 must be seconds, above 0")
 
     def of(self, phase: str) -> float:
-        """The limit of what a worker is at."""
+        """The limit of a phase."""
         return {
             "start": self.start,
             "compile": self.compile,
@@ -47,14 +47,14 @@ class Limits:
         }.get(phase, self.save)
 
     def late(self, beats: Sequence[Beat], now: float) -> list[tuple[int, str]]:
-        """Find the workers that are at something for longer than they may be.
+        """Find the workers that exceed the limit of their phase.
 
         Args:
-          beats: of each.
+          beats: of each worker.
           now: on this host's monotonic clock, in seconds.
 
         Returns:
-          (its place, in words) of each, those that got least far first.
+          (position, description) of each, least progress first.
         """
         found = [
             (beat.step if beat.step is not None else -1, beat.since, place)

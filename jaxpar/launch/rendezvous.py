@@ -1,9 +1,9 @@
-"""How do the hosts of a run agree: on when to start, with whom, and that it is over?
+"""How do hosts agree: on when to start, with which hosts, and when the run is over?
 
-Every host's supervisor writes one small file in the run's folder, which all hosts see
-(checkpoints need that too), and counts in it as long as it lives. The first host's
-supervisor, the head, announces each attempt in another. Nothing here needs a clock that
-hosts share: a supervisor is alive while others see its count change.
+Every host's supervisor writes one small file in the run's shared folder (checkpoints
+need that folder too), and increments a count in it as long as it lives. The first
+host's supervisor, the head, announces each attempt in another file. Hosts need no
+common clock: a supervisor is alive while others see its count change.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 Kind = Literal["done", "stopped", "saved", "refused", "failed", "stalled", "ended"]
-"""How an attempt went on a host: to its end; at a signal to its launcher; at a signal
-to somebody else, saved too; not to be tried again; by a failure here; by a worker that
-made no progress; because of another host."""
+"""How an attempt ended on a host, in order: all done; a signal to the launcher; a
+signal to somebody else, saved too; an error that a retry can't fix; a failure here; a
+worker without progress; because of another host."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,13 +29,13 @@ class WorkerEnd:
 
     Attributes:
       index: of the worker.
-      code: its exit code; minus the signal's number if by one; None if by us.
-      at: what it was at.
-      resumed: the step that it had gone on from.
+      code: its exit code; minus the number for a signal; None if we ended it.
+      at: what it was doing.
+      resumed: the step that it resumed from.
       step: the last step that it did.
-      error: what it said of it, in a line.
+      error: its error message, in one line.
       tail: the last lines of its log.
-      stacks: lines of its stacks; none if it was not asked for them.
+      stacks: lines of its stacks; empty if it was not asked for them.
     """
 
     index: int
@@ -50,13 +50,13 @@ class WorkerEnd:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How an attempt went on one host.
+    """How an attempt ended on one host.
 
     Attributes:
       kind: see `Kind`.
-      code: that the run would end with by this.
-      why: in words.
-      workers: of this host.
+      code: exit code of the run for this outcome.
+      why: the reason, as text.
+      workers: those of this host.
     """
 
     kind: Kind
@@ -66,26 +66,26 @@ class Outcome:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Outcome":
-        """Of what `dataclasses.asdict` gave."""
+        """Convert from `dataclasses.asdict`'s form."""
         ends = [WorkerEnd(**each) for each in content["workers"]]
         return cls(**{**content, "workers": ends})
 
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """A host's supervisor, as it last wrote itself down.
+    """A host's supervisor, as in its file.
 
     Attributes:
       host: its number, from 0.
-      id: made at its start; another supervisor of the same host has another.
+      id: made at its start; differs between supervisors of the same host.
       count: of its writes.
-      hostname: what the host calls itself.
+      hostname: the host's own name.
       address: where its workers listen.
-      processes: that it will start.
-      attempt: the last that it took part in; 0 for none.
-      running: whether it still does.
+      processes: workers that it will start.
+      attempt: the last one that it took part in; 0 for none.
+      running: whether that attempt still runs.
       outcome: of that attempt, once it has ended.
-      asked: the signal that asks for an end, once one has come; None for none.
+      asked: the signal that requests an end; None for none.
     """
 
     host: int
@@ -102,17 +102,17 @@ class Member:
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """What the head announces.
+    """The head's announcement.
 
     Attributes:
-      number: from 1 on, over all launches of the run.
-      state: "run"; "ended" once a host has failed; "over" when none follows.
-      coordinator: where worker 0 will listen; None for a worker that is alone.
+      number: from 1, over all launches of the run.
+      state: "run"; "ended" once a host has failed; "over" if no other attempt follows.
+      coordinator: where worker 0 will listen; None for a single worker.
       members: host -> id of the supervisors that take part.
       processes: host -> workers on it.
       planned: workers of the whole run at its first launch.
       code: of the run, when it is over.
-      why: in words.
+      why: the reason, as text.
     """
 
     number: int
@@ -130,12 +130,12 @@ class Attempt:
 
 
 class Board:
-    """The files by which supervisors know of each other.
+    """The files through which supervisors coordinate.
 
     Args:
       folder: of the launch; made if missing, for this user alone.
-      host: whose this is.
-      processes: that it will start.
+      host: the number of this host.
+      processes: workers that it will start.
       address: where they listen.
     """
 
@@ -153,12 +153,12 @@ class Board:
         self._seen: dict[int, tuple[str, int, float, bool]] = {}
 
     def tell(self, **changes: Any) -> None:
-        """Write this host down, with changes; this is also its sign of life."""
+        """Write this host's file, with changes; this is also its sign of life."""
         self.me = dataclasses.replace(self.me, count=self.me.count + 1, **changes)
         _write(self._member_file(self.me.host), dataclasses.asdict(self.me))
 
     def member(self, host: int) -> Member | None:
-        """Read what a host's supervisor wrote last."""
+        """Read the file of a host's supervisor."""
         content = _read(self._member_file(host))
         if content is None:
             return None
@@ -167,12 +167,12 @@ class Board:
         return Member(**content)
 
     def silent_seconds(self, member: Member, *, unheard: float = 0.0) -> float:
-        """For how long a member's count has not been seen to change.
+        """Seconds since a member's count last changed.
 
         Args:
           member: as it was just read.
-          unheard: what to add while it was never seen to change: its file may be of a
-            supervisor that is long gone.
+          unheard: seconds to add while it was never seen to change: its file may be
+            left from a supervisor that ended long ago.
         """
         now = time.monotonic()
         before = self._seen.get(member.host)
@@ -186,7 +186,7 @@ class Board:
         return now - seen[2] + (0.0 if seen[3] else unheard)
 
     def attempt(self) -> Attempt | None:
-        """Read what the head announced last."""
+        """Read the head's last announcement."""
         content = _read(self.folder / "attempt.json")
         if content is None:
             return None
@@ -195,11 +195,11 @@ class Board:
         return Attempt(**content)
 
     def announce(self, attempt: Attempt) -> None:
-        """Tell all hosts; the head does."""
+        """Announce an attempt to all hosts; called by the head."""
         _write(self.folder / "attempt.json", dataclasses.asdict(attempt))
 
     def planned(self, processes: int) -> int:
-        """How many workers the run was first launched with; the head asks."""
+        """The number of workers at the run's first launch; called by the head."""
         path = self.folder / "plan.json"
         content = _read(path)
         if content is None:
@@ -214,12 +214,12 @@ class Board:
 def wait_until(
     done: Callable[[], Any], seconds: float, meanwhile: Callable[[], None]
 ) -> Any:
-    """Ask again and again until something true comes; None when the time is over.
+    """Poll until there is a result; None after a timeout.
 
     Args:
-      done: asked.
-      seconds: 0 for no limit.
-      meanwhile: called between.
+      done: polled; None for not yet.
+      seconds: timeout; 0 for no limit.
+      meanwhile: called between polls.
     """
     until = time.monotonic() + (seconds or math.inf)
     while time.monotonic() < until:
@@ -245,7 +245,7 @@ _DECIDES: Sequence[Kind] = (
 
 
 def cause_of(outcomes: Mapping[int, Outcome]) -> Outcome:
-    """The outcome that decides: what is final, then what failed by itself.
+    """The outcome that decides: a final one, then one that failed by itself.
 
     Args:
       outcomes: of an attempt, by host.
@@ -254,7 +254,7 @@ def cause_of(outcomes: Mapping[int, Outcome]) -> Outcome:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    """Replace a file in one move."""
+    """Replace a file atomically."""
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(content), encoding="utf-8")
     os.replace(unfinished, path)

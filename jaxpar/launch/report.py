@@ -1,4 +1,4 @@
-"""What happened to a run: in its folder, and on the terminal of who launched it."""
+"""What happened to a run: the report in its folder, and on the launcher's terminal."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ class Report:
 
     Args:
       folder: the run's.
-      host: whose supervisor this is.
+      host: the number of this host.
     """
 
     def __init__(self, folder: Path, host: int):
@@ -28,13 +28,13 @@ class Report:
         self._began = time.time()
 
     def say(self, text: str) -> None:
-        """A line to the terminal and to the report."""
+        """Write a line to the terminal and to the report."""
         if self._is_head:
             print(f"launch: {text}", flush=True)
             self._add(text)
 
     def attempt(self, attempt: Attempt, outcomes: Mapping[int, Outcome]) -> None:
-        """Tell how an attempt ended: every host, every worker."""
+        """Report how an attempt ended: every host, every worker."""
         if not self._is_head:
             return
         lines = [f"attempt {attempt.number} on {time.strftime('%Y-%m-%d %H:%M:%S')}"]
@@ -51,14 +51,14 @@ class Report:
             print(f"launch: {error}", file=sys.stderr, flush=True)
 
     def over(self, code: int, why: str) -> None:
-        """Tell how the run ended."""
+        """Report how the run ended."""
         if code:
             self.say(why)
             self.say(f"ended with code {code}; more in {str(self.path)!r}")
 
     @contextlib.contextmanager
     def following(self, log: Path) -> Iterator[None]:
-        """Copy what is added to a log to this terminal."""
+        """Copy new lines of a log to this terminal."""
         if not self._is_head:
             yield
             return
@@ -73,7 +73,7 @@ class Report:
             thread.join()
 
     def _slow_workers(self) -> list[str]:
-        """What the run itself told of slow workers, in this attempt."""
+        """The run's own reports of slow workers, in this attempt."""
         try:
             lines = self._events.read_text(encoding="utf-8").splitlines()
         except FileNotFoundError:
@@ -91,7 +91,7 @@ class Report:
 
 
 def _worker(end: WorkerEnd, *, told: bool) -> list[str]:
-    """A worker's end; what it left to read only where it is to be told."""
+    """A worker's end; its log and stacks only if `told`."""
     code = "ended by the supervisor" if end.code is None else f"code {end.code}"
     lines = [f"  worker {end.index}: {code}, at {end.at}"]
     if told:

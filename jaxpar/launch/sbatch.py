@@ -1,4 +1,4 @@
-"""A batch script for Slurm: it goes on after time limits and requeues by itself."""
+"""How is a Slurm batch script written: it requeues itself at its time limit."""
 
 import dataclasses
 import re
@@ -8,22 +8,22 @@ from pathlib import Path
 
 from jaxpar.exit_codes import STOPPED
 
-# Slurm warns up to a minute early: a task that does not listen yet would be killed.
+# Slurm warns up to a minute early, and kills a task that has no handler yet.
 _UNTIL_IT_LISTENS = """bash -c 'trap "" USR1; exec "$@"' jaxpar"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """What a job asks Slurm for.
+    """The resources that a job requests from Slurm.
 
     Attributes:
       name: of the job.
       nodes: how many; each gets one supervisor.
       time: limit, in Slurm's form, such as "04:00:00".
-      warn_seconds: before the limit, when the run is told to save and end.
-      gpus: of each node; 0 to ask for none.
-      partition: to submit to; None for the default one.
-      account: to charge; None for the default one.
+      warn_seconds: time before the limit at which the run is signalled to save and end.
+      gpus: per node; 0 to request none.
+      partition: the partition; None for the default one.
+      account: the account to charge; None for the default one.
     """
 
     name: str
@@ -48,18 +48,18 @@ class Batch:
             value = getattr(self, flag)
             if value is not None and not re.fullmatch(r"[\w.@-]+", value):
                 raise ValueError(
-                    f"--batch.{flag} {value!r}: must be of letters, digits, '.', '_', "
+                    f"--batch.{flag} {value!r}: may have letters, digits, '.', '_', "
                     "'@' and '-'"
                 )
 
 
 def write_script(batch: Batch, command: Sequence[str], folder: Path) -> str:
-    """Write the script that ``sbatch`` takes.
+    """Write the script for ``sbatch``.
 
     Args:
-      batch: what the job asks for.
-      command: what each node's task runs.
-      folder: of the logs; made by the script.
+      batch: the resources.
+      command: the command of each node's task.
+      folder: of the logs; the script makes it.
 
     Returns:
       The script's text.
@@ -89,7 +89,7 @@ def write_script(batch: Batch, command: Sequence[str], folder: Path) -> str:
             f"  {_UNTIL_IT_LISTENS} {shlex.join(command)}",
             "code=$?",
             f"if [ $code -eq {STOPPED} ]; then",
-            "  # Saved at the warning: go on when there is time again.",
+            "  # Saved at the warning: requeue to resume.",
             '  scontrol requeue "$SLURM_JOB_ID"',
             "fi",
             "exit $code",

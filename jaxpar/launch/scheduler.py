@@ -1,4 +1,4 @@
-"""Which host of how many is this, by the scheduler that started the process?
+"""Which host is this, of how many, according to the scheduler that started it?
 
 Under Slurm and MPI every task is a supervisor, which starts its host's workers.
 """
@@ -17,7 +17,7 @@ class Place:
     Attributes:
       host: its number, from 0.
       hosts: how many there are.
-      name: of the machine, as the others reach it; None where all are on one.
+      name: the machine's name in the network; None if all are on one machine.
     """
 
     host: int
@@ -26,7 +26,7 @@ class Place:
 
 
 def slurm_place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """The place of a task that ``srun`` started; None in no such task."""
+    """The place of a task that ``srun`` started; None outside of one."""
     if "SLURM_STEP_ID" not in environment:
         return None
     nodes = int(environment.get("SLURM_STEP_NUM_NODES", "1"))
@@ -41,11 +41,11 @@ _MPI_VARIABLES = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
 )
-"""Of MPICH and what descends from it; of Open MPI: rank, ranks, ranks on this host."""
+"""Of MPICH and its derivatives; of Open MPI: rank, ranks, ranks on this host."""
 
 
 def mpi_place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """The place of a process that ``mpiexec`` started; None in no such process."""
+    """The place of a process that ``mpiexec`` started; None outside of one."""
     for rank, size, local in _MPI_VARIABLES:
         if rank in environment and size in environment:
             hosts = int(environment[size])
@@ -61,7 +61,7 @@ def has_slurm_job(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def require_program(name: str, remedy: str) -> str:
-    """Find a scheduler's program: on the path, or where this Python has its own.
+    """Find a scheduler's program: on the path, or next to this Python.
 
     Raises:
       FileNotFoundError: if there is none.

@@ -1,4 +1,4 @@
-"""Who may connect to a run's coordinator: this host, or who has a certificate."""
+"""Who may connect to a run's coordinator: this host, or holders of a certificate."""
 
 import ipaddress
 from pathlib import Path
@@ -12,19 +12,19 @@ def require_secure(address: str, tls: Tls | None, *, insecure: bool) -> None:
     """Refuse to listen where strangers can connect.
 
     Args:
-      address: of this host, as the others are to reach it.
-      tls: certificates, if there are any.
-      insecure: whether to do without on purpose.
+      address: of this host, where the others reach it.
+      tls: the certificates; None for none.
+      insecure: whether to go without certificates on purpose.
 
     Raises:
-      ValueError: if the address is not a loopback one, with neither.
+      ValueError: if the address is not loopback, without either of them.
     """
     if tls is not None or insecure or is_loopback(address):
         return
     raise ValueError(
-        f"--address {address}: others can reach it, and JAX's coordinator lets in "
-        "whoever connects. Give the folder of this host's certificates (--tls DIR, "
-        "made by `jaxpar launch certs`), or --insecure on a network that is yours alone"
+        f"--address {address}: others can reach it, and JAX's coordinator accepts "
+        "every connection. Give the folder of this host's certificates (--tls DIR, "
+        "made by `jaxpar launch certs`), or --insecure on a private network"
     )
 
 
@@ -37,11 +37,11 @@ def is_loopback(address: str) -> bool:
 
 
 def read_tls(folder: Path, address: str | None = None) -> Tls:
-    """Name the files of a host's certificates.
+    """Find the files of a host's certificates.
 
     Args:
       folder: as `jaxpar launch certs` made it for this host, or for all of them.
-      address: of this host, which its own folder is called by then.
+      address: of this host; the name of its own subfolder, if there are several.
 
     Returns:
       The files.
@@ -56,7 +56,7 @@ def read_tls(folder: Path, address: str | None = None) -> Tls:
         if not (folder / name).is_file():
             raise FileNotFoundError(
                 f"--tls {str(folder)!r} has no {name}: make the certificates of all "
-                "hosts by `jaxpar launch certs`, and copy this host's folder here"
+                "hosts with `jaxpar launch certs`, and copy this host's folder here"
             )
     mode = (folder / KEY).stat().st_mode
     if mode & 0o077:

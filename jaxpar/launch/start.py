@@ -1,4 +1,4 @@
-"""What does a host start: which workers, and on which devices?"""
+"""What does a host start: which workers, on which devices?"""
 
 import dataclasses
 import re
@@ -11,7 +11,7 @@ from jaxpar.launch.worker_environment import Tls, Worker
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What a supervisor starts, and how it keeps it up.
+    """What a supervisor starts, and how it watches it.
 
     Attributes:
       command: the script and its flags.
@@ -19,14 +19,14 @@ class Launch:
       processes: workers on this host.
       host: this host's number; 0 is the head.
       hosts: how many there are.
-      least_hosts: with how many the run goes on where others do not come.
+      least_hosts: hosts that suffice to continue if others do not appear.
       address: of this host.
-      port: of the coordination service; None for one that is free.
+      port: of the coordination service; None for any free one.
       local_devices: CPU devices of each worker; None for as many as the mesh needs.
-      gpus: of this host, shared out among its workers; empty for none.
+      gpus: of this host, divided among its workers; empty for none.
       tls: certificates of this host; None for none.
       limits: of each phase.
-      restarts: that are tried within an hour.
+      restarts: restarts that are tried within an hour.
       heartbeat_seconds: see `Worker`.
     """
 
@@ -47,7 +47,7 @@ class Launch:
 
 
 def workers_of(launch: Launch, attempt: Attempt) -> list[Worker]:
-    """The contracts of a host's workers in an attempt."""
+    """The environments of a host's workers in an attempt."""
     first = attempt.first_worker(launch.host)
     each = len(launch.gpus) // launch.processes
     return [
@@ -63,7 +63,8 @@ def workers_of(launch: Launch, attempt: Attempt) -> list[Worker]:
             folder=str(launch.folder),
             attempt=attempt.number,
             files=str(launch.folder / "launch" / f"{attempt.number:04d}"),
-            # Before the watchdog's limit, so that a worker can say what it waited for.
+            # Below the watchdog's limit, so that a worker can report what it waited
+            # for.
             start_seconds=int(_JOIN_SHARE * (launch.limits.start or _ANY_SECONDS)),
             heartbeat_seconds=launch.heartbeat_seconds,
         )

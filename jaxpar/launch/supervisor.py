@@ -1,8 +1,9 @@
-"""Who keeps a run going? A parent of the workers on each host, without JAX.
+"""How is a run restarted after failures: by a parent of the workers on each host.
 
-It starts the workers, passes signals on, and watches what they are at. When one ends
-badly or makes no progress, all are ended and started again, from the newest checkpoint
-that is sound; so often an hour, and then no more. What happened is in ``report.txt``.
+The supervisor does not import JAX. It starts the workers, forwards signals, and watches
+their heartbeats. If one fails or makes no progress, all are ended and restarted from
+the newest valid checkpoint, a limited number of times per hour. What happened is in
+``report.txt``.
 """
 
 import collections
@@ -34,17 +35,17 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 
 
 def supervise(launch: Launch) -> int:
-    """Run to the end, whatever it takes.
+    """Run to the end, with restarts.
 
     Args:
       launch: what to start.
 
     Returns:
-      The exit code: 0 when all workers have ended well, `STOPPED` after a signal, the
-      workers' own where starting again would not help, `GAVE_UP` otherwise.
+      The exit code: 0 when all workers have succeeded, `STOPPED` after a signal, the
+      workers' own if a restart would not help, `GAVE_UP` otherwise.
 
     Raises:
-      BlockingIOError: if another launcher is at this run, as this host.
+      BlockingIOError: if another launcher runs this run, as this host.
       OSError: if the run's folder can't be written.
     """
     supervisor = _Supervisor(launch)
@@ -54,14 +55,14 @@ def supervise(launch: Launch) -> int:
 
 @contextlib.contextmanager
 def only_one(board: Board) -> Iterator[None]:
-    """Hold the place of a host's supervisor, or say that it is taken."""
+    """Lock the place of a host's supervisor, or report that it is taken."""
     path = board.folder / f"host-{board.me.host:04d}.lock"
     with path.open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BlockingIOError(
-                f"another launcher is at the run in {str(board.folder.parent)!r} as "
+                f"another launcher runs the run in {str(board.folder.parent)!r} as "
                 f"host {board.me.host}: wait for its end, end it, or choose another "
                 "folder (--out)"
             ) from None
@@ -69,10 +70,10 @@ def only_one(board: Board) -> Iterator[None]:
 
 
 class RestartBudget:
-    """Restarts within an hour; pauses that double while nothing is gained.
+    """Restarts within an hour; pauses that double while there is no progress.
 
     Args:
-      restarts: within any hour.
+      restarts: allowed within any hour.
     """
 
     def __init__(self, restarts: int):
@@ -83,10 +84,10 @@ class RestartBudget:
         self._pause = _FIRST_PAUSE
 
     def spend(self, *, progressed: bool) -> float | None:
-        """Take one restart.
+        """Use one restart.
 
         Args:
-          progressed: whether the run came further since the last one.
+          progressed: whether the run has advanced since the last one.
 
         Returns:
           Seconds to wait before it; None if none is left.
@@ -116,7 +117,7 @@ class _Supervisor:
         self.number = 0 if before is None else before.number
 
     def run(self) -> int:
-        """Attempt after attempt."""
+        """Run one attempt after the other."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._notice)
         while True:
@@ -133,18 +134,18 @@ class _Supervisor:
 
     def _notice(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT and self.asked == signal.SIGINT:
-            raise SystemExit(128 + number)  # Asked twice: workers end with this.
+            raise SystemExit(128 + number)  # The second signal: workers end with this.
         self.asked = number
 
     def _tell(self) -> None:
-        """A sign of life."""
+        """Write a sign of life."""
         asked = None if self.asked is None else signal.Signals(self.asked).name
         self.board.tell(asked=asked)
 
     # Between attempts
 
     def _next_attempt(self) -> Attempt:
-        """Announce the next attempt, or hear of it."""
+        """Announce the next attempt, or wait for its announcement."""
         self._tell()
         over = self._announced_over()
         if over:
@@ -197,11 +198,11 @@ class _Supervisor:
         )
         asked = [m.asked for m in members if m.asked]
         if asked:
-            why = f"{asked[0]} came while nothing ran: start again to go on"
+            why = f"{asked[0]} received while nothing ran: restart to resume"
             attempt = dataclasses.replace(attempt, state="over", code=STOPPED, why=why)
         elif len(members) < least:
             why = (
-                f"{len(members)} of {self.launch.hosts} hosts came within "
+                f"{len(members)} of {self.launch.hosts} hosts appeared within "
                 f"{self.launch.limits.rendezvous:g} s; missing: "
                 f"{', '.join(f'host {host}' for host in missing)}. Start their "
                 f"launchers with the same folder ({str(self.board.folder)!r})"
@@ -211,7 +212,7 @@ class _Supervisor:
         return attempt
 
     def _wait_for_members(self) -> list[Member]:
-        """Those that are alive and idle: all, or who is there when the time is over."""
+        """The members that are alive and idle: all, or those present at the timeout."""
 
         def idle() -> list[Member]:
             found = [self.board.member(host) for host in range(self.launch.hosts)]
@@ -255,9 +256,9 @@ class _Supervisor:
     # After an attempt
 
     def _decide(self, attempt: Attempt) -> None:
-        """End the attempt on all hosts; say whether another follows."""
+        """End the attempt on all hosts; announce whether another follows."""
         mine = self.board.me.outcome
-        assert mine is not None, "told by run"
+        assert mine is not None, "set by run"
         if mine.kind != "done":
             ended = dataclasses.replace(attempt, state="ended", why=mine.why)
             self.board.announce(ended)
@@ -276,16 +277,18 @@ class _Supervisor:
             pause = self.budget.spend(progressed=_moved(steps, went_on))
             if pause is None:
                 code = GAVE_UP
-                why = f"{why}; {self.launch.restarts} restarts within an hour are used"
+                why = (
+                    f"{why}; all {self.launch.restarts} restarts of this hour are used"
+                )
             elif self.asked is None:
-                self.report.say(f"{why}: starting again in {pause:g} s")
+                self.report.say(f"{why}: restarting in {pause:g} s")
                 wait_until(lambda: self.asked, pause, self._tell)
         if code is not None:
             over = dataclasses.replace(attempt, state="over", code=code, why=why)
             self.board.announce(over)
 
     def _outcomes(self, attempt: Attempt) -> dict[int, Outcome]:
-        """What each host's supervisor says, once it has ended its workers."""
+        """Every host's outcome, once its supervisor has ended its workers."""
 
         def outcome(host: int) -> Outcome | None:
             member = self.board.member(host)
@@ -305,7 +308,7 @@ class _Supervisor:
 
 
 def free_port(address: str) -> int:
-    """A port of an address that nothing listens on now."""
+    """A port of an address that is free now."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as free:
         free.bind((address, 0))
@@ -313,6 +316,6 @@ def free_port(address: str) -> int:
 
 
 def _moved(steps: Sequence[int | None], resumed: Sequence[int | None]) -> bool:
-    """Whether an attempt came further than where it began."""
+    """Whether an attempt advanced beyond its start."""
     last = max((step for step in steps if step is not None), default=0)
     return last > max((step for step in resumed if step is not None), default=0)

@@ -1,7 +1,7 @@
 """How does an attempt go on this host, and when is it over?
 
-By its workers' exit codes, by what they are at and for how long, and by what the other
-hosts tell.
+The watchdog judges by its workers' exit codes, by their phases and how long these last,
+and by the other hosts' files.
 """
 
 import signal
@@ -15,9 +15,9 @@ from jaxpar.launch.rendezvous import POLL_SECONDS, Attempt, Board, Kind, wait_un
 from jaxpar.launch.worker_environment import read_error
 
 _GRACE_SECONDS = 2.0
-"""For workers to say what ended them, after the first has ended."""
+"""Time for workers to report what ended them, after the first has ended."""
 _SAVING_SECONDS = 600.0
-"""For workers to save and end after a signal, at most."""
+"""Time for workers to save and end after a signal, at most."""
 
 
 class Watchdog:
@@ -25,10 +25,10 @@ class Watchdog:
 
     Args:
       group: its workers.
-      board: where the hosts tell each other.
-      attempt: which.
+      board: the files of the hosts.
+      attempt: the attempt.
       limits: of each phase.
-      asked: gives the signal that asks for an end, once one has come.
+      asked: returns the signal that requests an end, once there is one.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Watchdog:
         self._passed_on: tuple[int, float] | None = None
 
     def to_the_end(self) -> tuple[Kind, int, str]:
-        """Return when no worker is left: how it went, a code, and why."""
+        """Return when no worker is left: the kind of end, a code, and the reason."""
         while True:
             self._board.tell()
             self._pass_on()
@@ -55,7 +55,7 @@ class Watchdog:
             time.sleep(POLL_SECONDS)
 
     def _pass_on(self) -> None:
-        """Hand a signal on, once; workers save and end."""
+        """Forward a signal, once; workers save and end."""
         asked = self._asked()
         if asked is not None and self._passed_on is None:
             self._passed_on = (asked, time.monotonic())
@@ -83,10 +83,10 @@ class Watchdog:
         ends_so = (STOPPED, -signal.SIGTERM)  # The latter before a run has begun.
         if self._passed_on is not None and all(code in ends_so for _, code in bad):
             name = signal.Signals(self._passed_on[0]).name
-            return "stopped", STOPPED, f"{name} came: start again to go on"
+            return "stopped", STOPPED, f"{name} received: restart to resume"
         if all(code == STOPPED for _, code in bad):
             return "saved", STOPPED, f"{self._name(bad[0][0])} was asked to end"
-        # What was killed comes before what then failed for want of it.
+        # A killed worker is reported before those that failed because of it.
         killed = [each for each in bad if each[1] < 0 and each[1] != -signal.SIGABRT]
         others = [each for each in bad if each[1] != STOPPED]
         i, code = (killed or others)[0]
@@ -102,14 +102,14 @@ class Watchdog:
         return f"{self._name(place)} {ended}{f': {error}' if error else ''}"
 
     def _stall(self) -> tuple[Kind, int, str] | None:
-        """Find a worker that is at something for longer than it may be."""
+        """Find a worker that exceeds the limit of its phase."""
         now = time.monotonic()
         late = self._limits.late(self._group.beats(), now)
         if self._passed_on and now - self._passed_on[1] > _SAVING_SECONDS:
             late = [(0, f"did not save and end within {_SAVING_SECONDS:g} s")]
         if not late:
             return None
-        # One that was stopped holds the others up, which are as late as it.
+        # A stopped worker blocks the others, which then exceed their limits too.
         stopped = self._group.stopped()
         place, why = next((each for each in late if each[0] in stopped), late[0])
         self._group.dump_stacks()
@@ -121,7 +121,7 @@ class Watchdog:
         return f"worker {index} ({self._board.me.hostname})"
 
     def _end_elsewhere(self) -> tuple[Kind, int, str] | None:
-        """Hear of other hosts."""
+        """Check the other hosts."""
         told = self._board.attempt()
         assert told is not None, "announced before"
         if told.number != self._attempt.number or told.state != "run":

@@ -2,8 +2,8 @@
 
     python -m jaxpar.launch.worker SCRIPT [FLAGS]
 
-A supervisor starts it, with a contract in its environment. What ends it badly is
-written down for the supervisor to tell once, and not by every worker.
+A supervisor starts it with a `Worker` in its environment. Its fatal error is written to
+a file, which the supervisor reports once instead of every worker.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from jaxpar.launch.worker_environment import Worker, current, say_error
 _PR_SET_PDEATHSIG = 1
 
 _REFUSALS = (ValueError, TypeError, OSError, ImportError)
-"""What a script says, before it trains, to who gave it what can't be done."""
+"""Errors of a script before it trains that mean its arguments can't work."""
 
 
 def main(args: list[str]) -> None:
@@ -49,7 +49,7 @@ def main(args: list[str]) -> None:
 
 
 def _run_script(worker: Worker, args: list[str]) -> None:
-    # They import jax, which takes long; the pulse and the stacks are there before.
+    # They import jax, which is slow; the heartbeat and the stack dumps work before.
     from jaxpar.launch.join import join, use_private_cache  # noqa: PLC0415
 
     use_private_cache()
@@ -66,14 +66,14 @@ def _end_by(
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    """What Python calls with an error that nothing caught."""
+    """The hook that Python calls with an uncaught exception."""
     sys.__excepthook__(kind, error, trace)
     refuses = own_heartbeat().phase == "start" and isinstance(error, _REFUSALS)
     _end(worker, f"{kind.__name__}: {error}", REFUSED if refuses else 1)
 
 
 def _end(worker: Worker, error: str, code: int) -> None:
-    """Say what went wrong and end here: JAX's own end would wait for the others."""
+    """Write the error and end here: JAX's own end would wait for the others."""
     with contextlib.suppress(OSError):
         say_error(worker, error)
     sys.stdout.flush()
@@ -82,7 +82,7 @@ def _end(worker: Worker, error: str, code: int) -> None:
 
 
 def _code(ended: SystemExit) -> int:
-    """The code that Python would end with; what argument parsers give is a refusal."""
+    """The code that Python would end with; that of argument parsers is a refusal."""
     if isinstance(ended.code, int):
         return REFUSED if ended.code == 2 else ended.code
     print(ended.code, file=sys.stderr)
@@ -90,7 +90,7 @@ def _code(ended: SystemExit) -> int:
 
 
 def _end_with_parent() -> None:
-    """Have the system end this process when its supervisor is killed (on Linux)."""
+    """Make the system end this process when its supervisor is killed (on Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

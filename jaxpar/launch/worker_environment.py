@@ -1,6 +1,6 @@
-"""What does a worker know of the group that it is of? All of it, and from one place.
+"""What does a worker know of its group, and from where?
 
-Whatever starts a worker hands it a `Worker`, in one environment variable. Nothing else
+Every launcher passes it a `Worker` as JSON, in one environment variable. Nothing else
 is guessed from the scheduler's own variables.
 """
 
@@ -21,7 +21,7 @@ class Tls:
     Attributes:
       certificate: of this host, signed by the authority.
       key: the certificate's private key.
-      authority: the certificate of who signed the certificates of all hosts.
+      authority: the certificate that signed those of all hosts.
     """
 
     certificate: str
@@ -31,24 +31,24 @@ class Tls:
 
 @dataclasses.dataclass(frozen=True)
 class Worker:
-    """One process of a run.
+    """The environment of one process of a run.
 
     Attributes:
       coordinator: host:port of JAX's coordination service, which worker 0 starts; None
-        where this worker is alone.
-      processes: of the run.
+        for a single worker.
+      processes: workers of the run.
       index: of this one.
-      planned: processes that the run was planned for; others than `processes` where
-        it goes on with fewer or more.
+      planned: processes at the run's first launch; differs from `processes` if it
+        resumes with fewer or more.
       address: of this host, which its services listen on.
       local_devices: CPU devices to make here; None for as many as the mesh needs.
-      gpus: which of the host's GPUs are this worker's; None for all.
+      gpus: this worker's GPUs of the host; None for all.
       tls: certificates for the coordination service; None for none.
       folder: the run's folder.
       attempt: how often the group was started, from 1.
-      files: folder of what this worker tells its supervisor.
-      start_seconds: to find the others in.
-      heartbeat_seconds: without a sign of a worker, after which it is taken for dead.
+      files: folder of the files that this worker writes for its supervisor.
+      start_seconds: time to find the others.
+      heartbeat_seconds: silence after which a worker is considered dead.
     """
 
     coordinator: str | None
@@ -67,37 +67,37 @@ class Worker:
 
     @property
     def heartbeat(self) -> Path:
-        """The file of its pulse."""
-        return self._file("pulse")
+        """The file of its heartbeat."""
+        return self._file("heartbeat")
 
     @property
     def stacks(self) -> Path:
-        """Where its Python stacks go when it is asked for them."""
+        """The file of its Python stacks, dumped on request."""
         return self._file("stacks.txt")
 
     @property
     def error(self) -> Path:
-        """What ended it, as JSON."""
+        """The file of its fatal error, as JSON."""
         return self._file("error.json")
 
     @property
     def log(self) -> Path:
-        """What it prints."""
+        """The file of its output."""
         return self._file("log")
 
     def _file(self, ending: str) -> Path:
         return Path(self.files, f"worker-{self.index:04d}.{ending}")
 
     def environment(self) -> dict[str, str]:
-        """The variable that hands it over."""
+        """The environment variable with its JSON."""
         return {VARIABLE: json.dumps(dataclasses.asdict(self))}
 
 
 def current(environment: Mapping[str, str] = os.environ) -> Worker | None:
-    """What this process was started as; None if by no launcher.
+    """The environment that a launcher gave this process; None without a launcher.
 
     Raises:
-      ValueError: if the variable is there and is no contract.
+      ValueError: if the variable is set and is not valid.
     """
     text = environment.get(VARIABLE)
     if text is None:
@@ -112,18 +112,18 @@ def current(environment: Mapping[str, str] = os.environ) -> Worker | None:
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"{VARIABLE} is no contract of a worker ({error}): start workers by "
+            f"{VARIABLE} is not a worker environment ({error}): start workers with "
             "`jaxpar launch`, or unset it"
         ) from error
 
 
 def say_error(worker: Worker, error: str) -> None:
-    """Write down what ends a worker, before it ends."""
+    """Write the error that ends a worker, before it ends."""
     worker.error.write_text(json.dumps({"error": error}), encoding="utf-8")
 
 
 def read_error(worker: Worker) -> str | None:
-    """What a worker said that ended it; None if it said nothing."""
+    """A worker's fatal error; None if it wrote none."""
     try:
         return json.loads(worker.error.read_text(encoding="utf-8"))["error"]
     except (FileNotFoundError, json.JSONDecodeError):

@@ -1,5 +1,5 @@
-"""What jaxpar knows of a Flax model.
+"""Flax models as pure functions.
 
-`bridge` makes pure functions of NNX modules, `linen` of Linen ones; `blocks` is a model
-that a pipeline can cut, run by `network` and recorded by `proxies`.
+`bridge` converts NNX modules, `linen` Linen modules; `blocks` is a model that a
+pipeline can divide into stages, run by `network` and recorded by `proxies`.
 """

@@ -1,9 +1,9 @@
-"""What does a loss function mean by an axis name that nothing here binds?
+"""How is a loss function run that uses an unbound axis name?
 
-Models written for ``jax.pmap`` average over its axis themselves: flax's ResNet has
-``BatchNorm(axis_name="batch")``. They mean all examples of the batch. So such a loss is
-given whole micro-batches (it couples examples), and its names are bound to one device:
-``pmean`` and ``psum`` over them change nothing.
+Models written for ``jax.pmap`` average over its axis: flax's ResNet has
+``BatchNorm(axis_name="batch")``. The axis stands for all examples of the batch. So such
+a loss couples examples and sees full micro-batches, and its axis names are bound to
+axes of size one: ``pmean`` and ``psum`` over them are the identity.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class BoundNetwork:
-    """A network whose loss function finds axis names bound.
+    """A network with axis names bound for its loss function.
 
     Attributes:
       network: the model.
-      axis_names: what to bind, each to an axis of size one.
+      axis_names: the names, each bound to an axis of size one.
     """
 
     network: Network
@@ -34,15 +34,15 @@ class BoundNetwork:
 
     @property
     def axis_rules(self) -> AxisRules:
-        """The network's."""
+        """See `Network`."""
         return self.network.axis_rules
 
     def init(self, key: jax.Array) -> tuple[Params, PyTree]:
-        """As the network does."""
+        """See `Network`."""
         return self._bound(lambda key: self.network.init(key), key)
 
     def dim_names(self) -> dict[str, Sequence[Any] | None]:
-        """As the network names them."""
+        """See `Network`."""
         names: dict[str, Sequence[Any] | None] = {}
         self._bound(lambda _: names.update(self.network.dim_names()), 0)
         return names
@@ -56,7 +56,7 @@ class BoundNetwork:
         *,
         training: bool,
     ) -> tuple[Any, PyTree]:
-        """As the network does."""
+        """See `Network`."""
 
         def run(variables: tuple, key: jax.Array, batch: Batch) -> tuple:
             return self.network.run(fn, variables, key, batch, training=training)
@@ -72,15 +72,14 @@ class BoundNetwork:
 
 
 def bind_axes(network: Network, trace: Callable[[Network], T]) -> tuple[Network, T]:
-    """Trace a network, with the axis names bound that its loss function uses.
+    """Trace a network, binding the axis names that its loss function uses.
 
     Args:
       network: the model.
       trace: calls the network.
 
     Returns:
-      The network, a `BoundNetwork` where a name had to be bound, and what `trace`
-      returned.
+      The network, as a `BoundNetwork` if a name is bound, and the result of `trace`.
 
     Example:
       >>> from flax import nnx
@@ -102,7 +101,7 @@ def bind_axes(network: Network, trace: Callable[[Network], T]) -> tuple[Network,
 
 
 def unbound_axis(error: NameError) -> str | None:
-    """Return the axis name that an error of JAX says is not bound; else None."""
+    """The axis name that a JAX error reports as unbound; None for other errors."""
     found = re.search(r"unbound axis name: ([^\s.]+)", str(error))
     return found[1] if found else None
 

@@ -1,7 +1,7 @@
 """What is a model that a pipeline can run: an embedding, equal blocks, and a head.
 
-On one stage a `PipelineModel` runs as a scan over its stacked blocks, and nothing of a
-pipeline is in the program; on more, `jaxpar.pipeline` runs the same parts by its
+On one stage a `PipelineModel` runs as a scan over its stacked blocks, without any
+pipeline code in the program; on more, `jaxpar.pipeline` runs the same parts by a
 schedule.
 """
 
@@ -28,32 +28,31 @@ from jaxpar.types import Batch, LossFn, PyTree
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PipelineModel:
-    """A trunk of equal blocks between an embedding and a head.
+    """An embedding, equal blocks and a head.
 
     loss_fn calls ``model(inputs, ...)`` once. Positional arguments go to the embedding;
-    keyword arguments, such as positions or segment ids, to every part whose call
-    takes them: arrays, or Python's flags, numbers and strings, which stay what they
-    are (``training=model.training``). What the embedding returns passes through the
-    blocks, each called as ``block(hidden)``, to ``head(hidden)``, whose result the call
+    keyword arguments, such as positions or segment ids, go to every part whose call
+    takes them: arrays, or Python flags, numbers and strings, which stay Python values
+    (``training=model.training``). The embedding's output passes through the blocks,
+    each called as ``block(hidden)``, to ``head(hidden)``, whose result the call
     returns.
 
     Attributes:
       embed: an NNX factory ``lambda rngs: MyEmbed(rngs=rngs)`` or a Linen module.
-      block: likewise; its output has its input's shape and dtype. Or a sequence of
-        `num_blocks` of them that differ in how they are initialised, and in nothing
-        else.
-      num_blocks: blocks, stacked along a leading dim "layers" in their order.
-      head: likewise.
-      tied: parameters that are one array, as (("embed", path), ("head", path)); it
-        is kept under its first name.
+      block: the same; its output has its input's shape and dtype. Or a sequence of
+        `num_blocks` of them that differ only in their initialisation.
+      num_blocks: number of blocks, stacked in order along a leading dim "layers".
+      head: the same as `embed`.
+      tied: parameters that share one array, as (("embed", path), ("head", path)); it
+        is stored under the first name.
       remat: one of `jaxpar.model.remat.REMAT_POLICIES`, for each block. In a pipeline
-        "none" keeps what every block's backward needs, for each micro-batch under way;
-        else only a stage's input is kept, and its backward runs its blocks again:
-        under "full" once, under the others by their policy.
+        "none" stores every block's residuals, for each micro-batch in flight; the other
+        policies store only a stage's input, and its backward recomputes its blocks:
+        once under "full", by block under the others.
       remat_names: labels to save, for "save-names".
 
     Raises:
-      ValueError: if a number, a policy or a tie is not right.
+      ValueError: if a number, a policy or a tie is invalid.
 
     Example:
       >>> from flax import nnx
@@ -95,7 +94,7 @@ class PipelineModel:
 
     @property
     def _ties(self) -> tuple:
-        """Pairs of (part, path), for one pair may be given without a tuple around."""
+        """A tuple of pairs of (part, path); a single pair is wrapped."""
         if self.tied and isinstance(self.tied[0][0], str):
             return (self.tied,)
         return tuple(self.tied)
@@ -136,16 +135,16 @@ class PipelineModel:
 def _check_parts(
     embed: Network, blocks: Sequence[Network], head: Network, tied: Mapping[str, str]
 ) -> None:
-    """Refuse parts that do not fit each other."""
+    """Raise for parts that do not fit each other."""
     key = jax.random.key(0)
     parts = [("embed", embed), *(("block", block) for block in blocks), ("head", head)]
     made = [(part, *jax.eval_shape(network.init, key)) for part, network in parts]
     for part, _, state in made:
         if jax.tree.leaves(state):
             raise ValueError(
-                f"PipelineModel: {part} keeps state besides parameters "
-                f"({', '.join(tree.named_leaves(state))}), which a pipeline has no "
-                "order for; use layers without it (a LayerNorm for a BatchNorm)."
+                f"PipelineModel: {part} has state besides parameters "
+                f"({', '.join(tree.named_leaves(state))}), which a pipeline can't "
+                "update in order; use layers without it (a LayerNorm for a BatchNorm)."
             )
     leaves = [tree.named_leaves(params) for _, params, _ in made]
     for number, own in enumerate(leaves[1:-1]):
@@ -182,7 +181,7 @@ def _check_equal_blocks(ours: Mapping, theirs: Mapping, number: int) -> None:
 
 
 def _check_equal_programs(blocks: Sequence[Network], call: Call) -> None:
-    """Refuse blocks of equal parameters that compute with them differently."""
+    """Raise for blocks of equal parameters and different computations."""
     if len(blocks) == 1:
         return
     first, *others = (program_of(block, call) for block in blocks)
@@ -190,13 +189,13 @@ def _check_equal_programs(blocks: Sequence[Network], call: Call) -> None:
         if program != first:
             raise ValueError(
                 f"PipelineModel: block {number} computes something else than block 0 "
-                "with parameters of equal shapes; all blocks run as block 0 does, and "
-                "only their initialisation may differ."
+                "with parameters of equal shapes; all blocks run block 0's program, "
+                "and only their initialisation may differ."
             )
 
 
 def _check_keywords(call: Call, hidden: PyTree, **parts: Network) -> None:
-    """Refuse keywords of the model's call that no part takes."""
+    """Raise for keywords of the model's call that no part takes."""
     taken = {
         part: keywords_of(network, call if part == "embed" else call.passing(hidden))
         for part, network in parts.items()

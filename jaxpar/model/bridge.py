@@ -1,8 +1,8 @@
-"""How does a Flax model become pure functions of plain dicts: NNX and Linen alike?
+"""How is a Flax model converted to pure functions of plain dicts?
 
-The engine knows three things of a model: how to initialise it, what the dims of its
-parameters are called, and how to run a loss function on it. A `Network` gives them;
-parameters and mutable state are nested dicts of arrays on both sides.
+The engine needs three functions of a model: initialise it, name the dims of its
+parameters, and run a loss function on it. A `Network` has them, for NNX and Linen
+alike; parameters and mutable state are nested dicts of arrays.
 """
 
 import dataclasses
@@ -30,12 +30,12 @@ class Network(Protocol):
     """A model as pure functions.
 
     Attributes:
-      axis_rules: Flax's ``logical_axis_rules``, by which its dims' names go to axes.
+      axis_rules: Flax's ``logical_axis_rules``, which map dim names to mesh axes.
     """
 
     @property
     def axis_rules(self) -> AxisRules:
-        """As above."""
+        """See above."""
         ...
 
     def init(self, key: jax.Array) -> tuple[Params, PyTree]:
@@ -61,7 +61,7 @@ class Network(Protocol):
 
 @runtime_checkable
 class Bridged(Protocol):
-    """A model that is made of several, and bridges to them itself."""
+    """A model with its own `make_network`, such as one of several parts."""
 
     def make_network(self, loss_fn: LossFn, sample_batch: Batch) -> Network:
         """As the function of that name."""
@@ -70,7 +70,7 @@ class Bridged(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class UnderAxisRules:
-    """A model that is bridged to in the context of Flax's ``logical_axis_rules``.
+    """A model that is converted in the context of Flax's ``logical_axis_rules``.
 
     Attributes:
       model: as `make_network` takes it.
@@ -87,7 +87,7 @@ class UnderAxisRules:
 
 
 def make_network(model: Any, loss_fn: LossFn, sample_batch: Batch) -> Network:
-    """Bridge to a model.
+    """Convert a model to pure functions.
 
     Args:
       model: an NNX factory ``rngs -> nnx.Module``, a Linen module, or a
@@ -99,8 +99,8 @@ def make_network(model: Any, loss_fn: LossFn, sample_batch: Batch) -> Network:
       The model as pure functions.
 
     Raises:
-      TypeError: if `model` is neither, or an NNX module already made, or the factory
-        returns something else.
+      TypeError: if `model` is none of these or an NNX module already made, or the
+        factory returns something else.
     """
     if isinstance(model, Bridged):
         return model.make_network(loss_fn, sample_batch)
@@ -108,7 +108,7 @@ def make_network(model: Any, loss_fn: LossFn, sample_batch: Batch) -> Network:
         return LinenNetwork(model, loss_fn, sample_batch)
     if isinstance(model, nnx.Module):
         raise TypeError(
-            f"model={type(model).__name__}(...) is already made, whole on one device; "
+            f"model={type(model).__name__}(...) is already made, on one device; "
             "pass a factory, model=lambda rngs: "
             f"{type(model).__name__}(..., rngs=rngs), so that it is made sharded."
         )
@@ -121,14 +121,14 @@ def make_network(model: Any, loss_fn: LossFn, sample_batch: Batch) -> Network:
 
 
 def pure_params(params: Params) -> Params:
-    """Parameters as nested dicts of arrays; an ``nnx.State`` has variables for them."""
+    """Parameters as nested dicts of arrays; converts an ``nnx.State``."""
     return nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
 
 
 class _NnxNetwork:
-    """NNX: leaves are split by type, merged again inside the trace.
+    """NNX: leaves are split by type, and merged again inside the trace.
 
-    A leaf is a variable's value or an array that a module has as an attribute.
+    A leaf is a variable's value or an array attribute of a module.
     """
 
     def __init__(self, factory: Callable[..., Any]):
@@ -187,7 +187,7 @@ class _NnxNetwork:
         return out, _nested(kept)
 
     def _fresh_rngs(self, key: jax.Array) -> nnx.State:
-        """Every key variable its own key; every count zero."""
+        """A new key for every key variable; zero for every count."""
         fresh = []
         for index, (path, variable) in enumerate(self._rngs):
             old = variable.get_value()
@@ -201,7 +201,7 @@ class _NnxNetwork:
 
 
 def _call_factory(factory: Callable[..., Any], rngs: nnx.Rngs) -> nnx.Module:
-    """Make the model: ``factory(rngs=rngs)``, or by position where it has no `rngs`."""
+    """Make the model: ``factory(rngs=rngs)``, or by position if it has no `rngs`."""
     signature = _signature(factory)
     by_name, by_place = ((), {"rngs": rngs}), ((rngs,), {})
     for args, kwargs in (by_name, by_place)[: 2 - ("rngs" in signature.parameters)]:
@@ -226,7 +226,7 @@ def _call_factory(factory: Callable[..., Any], rngs: nnx.Rngs) -> nnx.Module:
 
 
 def _signature(factory: Callable[..., Any]) -> inspect.Signature:
-    """A factory's signature; of a class, that of ``__init__``, which NNX hides."""
+    """A factory's signature; for a class, that of ``__init__``, which NNX hides."""
     call = functools.partial(factory)
     if isinstance(call.func, type):
         call = functools.partial(call.func.__init__, None, *call.args, **call.keywords)
@@ -236,8 +236,9 @@ def _signature(factory: Callable[..., Any]) -> inspect.Signature:
 def _mark_arrays(model: nnx.Module) -> None:
     """Mark array attributes as data, and containers of arrays.
 
-    Flax does so itself for arrays, and refuses containers, but sees no tracers (flax
-    0.12.12), as all are here: it would take them for static, and leak them.
+    Flax marks arrays and raises for containers of them, but does not recognise tracers
+    (flax 0.12.12), which all arrays are here: it would treat them as static and leak
+    them.
     """
     for _, module in nnx.iter_modules(model):
         for name, value in list(vars(module).items()):

@@ -1,10 +1,9 @@
-"""How does a Linen module become pure functions of plain dicts?
+"""How is a Linen module converted to pure functions of plain dicts?
 
-The loss function gets a `LinenModel` in the module's place, which is called as
-``module.apply`` is, without the variables. Collections that are state (batch
-statistics) are kept from call to call and from step to step. What a module sows
-(intermediate values, losses of experts) is not state: a call that asks for it by
-``mutable=`` is given it, and it is dropped.
+The loss function gets a `LinenModel` instead of the module. It is called like
+``module.apply``, without the variables. State collections (batch statistics) carry over
+from call to call and from step to step. Sown values (intermediate values, expert
+losses) are not state: a call with ``mutable=`` returns them, and they are dropped.
 """
 
 import functools
@@ -27,7 +26,7 @@ from jaxpar.sharding.rules import AxisRules, flat_names
 from jaxpar.types import Batch, LossFn, Params, PyTree
 
 Filter = bool | str | Collection[str] | DenyList
-"""Which collections: what Linen's ``mutable=`` takes."""
+"""A selection of collections, as Linen's ``mutable=`` takes it."""
 
 _NO_MESH = AbstractMesh((), ())
 
@@ -41,7 +40,7 @@ class LinenNetwork:
       sample_batch: shapes of a batch that `loss_fn` takes.
 
     Attributes:
-      axis_rules: the ``logical_axis_rules`` in whose context it is made.
+      axis_rules: the ``logical_axis_rules`` in context when it is made.
     """
 
     def __init__(self, module: nn.Module, loss_fn: LossFn, sample_batch: Batch):
@@ -92,23 +91,23 @@ class LinenNetwork:
 
     @functools.cached_property
     def _traced(self) -> dict:
-        """The variables' shapes, with the metadata of their dims."""
+        """The variables' shapes, with their metadata."""
         with use_abstract_mesh(_NO_MESH):
             return jax.eval_shape(lambda: self._initialized(jax.random.key(0)))
 
     @functools.cached_property
     def _fits_mesh(self) -> bool:
-        """Whether the names of its dims do no harm where a mesh is in context.
+        """Whether the model can be called with a mesh in context.
 
-        Flax takes them for axes of that mesh where a box is opened: DenseGeneral does
-        so in every call, to check its kernel's shape.
+        Flax uses dim names as axes of that mesh when a box is unboxed: DenseGeneral
+        does so in every call, to check its kernel's shape.
         """
         boxes = jax.tree.leaves(self._traced, is_leaf=_is_box)
         names = [_names_of(box) for box in boxes if _is_box(box)]
         if not names:
             return True
         if DATA in flat_names(names):
-            return False  # In most runs it is manual, and no constraint may name it.
+            return False  # Usually data is manual, and constraints can't name it.
         variables = _unboxed(self._traced)
         given = (variables.pop("params", {}), variables)
 
@@ -137,7 +136,7 @@ class LinenNetwork:
 
 
 def _unboxed(variables: Mapping[str, Any]) -> dict:
-    """Variables without their metadata, and without what it says of a mesh."""
+    """Variables without their metadata, unboxed without a mesh in context."""
     with use_abstract_mesh(_NO_MESH):
         return nn.meta.unbox(dict(variables))
 
@@ -147,7 +146,7 @@ def _is_box(leaf: Any) -> bool:
 
 
 def axis_rules() -> AxisRules:
-    """Flax's ``logical_axis_rules`` in whose context this is called."""
+    """Flax's ``logical_axis_rules`` in context."""
     return tuple((name, axes) for name, axes in nn.get_logical_axis_rules())
 
 
@@ -159,15 +158,15 @@ def _names_of(leaf: Any) -> tuple | None:
 
 
 class LinenModel:
-    """A Linen module with its variables: what loss_fn is given as `model`.
+    """A Linen module with its variables: the `model` argument of loss_fn.
 
     Args:
       module: the module.
       variables: collections by name; None to initialise them at the first call.
-      key: what random numbers are drawn from.
-      training: whether this is a training step (else an evaluation).
-      kept: the collections to keep of those that are initialised; None to find out
-        which the module cannot be applied without.
+      key: the key of its random numbers.
+      training: True in a training step, False in an evaluation.
+      kept: the initialised collections that are state; None for those without which
+        the module can't be applied.
 
     Attributes:
       module: as given.
@@ -198,13 +197,13 @@ class LinenModel:
         """Apply the module.
 
         Args:
-          *args: the module's, as all other keywords; ``method=`` is Linen's.
-          mutable: collections to return what the call makes of them.
-          rngs: keys by stream, or one for all, in the place of the engine's.
+          *args: the module's, like all other keywords; ``method=`` is Linen's.
+          mutable: collections whose new values to return.
+          rngs: keys by stream, or one for all, instead of the engine's.
 
         Returns:
-          What the module returns; with ``mutable=``, a pair of it and the collections,
-          as ``apply``.
+          The module's result; with ``mutable=``, a pair of it and the collections, as
+          from ``apply``.
         """
         params_key, dropout_key, self._key = jax.random.split(self._key, 3)
         streams = {"params": params_key, "dropout": dropout_key}
@@ -219,7 +218,7 @@ class LinenModel:
             )
 
         if self._initialises or self.variables is None:
-            # What is initialised depends on the run's seed alone.
+            # Initial values depend on the run's seed alone.
             out, made = self.module.init_with_output(
                 streams | {"params": params_key},
                 *args,
@@ -240,7 +239,7 @@ class LinenModel:
         return out, {k: v for k, v in changed.items() if in_filter(mutable, k)}
 
     def _variables_of(self, made: Mapping[str, Any], apply: Callable) -> dict:
-        """Of what initialisation made: parameters and state, without what is sown."""
+        """The initialised parameters and state, without sown values."""
         names = self._kept
         if names is None:
             names = [name for name in made if _is_kept(name, made, apply)]
@@ -248,15 +247,15 @@ class LinenModel:
 
 
 def _joined(before: Mapping[str, Any], new: Mapping[str, Any]) -> dict:
-    """What earlier calls initialised, and what a later one added, such as a decoder."""
+    """Add the variables that a later call initialises, such as a decoder's."""
     leaves = traverse_util.flatten_dict(new) | traverse_util.flatten_dict(before)
     return traverse_util.unflatten_dict(leaves)
 
 
 def _is_kept(name: str, made: Mapping[str, Any], apply: Callable) -> bool:
-    """Whether a module cannot be applied without a collection that it made.
+    """Whether a module can't be applied without a collection that it initialised.
 
-    It can without what it sows: into a collection that is not mutable nothing is sown.
+    It can be applied without sown collections: nothing is sown if they are immutable.
     """
     if name == "params":
         return True

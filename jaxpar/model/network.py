@@ -1,7 +1,7 @@
-"""How are an embedding, stacked blocks and a head run as one model's pure functions?
+"""How are an embedding, stacked blocks and a head run as one model?
 
-Each part draws from a key of its own, made of the micro-batch's key and the part's
-number, so that it draws the same masks whoever runs it.
+Each part has its own key, made from the micro-batch's key and the part's number, so it
+draws the same dropout masks on any number of stages.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class PipelineNetwork:
 
     Attributes:
       num_blocks: L.
-      tied_paths: path in the head -> path in the embedding, of arrays they share.
+      tied_paths: path in the head -> path in the embedding, for tied parameters.
       remat: the blocks' policy.
       remat_names: labels to save, for "save-names".
       embed: the embedding's network.
@@ -49,11 +49,11 @@ class PipelineNetwork:
 
     @property
     def axis_rules(self) -> AxisRules:
-        """Of the parts, which are made together."""
+        """The embedding's, which all parts share."""
         return self.embed.axis_rules
 
     def init(self, key: jax.Array) -> tuple[Params, PyTree]:
-        """Make the parameters; each block from a key of its own."""
+        """Make the parameters; each block has its own key."""
         L = self.num_blocks
         embed, _ = self.embed.init(jax.random.fold_in(key, L))
         head, _ = self.head.init(jax.random.fold_in(key, L + 1))
@@ -68,7 +68,7 @@ class PipelineNetwork:
         return {"embed": embed, "blocks": blocks, "head": head}, {}
 
     def dim_names(self) -> dict[str, Sequence[Any] | None]:
-        """As the parts name them, with "layers" before a block's."""
+        """The parts' dim names, with "layers" before a block's."""
         stacked = {
             f"blocks/{path}": (LAYERS, *(names or ()))
             for path, names in self.blocks[0].dim_names().items()
@@ -90,7 +90,7 @@ class PipelineNetwork:
         *,
         training: bool,
     ) -> tuple[Any, PyTree]:
-        """Run every part in turn, the blocks as one scan."""
+        """Run embedding, blocks (as one scan) and head."""
         params, state = variables
         model = WholeModel(self, params, key, training=training)
         return fn(model, batch), state
@@ -102,9 +102,9 @@ class PipelineNetwork:
 
         Args:
           params: the embedding's own.
-          call: what loss_fn called the model with.
+          call: the arguments of loss_fn's call.
           key: the micro-batch's.
-          training: or evaluating.
+          training: False to evaluate.
 
         Returns:
           The first block's input.
@@ -123,7 +123,7 @@ class PipelineNetwork:
         training: bool,
         policy: str,
     ) -> PyTree:
-        """Run block `index`, of the given parameters, by a remat policy."""
+        """Run block `index` with the given parameters, by a remat policy."""
 
         def block(params: Params, hidden: PyTree, call: Call, key: jax.Array) -> PyTree:
             own = call.passing(hidden)
@@ -149,13 +149,13 @@ class PipelineNetwork:
         Args:
           params: the head's own.
           tied: path in the head -> the embedding's array.
-          hidden: what the last block returned.
-          call: what loss_fn called the model with.
+          hidden: the last block's output.
+          call: the arguments of loss_fn's call.
           key: the micro-batch's.
-          training: or evaluating.
+          training: False to evaluate.
 
         Returns:
-          What the model's call returns.
+          The result of the model's call.
         """
         for path, leaf in tied.items():
             params = _with(params, path.split("/"), leaf)
@@ -169,7 +169,7 @@ class PipelineNetwork:
 
 
 class WholeModel:
-    """A `PipelineModel` with its parameters, run on one stage: what loss_fn calls.
+    """A `PipelineModel` with its parameters, on one stage: the `model` of loss_fn.
 
     Args:
       network: the model's network.
@@ -190,10 +190,10 @@ class WholeModel:
         self._num_calls, self.training = 0, training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Embed, run every block, and the head; each call draws masks of its own."""
+        """Run embedding, blocks and head; each call draws its own dropout masks."""
         network, params, key = self._network, self._params, self._key
         if self._num_calls:
-            # Behind the numbers that the parts of the first call fold in.
+            # After the numbers that the parts of the first call fold in.
             key = jax.random.fold_in(key, network.num_blocks + 1 + self._num_calls)
         self._num_calls += 1
         call = Call(args, kwargs)
@@ -224,7 +224,7 @@ class WholeModel:
 
 
 def _without(params: Params, path: Sequence[str]) -> Params:
-    """A nested dict without one leaf, and without dicts that this leaves empty."""
+    """A nested dict without one leaf, and without dicts that become empty."""
     rest = {key: value for key, value in params.items() if key != path[0]}
     if len(path) > 1:
         inner = _without(params[path[0]], path[1:])
@@ -233,7 +233,7 @@ def _without(params: Params, path: Sequence[str]) -> Params:
 
 
 def _with(params: Params, path: Sequence[str], leaf: jax.Array) -> Params:
-    """A nested dict with one leaf more."""
+    """A nested dict with one more leaf."""
     if len(path) == 1:
         return {**params, path[0]: leaf}
     inner = _with(params.get(path[0], {}), path[1:], leaf)

@@ -1,7 +1,7 @@
-"""How does loss_fn call a model that is not in one piece: recorded, and answered.
+"""How does loss_fn call a model that is split into stages: by a recording proxy.
 
-loss_fn is ordinary code that calls ``model(inputs)`` once. Run up to the call, it says
-what the embedding is given; run with the head's answer, it says what the loss is.
+loss_fn is ordinary code that calls ``model(inputs)`` once. Run up to the call, it gives
+the embedding's inputs; run with the head's output, it gives the loss.
 """
 
 import dataclasses
@@ -26,25 +26,25 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic)
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Arguments with which loss_fn called the model, or a part is called.
+    """The arguments of a call of the model, or of one of its parts.
 
-    As a pytree its leaves are the arrays: a Python flag, number or word stays one, so
-    that a part may branch on it (a Linen module on ``training``).
+    As a pytree its leaves are the arrays. Python flags, numbers and strings are static,
+    so a part may branch on them (a Linen module on ``training``).
 
     Attributes:
-      args: positional.
-      kwargs: by name.
+      args: positional arguments.
+      kwargs: keyword arguments.
     """
 
     args: tuple
     kwargs: dict[str, Any]
 
     def passing(self, hidden: Any) -> "Call":
-        """The call of a block or of the head: `hidden` and the keywords."""
+        """The call of a block or the head: `hidden` and the keywords."""
         return Call((hidden,), self.kwargs)
 
     def tree_flatten(self) -> tuple[list, tuple]:
-        """Separate the arrays from what is plain."""
+        """Separate the arrays from static values."""
         leaves, structure = jax.tree.flatten((self.args, self.kwargs))
         plain = tuple(leaf if isinstance(leaf, _PLAIN) else None for leaf in leaves)
         arrays = [leaf for leaf in leaves if not isinstance(leaf, _PLAIN)]
@@ -52,7 +52,7 @@ class Call:
 
     @classmethod
     def tree_unflatten(cls, static: tuple, arrays: Iterable[Any]) -> "Call":
-        """Put them together again."""
+        """Undo `tree_flatten`."""
         structure, plain = static
         rest = iter(arrays)
         leaves = [next(rest) if leaf is None else leaf for leaf in plain]
@@ -60,7 +60,7 @@ class Call:
 
 
 class _Recorded(BaseException):
-    """Leaves loss_fn where it calls the model."""
+    """Raised to leave loss_fn where it calls the model."""
 
     def __init__(self, call: Call):
         super().__init__()
@@ -68,10 +68,10 @@ class _Recorded(BaseException):
 
 
 class ModelProxy:
-    """What loss_fn is given in the model's place while a pipeline takes it apart.
+    """Replaces the model in loss_fn in a pipeline.
 
     Args:
-      answer: what a call returns, given its arguments.
+      answer: maps a call's arguments to its result.
       training: whether this is a training step, as on `jaxpar.model.linen.LinenModel`.
     """
 
@@ -94,14 +94,14 @@ class ModelProxy:
 
 
 def refuse_reading(name: str) -> NoReturn:
-    """Raise for an attribute that is read of a model in parts."""
+    """Raise for reading an attribute of a `PipelineModel`."""
     if name.startswith("__"):
         # Python asks whether an object can be copied, JAX whether it is an array.
         raise AttributeError(f"A PipelineModel has no {name}.")
     raise ValueError(
         f"loss_fn: it reads model.{name}, but a PipelineModel can only be called: "
-        "its parts lie on different devices. Return what the loss needs from the "
-        "head, or pass it in the batch."
+        "its parts are on different devices. Return the values that the loss needs "
+        "from the head, or pass them in the batch."
     )
 
 
@@ -112,7 +112,7 @@ def inputs_of(loss_fn: LossFn, batch: Batch, *, training: bool) -> Call:
       The arguments of the call.
 
     Raises:
-      TypeError: if it never calls the model, or with what a model cannot be given.
+      TypeError: if it never calls the model, or with an unsupported argument.
       ValueError: if it calls the model inside a transformation.
     """
     outside = core.get_opaque_trace_state(convention="nnx")
@@ -121,9 +121,9 @@ def inputs_of(loss_fn: LossFn, batch: Batch, *, training: bool) -> Call:
         if core.get_opaque_trace_state(convention="nnx") != outside:
             raise ValueError(
                 "loss_fn: it calls the model inside jax.checkpoint, jax.vmap, jax.jit "
-                "or another transformation, but a PipelineModel is taken apart where "
-                "it is called; call it outside of them, and give "
-                "PipelineModel(remat=...) what is to be computed again."
+                "or another transformation, but a PipelineModel is split at this "
+                "call; call it outside of them, and choose what to recompute with "
+                "PipelineModel(remat=...)."
             )
         raise _Recorded(call)
 
@@ -139,15 +139,15 @@ def inputs_of(loss_fn: LossFn, batch: Batch, *, training: bool) -> Call:
 
 
 def _check_inputs(call: Call) -> None:
-    """Refuse what is neither an array nor plain."""
+    """Raise for arguments that are neither arrays nor static values."""
     given = {f"argument {i}": arg for i, arg in enumerate(call.args)} | call.kwargs
     for name, leaf in tree.named_leaves(given).items():
         if not isinstance(leaf, (*_ARRAYS, *_PLAIN)):
             raise TypeError(
                 f"loss_fn: it calls the model with {name} of type "
-                f"{type(leaf).__name__}, but a part is given arrays, or Python's "
-                "flags, numbers and strings; make it an array, or give it to the part "
-                "when that is made."
+                f"{type(leaf).__name__}, but a part can only get arrays, or Python "
+                "flags, numbers and strings; make it an array, or pass it to the "
+                "part's constructor."
             )
 
 
@@ -163,7 +163,7 @@ def call_part(model: Any, call: Call) -> Any:
 
 
 def _keywords_taken(model: Any, call: Call) -> set[str] | None:
-    """Names that a part's call takes besides the positional ones; None for any."""
+    """Keywords that a part's call takes; None for any."""
     module = model.module if isinstance(model, LinenModel) else model
     parameters = list(inspect.signature(type(module).__call__).parameters.values())
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
@@ -174,7 +174,7 @@ def _keywords_taken(model: Any, call: Call) -> set[str] | None:
 
 
 def keywords_of(network: Network, call: Call) -> set[str] | None:
-    """Names that a part takes of a call's keywords; None for any."""
+    """Keywords that a part takes; None for any."""
     found: list[set[str] | None] = []
 
     def look(model: Any, call: Call) -> tuple:
@@ -186,7 +186,7 @@ def keywords_of(network: Network, call: Call) -> set[str] | None:
 
 
 def program_of(network: Network, call: Call) -> str:
-    """What a part computes, as text that is the same for the same work."""
+    """A part's jaxpr as text, equal for equal computations."""
 
     def run(key: jax.Array, params: Params, call: Call) -> Any:
         return run_part(network, params, call, key, training=True)
@@ -207,12 +207,12 @@ def run_part(
 
 
 def shape_of(network: Network, call: Call) -> PyTree:
-    """What a part returns, as shapes."""
+    """The shapes of a part's result."""
     return _traced(network, call_part, call)
 
 
 def _traced(network: Network, fn: Callable[[Any, Call], Any], call: Call) -> PyTree:
-    """What ``fn(part, call)`` returns, as shapes."""
+    """The shapes of the result of ``fn(part, call)``."""
 
     def run(key: jax.Array, call: Call) -> Any:
         return network.run(fn, network.init(key), key, call, training=True)[0]

@@ -1,7 +1,7 @@
-"""Which activations does the backward pass keep, and which does it compute again?
+"""Which activations are saved for the backward pass, and which are recomputed?
 
-A policy is named by a word, so that a config, a command line and a report say the
-same thing. What "kept" means is `jax.checkpoint`'s business.
+A policy has a name, which is the same in a config, a command line and a report;
+`jax.checkpoint` implements it.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,7 +57,7 @@ def remat(
 
     The result is the same function with the same gradients; only memory and time
     differ. "none" saves what differentiation needs; "full" saves the inputs alone;
-    "dots" saves the results of matrix products without batch dims (projections, not
+    "dots" saves the results of matmuls without batch dims (projections, not
     attention scores); "save-names" saves the values that the function labels with
     `jax.ad_checkpoint.checkpoint_name`, if their labels are in `names`.
 

@@ -1,4 +1,4 @@
-"""The repo's own models: a folder a family, and the layers that they share."""
+"""The repository's own models: a folder per family, and the layers that they share."""
 
 from jaxpar.models.gpt import (
     GPT,

@@ -1,7 +1,7 @@
-"""Causal self-attention: grouped queries, rotary positions, cuDNN where there is one.
+"""Causal self-attention: grouped queries, rotary positions, cuDNN where available.
 
-The repo's models call `Attention`; `attention_implementation` is the one place that
-decides which program computes it.
+The models call `Attention`; `attention_implementation` is the only place that chooses
+the program.
 """
 
 import functools
@@ -28,24 +28,23 @@ Rotation = tuple[Float[Array, "#B T half"], Float[Array, "#B T half"]]
 def attention_implementation(
     choice: str, *, dtype: jnp.dtype, head_size: int, masked: bool
 ) -> Implementation:
-    """Decide which program computes attention.
+    """Choose the program that computes attention.
 
     "auto" means blocks of queries (`jaxpar.models.causal_attention`) on a CPU; cuDNN's
-    fused kernel where this process drives an NVIDIA GPU of at least compute capability
-    8.0 and the kernel takes the dtype and the head size; else XLA. With a mask other
-    than the causal one a GPU means XLA: cuDNN wants such a mask as a bias, [T, S] per
-    row of the batch. Where no GPU is here, a call stands for cuDNN's kernel, which only
-    a GPU can compile (`jaxpar.models.attention_placeholder`).
+    fused kernel where this process has an NVIDIA GPU of at least compute capability 8.0
+    and the kernel supports the dtype and the head size; otherwise XLA. With a mask
+    other than the causal one, a GPU means XLA: cuDNN needs such a mask as a bias, [T,
+    S] per row of the batch. Without a GPU, a placeholder call replaces cuDNN's kernel,
+    which only a GPU can compile (`jaxpar.models.attention_placeholder`).
 
     Args:
-      choice: "auto", or the answer itself.
+      choice: "auto", or the result itself.
       dtype: of queries, keys and values.
       head_size: features per head.
       masked: whether there is a mask besides the causal one.
 
     Returns:
-      "blocked", "planned", or "xla" or "cudnn" as `jax.nn.dot_product_attention`
-      takes them.
+      "blocked", "planned", or "xla" or "cudnn" as in `jax.nn.dot_product_attention`.
 
     Example:
       >>> attention_implementation(
@@ -68,21 +67,21 @@ def attention_implementation(
 
 
 def _device_kind() -> str:
-    """Of the device that the traced program will run on."""
+    """The kind of device that the traced program will run on."""
     mesh_device = jax.sharding.get_abstract_mesh().abstract_device
     return (mesh_device or jax.devices()[0]).device_kind
 
 
 def _is_placeholder() -> bool:
-    """Whether the traced program is for NVIDIA GPUs, and none is here."""
+    """Whether the traced program is for NVIDIA GPUs, and none is present."""
     here = jax.devices()[0].device_kind
     return "NVIDIA" in _device_kind() and "NVIDIA" not in here
 
 
 def _compute_capability() -> float:
-    """Of the GPU at hand; 0 where the program will run on no GPU, or none is here."""
-    # A program compiled for GPUs that are not here can't hold cuDNN's kernel, so
-    # what decides is the device at hand, not the mesh's.
+    """Compute capability of the present GPU; 0 if there is none or it is not used."""
+    # A program compiled for absent GPUs can't contain cuDNN's kernel, so the present
+    # device decides, not the mesh's.
     device = jax.devices()[0]
     if _device_kind() == "cpu" or "NVIDIA" not in device.device_kind:
         return 0.0
@@ -92,12 +91,12 @@ def _compute_capability() -> float:
 def rotation_at(
     positions_BT: Int[Array, "B T"], head_size: int, base: float = 10_000.0
 ) -> Rotation:
-    """Compute the angles by which rotary embedding turns each pair of features.
+    """Compute the angles by which rotary embedding rotates each pair of features.
 
-    Pair i of a head at position t turns by ``t * base ** (-2 i / head_size)``.
+    Pair i of a head at position t rotates by ``t * base ** (-2 i / head_size)``.
 
     Args:
-      positions_BT: position of each token; one row serves a whole batch.
+      positions_BT: position of each token; one row applies to a whole batch.
       head_size: features per head; even.
       base: of the geometric series of wavelengths.
 
@@ -112,11 +111,11 @@ def rotation_at(
 
 
 def rotate(x_BTNH: Float[Array, "B T N H"], rotation: Rotation) -> jax.Array:
-    """Turn each pair of features by its angle, in fp32.
+    """Rotate each pair of features by its angle, in fp32.
 
     Args:
       x_BTNH: queries or keys.
-      rotation: what `rotation_at` gave.
+      rotation: the result of `rotation_at`.
 
     Returns:
       The same shape and dtype.
@@ -142,16 +141,15 @@ def attend(
 ) -> Float[Array, "B T N H"]:
     """Attend causally, with softmax in fp32, and save only the arguments.
 
-    XLA's program would keep the scores for the backward pass, [N, T, S] three times
-    over per row of the batch and layer; it computes them again instead, as cuDNN's
-    kernel does.
+    XLA's program would save the scores for the backward pass, three arrays of [N, T, S]
+    per row of the batch and layer; they are recomputed instead, as in cuDNN's kernel.
 
     Args:
       query_BTNH: queries.
       key_BSKH: keys; each head of them serves N / K query heads.
       value_BSKH: values.
       mask_BNTS: which keys a query may see, besides the causal mask.
-      implementation: what `attention_implementation` decided.
+      implementation: the result of `attention_implementation`.
 
     Returns:
       The weighted sums of values.
@@ -172,7 +170,7 @@ def attend(
     ) -> jax.Array:
         parts = query_BTNH, key_BSKH, value_BSKH
         if query_BTNH.dtype == jnp.float16 and not _compute_capability():
-            # jax asks for fp16 products with fp32 sums, which only GPUs have.
+            # jax asks for fp16 matmuls with fp32 sums, which only GPUs have.
             parts = tuple(part.astype(jnp.float32) for part in parts)
         return attention(*parts, mask=mask_BNTS).astype(query_BTNH.dtype)
 
@@ -187,12 +185,12 @@ class Attention(nnx.Module):
       num_heads: query heads.
       num_kv_heads: key and value heads; divides num_heads.
       bias: whether the projections of queries, values and output have one.
-      output_stddev: of the output projection, whose result joins the residual.
+      output_stddev: of the output projection, which is added to the residual stream.
       flatten: as in `Linear`.
       implementation: "auto", "xla", "cudnn" or "blocked"; or a pattern of
-        `jaxpar.sparse_attention`, whose blocks alone are attended to.
-      pattern_len: tokens that the pattern is laid out for; a shorter sequence has its
-        first blocks. None for each sequence's own.
+        `jaxpar.sparse_attention`, to attend only to its blocks.
+      pattern_len: tokens for which the pattern's block layout is made; a shorter
+        sequence uses its first blocks. None for each sequence's own length.
       rngs: for the ``params`` stream.
     """
 
@@ -219,8 +217,8 @@ class Attention(nnx.Module):
             return Linear((width, out), names, bias=bias, flatten=flatten, rngs=rngs)
 
         self.query = projection(width, "heads", bias)
-        # Without rotary positions a key bias adds the same number to all of a query's
-        # scores, which softmax ignores: its gradient is rounding noise, and Adam makes
+        # Without rotary positions a key bias adds the same number to all scores of a
+        # query, which softmax ignores: its gradient is rounding noise, and Adam makes
         # full steps of noise.
         self.key = projection(kv_width, "kv_heads", bias=False)
         self.value = projection(kv_width, "kv_heads", bias)
@@ -266,7 +264,7 @@ class Attention(nnx.Module):
         attended_BTD = attended_BTNH.reshape(*x_BTD.shape[:2], -1)
         attended_BTD = checkpoint_name(attended_BTD, "attention")
         # The constraint is for the cotangent: under sequence parallelism the compiler
-        # would leave it sharded over tokens, and attend to all heads everywhere.
+        # would leave it sharded over tokens, and compute all heads on every device.
         return self.output(constrain(attended_BTD, DATA, None, TENSOR))
 
     def _attend(

@@ -1,9 +1,9 @@
-"""How is cuDNN's attention planned where there is no GPU: as a call of its size.
+"""How is cuDNN's attention compiled without a GPU: as a placeholder call.
 
-cuDNN compiles its kernel on the GPU that will run it. Compiled for one that is not
-here, a program holds this call in its place: it reads and writes what cuDNN's does,
-keeps what it keeps (one number per head and token besides the result), and carries its
-operations for `jaxpar.jaxprs.evaluate.flops`. It can be compiled, never run.
+cuDNN compiles its kernel on the GPU that will run it. A program compiled for an absent
+GPU contains this call instead: it reads and writes the bytes of cuDNN's kernel, saves
+the same residuals (one number per head and token besides the result), and carries its
+FLOPs for `jaxpar.jaxprs.evaluate.flops`. It can be compiled, but never run.
 """
 
 from collections.abc import Sequence
@@ -28,9 +28,9 @@ def attention_placeholder(
     key_BSKH: Float[Array, "B S K H"],
     value_BSKH: Float[Array, "B S K H"],
 ) -> Float[Array, "B T N H"]:
-    """Stand for causal attention in a program that is compiled and never run.
+    """Replace causal attention in a program that is compiled and never run.
 
-    Two products forward and five backward, of half the scores: blocks above the
+    Two matmuls forward and five backward, over half of the scores: blocks above the
     diagonal are skipped.
 
     Args:
@@ -39,7 +39,7 @@ def attention_placeholder(
       value_BSKH: values.
 
     Returns:
-      The shape of the result.
+      An array of the result's shape.
     """
     return _forward(query_BTNH, key_BSKH, value_BSKH)[0]
 
@@ -82,7 +82,7 @@ def _call(
 ) -> Results:
     batch, length, heads, size = args[0].shape
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
-    # Half of two operations per score and feature.
+    # Half of two FLOPs per score and feature.
     flops = products * batch * heads * length * args[1].shape[1] * size
     call = jax.ffi.ffi_call(f"{PLACEHOLDER}.attention.{name}", shapes)
     return tuple(call(*args, flops=np.int64(flops)))

@@ -1,8 +1,8 @@
-"""How is causal attention computed where no kernel does it: by blocks of queries.
+"""How is causal attention computed without a kernel: by blocks of queries.
 
-A block of queries meets only the keys up to its last row, which saves nearly half the
-work, and its scores fit a cache. The backward pass is given the arguments, the result
-and one number a row, and makes the probabilities again in one pass.
+A block of queries uses only the keys up to its last row, which saves nearly half of the
+work, and its scores fit a cache. The backward pass receives the arguments, the result
+and one number per row, and recomputes the probabilities in one pass.
 """
 
 import math
@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 BLOCK = 64
-"""Rows of a block of queries, where a sequence is not too long to unroll."""
+"""Rows of a block of queries, unless that gives more blocks than the maximum."""
 
 MAX_BLOCKS = 16
-"""Blocks at most: each is unrolled into the program."""
+"""Most blocks: each is unrolled into the program."""
 
 _MASKED = -1e30
 
@@ -95,7 +95,7 @@ def _backward(saved: tuple, cotangent_BKGTH: jax.Array) -> tuple:
     for rows in _blocks(query.shape[3]):
         grad = cotangent_BKGTH[:, :, :, rows]
         weights = jnp.exp(_scores(query, key, mask, rows) - logsumexp[:, :, :, rows])
-        # What the softmax's own sum takes off: the same for all keys of a row.
+        # The softmax's own sum subtracts this: the same number for all keys of a row.
         shared = (grad.astype(jnp.float32) * out[:, :, :, rows]).sum(-1, keepdims=True)
         seen = slice(0, rows.stop)
         by_weight = _product("bkgth,bksh->bkgts", grad, value[:, :, seen])
@@ -137,7 +137,7 @@ def _scores(
 
 
 def _padded(spec: str, left: jax.Array, right: jax.Array, length: int) -> jax.Array:
-    """A product over the first keys, with zeros for the others."""
+    """A matmul over the first keys, with zeros for the others."""
     part_BKSH = _product(spec, left, right)
     missing = length - part_BKSH.shape[2]
     return jnp.pad(part_BKSH, ((0, 0), (0, 0), (0, missing), (0, 0)))

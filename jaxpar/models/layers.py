@@ -1,8 +1,8 @@
-"""The layers that the models are made of: products, normalisations, embeddings.
+"""The layers of the models: matmuls, normalisations, embeddings.
 
-Every parameter carries the logical names of its dims in Flax's ``out_sharding``
-metadata. Rules turn them into mesh axes later, so a layer can be made with no mesh in
-sight. Parameters are made in fp32; a layer computes in the dtype it finds them in.
+Every parameter has the logical names of its dims in Flax's ``out_sharding`` metadata.
+Rules map them to mesh axes later, so a layer can be made without a mesh. Parameters are
+made in fp32; a layer computes in the dtype that its parameters have.
 """
 
 import functools
@@ -42,25 +42,25 @@ def named_param(value: jax.Array, names: Names) -> nnx.Param:
             f"{value.ndim} dims (shape {value.shape}); give one name per dim, None "
             "for a dim that is never sharded."
         )
-    # Flax would place the value at once, and asks for a mesh that has axes of these
-    # names; these are logical, and whoever owns the mesh places the parameters.
+    # Flax would place the value at once, and require a mesh with axes of these names;
+    # these are logical, and the owner of the mesh places the parameters.
     return nnx.Param(value, out_sharding=names, eager_sharding=False)
 
 
 class Linear(nnx.Module):
-    """A matrix product over the last dim: ``x @ kernel + bias``.
+    """A matmul over the last dim: ``x @ kernel + bias``.
 
     The kernel [in, out] is drawn from a normal distribution; the bias starts at zero.
 
     Args:
       shape: features in and out.
       names: logical names of the two dims; the bias takes the second.
-      bias: whether there is one.
+      bias: whether there is a bias.
       stddev: of the kernel.
-      flatten: merge leading dims into one around the product. XLA:CPU takes about
-        twice as long over the weight gradient of a 3-D activation. Say False where
-        two leading dims are sharded on different mesh axes, for a merged dim can lie
-        on one of them only.
+      flatten: merge leading dims into one around the matmul. XLA:CPU takes about twice
+        as long for the weight gradient of a 3-D activation. Use False where two leading
+        dims are sharded on different mesh axes, because a merged dim can be sharded on
+        only one of them.
       rngs: for the ``params`` stream.
     """
 
@@ -170,8 +170,8 @@ class Embedding(nnx.Module):
         """Look rows up.
 
         Args:
-          tokens_BT: row numbers. One that is not below the number of rows gives NaN,
-            so that a wrong vocabulary shows in the first loss.
+          tokens_BT: row numbers. One that is not below the number of rows gives NaN, so
+            that a wrong vocabulary shows in the first loss.
 
         Returns:
           The rows.
@@ -179,9 +179,9 @@ class Embedding(nnx.Module):
         return self.table[...].at[tokens_BT].get(mode="fill", fill_value=jnp.nan)
 
 
-# What the backward pass needs is recomputed from the inputs here and in the norms. As
-# written, each product would keep its own reshaped copy of an input that several share,
-# and a norm three fp32 copies of its input; a scan stacks all that, layer by layer.
+# Here and in the norms, the backward pass recomputes from the inputs. As written, each
+# matmul would save its own reshaped copy of an input that several share, and a norm
+# three fp32 copies of its input; a scan stacks all of them, layer by layer.
 @jax.checkpoint
 def _flat_product(x: jax.Array, kernel_DF: jax.Array) -> jax.Array:
     rows = x.reshape(-1, x.shape[-1])
@@ -216,11 +216,11 @@ def project_to_logits(
     *,
     flatten: bool = True,
 ) -> Float[Array, "B T V"]:
-    """Multiply in the operands' dtype, and keep the fp32 sums.
+    """Multiply in the operands' dtype, with fp32 results.
 
     Rounded to bf16, logits around 20 would be 0.06 apart. The backward pass rounds
-    the cotangent to the operands' dtype first: left in fp32 it would make both of its
-    products run at fp32 speed.
+    the cotangent to the operands' dtype first: in fp32 both of its matmuls would run at
+    fp32 speed.
 
     Args:
       x_BTD: activations.
@@ -228,7 +228,7 @@ def project_to_logits(
       flatten: as in `Linear`.
 
     Returns:
-      Logits, fp32, with the vocabulary on the tensor axis (and pipe's).
+      Logits, fp32, with the vocabulary sharded over tensor (and pipe).
     """
     is_half = x_BTD.dtype in (jnp.bfloat16, jnp.float16)
     product = _half_product if is_half else jnp.matmul

@@ -1,7 +1,7 @@
-"""How is a kernel called that the compiler can't split: on each device's own piece.
+"""How is a kernel called that the compiler can't split: on each device's own shard.
 
-Attention needs nothing of other heads, nor of other rows of the batch, so that a call
-can be mapped over the mesh axes that those are split over.
+Attention needs no other heads and no other rows of the batch, so a call can be mapped
+over the mesh axes that heads and rows are sharded over.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,14 @@ class Split(NamedTuple):
 
 
 def split_of(query_BTNH: jax.Array, key_BSKH: jax.Array) -> Split:
-    """Find the axes that heads and rows are split over here.
+    """Find the axes that heads and rows are sharded over here.
 
     Args:
       query_BTNH: queries.
-      key_BSKH: keys, whose heads every device must have a whole number of.
+      key_BSKH: keys; every device must have a whole number of their heads.
 
     Returns:
-      The axes, of those that the compiler places.
+      The axes, among the automatic ones.
     """
     mesh = jax.sharding.get_abstract_mesh()
     placed = {
@@ -44,16 +44,16 @@ def split_of(query_BTNH: jax.Array, key_BSKH: jax.Array) -> Split:
 def on_pieces(
     call: Callable[..., Any], ins: tuple[Any, ...], outs: Any, split: Split
 ) -> Callable[..., Any]:
-    """Map a call over the axes that its operands are split over.
+    """Map a call over the axes that its operands are sharded over.
 
     Args:
-      call: works on the piece of one device.
+      call: computes on one device's shard.
       ins: the spec of each operand, on the axes of `split`.
       outs: those of the results.
-      split: what `split_of` gave.
+      split: the result of `split_of`.
 
     Returns:
-      The call on whole operands.
+      The call on unsharded operands.
     """
     names = {axis for axis in split if axis is not None}
     if not names:

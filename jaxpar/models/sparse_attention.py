@@ -31,29 +31,29 @@ def sparse_attention(
     kv_seq_lens_B: Int[Array, "B"] | None = None,
     implementation: Choice | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attend to the active blocks of a pattern, each device to its rows and heads.
+    """Attend to the active blocks of a pattern, on each device its rows and heads.
 
-    Attention is causal where the pattern is unidirectional. A sequence that is no
-    multiple of the pattern's block is as one padded to it, whose padding nobody sees.
+    Attention is causal if the pattern is unidirectional. A sequence that is not a
+    multiple of the pattern's block is computed as if padded to it, with masked padding.
 
     Args:
       query_BTNH: queries.
       key_BTKH: keys; each head of them serves N / K heads of queries.
       value_BTKH: values.
       pattern: one of `jaxpar.sparse_attention`'s, of N heads.
-      pattern_len: tokens that the pattern is laid out for; a shorter sequence has its
-        first blocks. None for the sequence's own.
+      pattern_len: tokens for which the pattern's block layout is made; a shorter
+        sequence uses its first blocks. None for the sequence's own length.
       segment_ids_BT: tokens attend only to tokens of their own segment; None where
         each row is one segment.
-      kv_seq_lens_B: tokens of each row that are there, the first ones; None for all.
-      implementation: who works it out; None for the fastest that runs here.
+      kv_seq_lens_B: valid tokens of each row, the first ones; None for all.
+      implementation: the name of one; None for the fastest that runs here.
 
     Returns:
       The weighted sums of values; 0 for a token that sees nothing.
 
     Raises:
-      ValueError: if the pattern is not of N heads, or names blocks that the sequence
-        does not have.
+      ValueError: if the pattern does not have N heads, or names blocks beyond the
+        sequence.
 
     Example:
       >>> from jaxpar.sparse_attention import LocalSlidingWindow
@@ -93,7 +93,7 @@ def sparse_attention(
 
 
 def _first_head(split: Split, query_BTNH: jax.Array) -> jax.Array | None:
-    """Of the heads of one device, the number of the first."""
+    """The number of the first head of one device."""
     if split.heads is None:
         return None
     return jax.lax.axis_index(split.heads) * query_BTNH.shape[2]
@@ -112,20 +112,20 @@ def plan_of(
       pattern: the pattern.
       seq_len: tokens, T.
       num_heads: of the queries.
-      pattern_len: tokens that the pattern is laid out for, where there may be more than
-        T; None for T.
+      pattern_len: tokens for which the block layout is made, if more than T; None for
+        T.
 
     Returns:
       The plan; the same object for the same arguments.
 
     Raises:
-      ValueError: if the pattern is not of so many heads, or names blocks that the
-        sequence does not have.
+      ValueError: if the pattern does not have that many heads, or names blocks beyond
+        the sequence.
     """
     if pattern.num_heads != num_heads:
         raise ValueError(
             f"pattern: {type(pattern).__name__} has num_heads={pattern.num_heads}, but "
-            f"there are {num_heads} heads of queries; give it as many."
+            f"there are {num_heads} heads of queries; give it the same number."
         )
     num_blocks = -(-seq_len // pattern.block)
     laid_out = max(num_blocks, -(-(pattern_len or 0) // pattern.block))
@@ -139,11 +139,11 @@ def plan_of(
 
 
 class SparseSelfAttention(nnx.Module):
-    """The layer between projections: it has no parameters of its own.
+    """The attention between the projections: it has no parameters of its own.
 
     Args:
       pattern: one of `jaxpar.sparse_attention`'s.
-      implementation: who works it out; None for the fastest that runs here.
+      implementation: the name of one; None for the fastest that runs here.
 
     Example:
       >>> from jaxpar.sparse_attention import BigBird
@@ -175,7 +175,7 @@ class SparseSelfAttention(nnx.Module):
           key_BTKH: keys.
           value_BTKH: values.
           segment_ids_BT: segments; None where each row is one.
-          kv_seq_lens_B: tokens of each row that are there; None for all.
+          kv_seq_lens_B: valid tokens of each row; None for all.
 
         Returns:
           The weighted sums of values.

@@ -1,4 +1,4 @@
-"""Optimizers: fused ones, and how any is run on a mesh.
+"""Optimizers: fused ones, and how any optimizer is run on a mesh.
 
 Names are loaded when they are first used.
 """

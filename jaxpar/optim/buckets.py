@@ -1,8 +1,8 @@
-"""How do many leaves lie one after the other, so that one launch covers them all?
+"""How are many leaves packed into flat arrays, so that one launch covers them all?
 
-A bucket holds the leaves that rest over the same mesh axes. On each device it is the
-pieces that the device holds of them, each filled up with zeros to whole tiles, in one
-flat array: between leaves and buckets nothing crosses.
+A bucket holds the leaves that are sharded over the same mesh axes. On each device it is
+one flat array of the device's shards, each padded with zeros to full tiles. Packing
+needs no communication.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ from kernels_pallas.fused_optimizers import TILE
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Leaves that rest over the same axes.
+    """Leaves that are sharded over the same axes.
 
     Attributes:
-      axes: mesh axes of several devices, over which each of the leaves is split.
-      members: numbers of the leaves, in flattening order.
-      shapes: of a device's piece of each.
+      axes: mesh axes of more than one device, over which each leaf is sharded.
+      members: indices of the leaves, in flattening order.
+      shapes: the shape of each leaf's shard on a device.
     """
 
     axes: tuple[str, ...]
@@ -40,26 +40,26 @@ class Bucket:
 
     @property
     def name(self) -> str:
-        """Of the bucket, in paths."""
+        """The bucket's name in paths."""
         return "_".join(("over", *self.axes)) if self.axes else "whole"
 
     @property
     def spec(self) -> P:
-        """Of the flat array."""
+        """The flat array's spec."""
         return P(self.axes) if self.axes else P()
 
     @property
     def tiles(self) -> tuple[int, ...]:
-        """Of each leaf's piece."""
+        """Tiles of each leaf's shard."""
         return tuple(-(-math.prod(shape) // TILE) for shape in self.shapes)
 
     @property
     def leaf_of_tiles(self) -> np.ndarray:
-        """The place among `members` of each tile's leaf; int32, [tiles]."""
+        """The index in `members` of each tile's leaf; int32, [tiles]."""
         return np.repeat(np.arange(len(self.members), dtype=np.int32), self.tiles)
 
     def flat(self, pieces: Sequence[jax.Array]) -> jax.Array:
-        """Lay pieces of the leaves one after the other; [tiles x TILE]."""
+        """Concatenate shards of the leaves; [tiles x TILE]."""
         filled = [
             jnp.pad(piece.reshape(-1), (0, tiles * TILE - piece.size))
             for piece, tiles in zip(pieces, self.tiles, strict=True)
@@ -80,7 +80,7 @@ class Buckets:
     """The buckets of a tree of parameters on a mesh.
 
     Attributes:
-      leaf_shardings: the leaves' layouts, in flattening order.
+      leaf_shardings: the leaves' shardings, in flattening order.
       mesh: the mesh.
     """
 
@@ -107,18 +107,18 @@ class Buckets:
 
     @property
     def filling(self) -> float:
-        """The share of a device's elements that only fill tiles up."""
+        """The fraction of a device's elements that is padding."""
         buckets = self.by_name.values()
         there = sum(TILE * sum(bucket.tiles) for bucket in buckets)
         used = sum(math.prod(s) for bucket in buckets for s in bucket.shapes)
         return 1 - used / there if there else 0.0
 
     def sharding(self, bucket: Bucket) -> NamedSharding:
-        """Of a bucket's flat array, and of its tiles' numbers."""
+        """The sharding of a bucket's flat array, and of its values by tile."""
         return NamedSharding(self.mesh, bucket.spec)
 
     def specs(self) -> dict[str, P]:
-        """Of the flat arrays, by bucket."""
+        """The specs of the flat arrays, by bucket."""
         return {name: bucket.spec for name, bucket in self.by_name.items()}
 
     def pack(
@@ -126,14 +126,14 @@ class Buckets:
         leaves: Sequence[jax.Array],
         then: Callable[[jax.Array], Any] | None = None,
     ) -> dict[str, Any]:
-        """Lay leaves at rest into buckets.
+        """Pack stored leaves into buckets.
 
         Args:
-          leaves: in flattening order, at their specs at rest.
-          then: makes something else of each device's flat piece; None for the piece.
+          leaves: in flattening order, at their storage specs.
+          then: applied to each device's flat shard; None for the identity.
 
         Returns:
-          The flat arrays by bucket, or what `then` makes.
+          The flat arrays by bucket, or the results of `then`.
         """
 
         def body(leaves: list[jax.Array]) -> dict[str, Any]:
@@ -151,8 +151,8 @@ class Buckets:
         """Undo `pack`.
 
         Args:
-          buckets: the flat arrays by bucket, or what `first` makes pieces of.
-          first: makes each device's flat piece; None where it is one.
+          buckets: the flat arrays by bucket, or arguments for `first`.
+          first: returns each device's flat shard; None for the identity.
 
         Returns:
           The leaves.
@@ -168,7 +168,7 @@ class Buckets:
         return self.mapped(body, (self.specs(),), self._stored)(buckets)
 
     def mapped(self, body: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """Run on each device's own pieces."""
+        """Run on each device's own shards."""
         return jax.shard_map(
             body,
             mesh=self.mesh,

@@ -1,9 +1,9 @@
-"""Optimizers that step on flat buckets, in one pass over memory.
+"""Which optimizers update flat buckets in one pass over memory?
 
-Each equals an optax transformation, and its logical state is that one's, name by name:
-checkpoints move between the two. What is kept from step to step are buckets (see
-`jaxpar.optim.buckets`) of fp32 masters, of moments in fp32 or 8 bits, and of the copies
-in the compute dtype, which the pass makes.
+Each computes the same as an optax transformation and has the same logical state, so
+checkpoints work for both. The packed state is buckets (see `jaxpar.optim.buckets`) of
+fp32 masters, of moments in fp32 or 8 bits, and of copies in the compute dtype, which
+the same pass writes.
 """
 
 import dataclasses
@@ -24,17 +24,17 @@ Schedule = Callable[[Any], Any]
 class FusedOptimizer:
     """An optimizer for buckets; made by `fused_adamw`, `fused_lamb` or `fused_lion`.
 
-    `jaxpar.initialize` steps on its buckets. Inside another transformation (chain,
-    masked, MultiSteps) it is the one that it equals, with a warning; in 8 bits it is
-    refused there.
+    `jaxpar.initialize` updates its buckets. Inside another transformation (chain,
+    masked, MultiSteps) it runs the equal optax transformation and warns; with 8 bits it
+    raises.
 
     Attributes:
-      rule: what is done to an element.
+      rule: the update of an element.
       learning_rate: a number, or a schedule of the steps taken.
       weight_decay: a number.
-      mask: which leaves decay, as optax takes it; None for all.
-      bits: of each element of a moment, 32 or 8.
-      equal: the optax transformation.
+      mask: which leaves decay, as in optax; None for all.
+      bits: bits of each element of a moment, 32 or 8.
+      equal: the equal optax transformation.
     """
 
     rule: Rule
@@ -46,25 +46,25 @@ class FusedOptimizer:
 
     @property
     def init(self) -> Callable[..., Any]:
-        """The transformation's: the logical state."""
+        """The optax transformation's init, for the logical state."""
         return self.equal.init
 
     def update(self, *args: Any, **options: Any) -> Any:
-        """The transformation's, leaf by leaf: not what `jaxpar.initialize` calls.
+        """The optax update, leaf by leaf; `jaxpar.initialize` does not call it.
 
         Raises:
-          ValueError: if moments are to be in 8 bits.
+          ValueError: if moments have 8 bits.
 
         Warns:
-          UserWarning: always, for it is not what was asked for.
+          UserWarning: always, because the update is not fused.
         """
         told = (
-            "a fused optimizer inside another transformation steps leaf by leaf, with "
-            "moments in fp32"
+            "a fused optimizer inside another transformation updates leaf by leaf, "
+            "with moments in fp32"
         )
         remedy = (
-            "hand it to jaxpar.initialize itself, which clips (clip_norm) and "
-            "accumulates (accumulate), or take optax's own"
+            "pass it directly to jaxpar.initialize, which clips (clip_norm) and "
+            "accumulates (accumulate), or use the optax optimizer"
         )
         if self.bits == 8:
             raise ValueError(f"bits=8: {told}; {remedy}.")
@@ -83,30 +83,30 @@ def fused_adamw(
     mask: Any = None,
     bits: int = 32,
 ) -> FusedOptimizer:
-    """Make an AdamW that steps on flat buckets; equals `optax.adamw`.
+    """Make an AdamW that updates flat buckets; equals `optax.adamw`.
 
-    Whether it is faster than optax depends on the model: XLA already makes one kernel
-    a leaf of optax's, at the least bytes. This one launches a kernel for all, and
-    moves gradients into buckets first.
+    Whether it is faster than optax depends on the model: XLA already fuses optax's
+    update into one kernel a leaf with minimal memory traffic. This one launches one
+    kernel a bucket, and copies gradients into buckets first.
 
     Args:
       learning_rate: a number, or a schedule of the steps taken.
-      b1: of the mean of gradients.
-      b2: of the mean of their squares.
-      eps: added to the root; positive.
-      eps_root: added below it.
-      weight_decay: times the parameter, it is added to the direction; a number.
+      b1: decay rate of the mean of gradients.
+      b2: decay rate of the mean of squared gradients.
+      eps: added to the square root; positive.
+      eps_root: added under the square root.
+      weight_decay: a number; times the parameter it is added to the update.
       mask: which leaves decay: a tree of booleans, or a function of the parameters
-        that gives one; None for all.
-      bits: of each element of a moment: 32, or 8 (dynamic codes, scaled by tiles of
-        1024 elements). A checkpoint has moments in fp32 always.
+        that returns one; None for all.
+      bits: bits of each element of a moment: 32, or 8 (dynamic codes, scaled by tiles
+        of 1024 elements). A checkpoint always has fp32 moments.
 
     Returns:
       An optimizer for `jaxpar.initialize`.
 
     Raises:
-      ValueError: if a number is out of its range.
-      TypeError: if what must be a number is none.
+      ValueError: if a number is out of range.
+      TypeError: if an argument must be a number and is not.
 
     Example:
       >>> fused_adamw(1e-3, bits=8).rule
@@ -130,7 +130,7 @@ def fused_lamb(
     mask: Any = None,
     bits: int = 32,
 ) -> FusedOptimizer:
-    """Make a LAMB that steps on flat buckets, in two passes; equals `optax.lamb`.
+    """Make a LAMB that updates flat buckets in two passes; equals `optax.lamb`.
 
     Arguments, result and errors are those of `fused_adamw`.
     """
@@ -148,14 +148,14 @@ def fused_lion(
     mask: Any = None,
     bits: int = 32,
 ) -> FusedOptimizer:
-    """Make a Lion that steps on flat buckets; equals `optax.lion`.
+    """Make a Lion that updates flat buckets; equals `optax.lion`.
 
-    Arguments, result and errors are those of `fused_adamw`, but that b1 is of the mean
-    whose sign is taken, and b2 of the mean that is kept.
+    Arguments, result and errors are those of `fused_adamw`, except that b1 is the decay
+    rate of the mean whose sign is taken, and b2 that of the stored mean.
 
-    A leaf that the loss does not depend on, such as the bias of an attention's keys,
-    has rounding for a gradient. A sign makes full steps of it, so such a leaf differs
-    between meshes, and from one device; the loss does not.
+    The gradient of a leaf that does not affect the loss, such as the bias of attention
+    keys, is rounding error. Its sign gives full steps, so such a leaf differs between
+    meshes, and from one device; the loss does not.
     """
     equal = optax.lion(learning_rate, b1, b2, weight_decay=weight_decay, mask=mask)
     return _made(Lion(b1, b2), learning_rate, weight_decay, mask, bits, equal)
@@ -175,8 +175,8 @@ def _made(
         )
     if not isinstance(weight_decay, numbers.Real):
         raise TypeError(
-            f"weight_decay={weight_decay!r} must be a number; for a schedule take "
-            "optax's optimizer."
+            f"weight_decay={weight_decay!r} must be a number; for a schedule use "
+            "the optax optimizer."
         )
     if not 0 <= float(weight_decay) < math.inf:
         raise ValueError(f"weight_decay={weight_decay!r} must be at least 0.")

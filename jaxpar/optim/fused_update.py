@@ -1,4 +1,4 @@
-"""How does a fused optimizer keep its state in buckets, and step on them?"""
+"""How does a fused optimizer pack its state into buckets and update them?"""
 
 import dataclasses
 import functools
@@ -32,15 +32,15 @@ _WITH_MOMENTS = (optax.ScaleByAdamState, optax.ScaleByLionState)
 class FusedUpdate:
     """A fused optimizer on a mesh; see `jaxpar.step.update.Update`.
 
-    Parameters are kept as ``{"masters": buckets, "copies": buckets}``, the latter where
-    the compute dtype is another, and the optimizer's state as its logical one with
-    buckets in the place of each moment's tree.
+    Packed parameters are ``{"masters": buckets, "copies": buckets}``, the copies only
+    if the compute dtype is not fp32. The packed optimizer state is the logical one
+    with buckets in place of each moment's tree.
 
     Attributes:
       optimizer: the optimizer.
-      buckets: of the parameters.
+      buckets: the parameters' buckets.
       like: the parameters' shapes.
-      compute_dtype: of the copies.
+      compute_dtype: the copies' dtype.
     """
 
     optimizer: FusedOptimizer
@@ -114,7 +114,7 @@ class FusedUpdate:
         applied: jax.Array,
         loss: jax.Array,
     ) -> tuple[PyTree, PyTree, Metrics]:
-        """See `Update`; tells the learning rate."""
+        """See `Update`; reports the learning rate."""
         del loss
         state, rate = _found(opt_state, _WITH_MOMENTS), self._rate(opt_state)
         moments = {name: getattr(state, name) for name in self.optimizer.rule.moments}
@@ -129,7 +129,7 @@ class FusedUpdate:
     def _step(
         self, params: PyTree, moments: PyTree, grads: PyTree, numbers: tuple
     ) -> tuple[PyTree, PyTree]:
-        """Step on a device's piece of every bucket."""
+        """Update a device's shard of every bucket."""
         stepped = {}
         for name, bucket in self.buckets.by_name.items():
             stepped[name] = fused_update(
@@ -181,7 +181,7 @@ class FusedUpdate:
     def _with_moments(
         self, opt_state: PyTree, change: Callable[[str, Any], Any]
     ) -> PyTree:
-        """The optimizer's state with something else in the place of each moment."""
+        """The optimizer's state, each moment replaced by `change`."""
 
         def changed(state: Any) -> Any:
             if not isinstance(state, _WITH_MOMENTS):
@@ -203,9 +203,9 @@ class FusedUpdate:
         arrays = 1 + len(self.optimizer.rule.moments)
         more = 4 * arrays * sum(map(math.prod, pieces)) / 1e9
         return (
-            f"optimizer: {num} leaves lie in buckets ({', '.join(buckets)}), of which "
-            f"{self.buckets.filling:.1%} fills tiles.",
-            f"optimizer: a save and a restore hold the state leaf by leaf as well, "
+            f"optimizer: {num} leaves are in buckets ({', '.join(buckets)}), of which "
+            f"{self.buckets.filling:.1%} is padding.",
+            f"optimizer: save and restore also hold the state leaf by leaf, "
             f"{more:.2g} GB more on a device.",
         )
 
@@ -215,13 +215,13 @@ def _is(kinds: Any) -> Callable[[Any], bool]:
 
 
 def _found(opt_state: PyTree, kind: Any) -> Any:
-    """The one state of a kind in an optimizer's."""
+    """The first state of a kind in an optimizer's state."""
     states = jax.tree.leaves(opt_state, is_leaf=_is(kind))
     return next(state for state in states if isinstance(state, kind))
 
 
 def _counted(opt_state: PyTree, applied: jax.Array) -> PyTree:
-    """The state with one more step in each count, where the step counts."""
+    """Increment each step count if the step is applied."""
     kinds = (*_WITH_MOMENTS, optax.ScaleByScheduleState)
 
     def counted(state: Any) -> Any:

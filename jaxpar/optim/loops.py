@@ -1,11 +1,11 @@
-"""Where do an optimizer's loops of matrix products run: each on one shard of data.
+"""Where do an optimizer's loops of matmuls run: each on one data shard.
 
-Muon's Newton-Schulz iteration multiplies a matrix with itself in every turn. Left to
-the compiler, the matrix stays sharded as it is stored, and every turn communicates.
-`with_divided_loops` gives each shard of data its part of the matrices instead, whole:
-of layers that are stacked in a leaf, or of leaves of equal shape. They are exchanged
-before the loops and behind them, and nothing is communicated over data in between. A
-matrix that has no equal is gathered, and every device runs its loop.
+Muon's Newton-Schulz iteration multiplies a matrix with itself. Left to the compiler,
+the matrix stays sharded as it is stored, and every iteration communicates.
+`with_divided_loops` instead gives each data shard some of the matrices, unsharded over
+data: layers stacked in a leaf, or leaves of equal shape. They are exchanged before and
+after the loops, with no communication over data in between. A matrix without others of
+its shape is gathered, and every device runs its loop.
 
 Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks";
 Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.3.
@@ -29,11 +29,11 @@ def has_loops(jaxpr: core.Jaxpr) -> bool:
 
 
 def with_divided_loops(fn: Callable[..., Any], ways: int) -> Callable[..., Any]:
-    """Evaluate a function with its loops of matrix products divided over data.
+    """Evaluate a function with its loops of matmuls divided over data.
 
     Args:
       fn: takes pytrees of arrays, also by name, and returns one.
-      ways: shards of data.
+      ways: data shards.
 
     Returns:
       The function, to be traced where data is automatic.
@@ -50,7 +50,7 @@ def with_divided_loops(fn: Callable[..., Any], ways: int) -> Callable[..., Any]:
 def _evaluate(
     called: core.ClosedJaxpr, args: Sequence[Any], ways: int
 ) -> list[jax.Array]:
-    # Loops that users jit by leaf are alike too.
+    # Inlined, so loops that users jit leaf by leaf can be compared too.
     closed = inlined(core.jaxpr_as_fun(called), *map(shape_of, called.jaxpr.invars))
     jaxpr = closed.jaxpr
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
@@ -73,7 +73,7 @@ def _evaluate(
 
 
 def _run_other(eqn: core.JaxprEqn, ins: Sequence[Any], ways: int) -> list[jax.Array]:
-    """Run what is not such a loop; a branch may hold some."""
+    """Run another equation; the branches of a cond may contain loops."""
     name, branches = eqn.primitive.name, eqn.params.get("branches", ())
     if name != "cond" or not any(has_loops(branch.jaxpr) for branch in branches):
         return bind(eqn, ins)
@@ -86,7 +86,7 @@ def _run_other(eqn: core.JaxprEqn, ins: Sequence[Any], ways: int) -> list[jax.Ar
 def _run_loops(
     alike: Sequence[core.JaxprEqn], ins: Sequence[Sequence[Any]], ways: int
 ) -> list[list[jax.Array]]:
-    """Run loops that are alike, each on its operands."""
+    """Run equal loops, each on its operands."""
     eqn, num = alike[0], len(alike)
     layers = _num_layers(eqn)
     if layers and layers % ways == 0:
@@ -95,7 +95,7 @@ def _run_loops(
         return [[_whole(x) for x in bind(eqn, [_whole(x) for x in ins[0]])]]
     filled = [*ins, *[ins[-1]] * (-num % ways)]
     columns = list(zip(*filled, strict=True))
-    # A counter that is the same in all loops stays one: conditions on it stay branches.
+    # A counter that all loops share is not batched, so conditions on it stay branches.
     axes = [
         None if _is_same([loop.invars[i] for loop in alike]) else 0
         for i in range(len(columns))
@@ -112,7 +112,7 @@ def _run_loops(
 def _run_by_layers(
     eqn: core.JaxprEqn, ins: Sequence[Any], layers: int
 ) -> list[jax.Array]:
-    """Run a loop on stacked layers, every shard of data on its own."""
+    """Run a loop on stacked layers, every data shard on its own layers."""
 
     def split(x: Any) -> Any:
         return _split_by(x, 0) if jnp.ndim(x) > 2 and x.shape[0] == layers else x
@@ -125,8 +125,8 @@ def _whole(x: Any) -> Any:
 
 
 def _to_shards(stack: jax.Array, ways: int) -> jax.Array:
-    """Exchange a stack of arrays that are stored sharded: whole ones for each shard."""
-    # Without the first layout the compiler exchanges the arrays one by one.
+    """Redistribute a stack of sharded arrays: each data shard gets some in full."""
+    # Without the first constraint the compiler exchanges the arrays one by one.
     return _split_by(_split_by(stack, _stored_dim(stack, ways)), 0)
 
 
@@ -138,14 +138,14 @@ def _from_shards(stack: jax.Array, ways: int) -> jax.Array:
 def _stored_dim(stack: jax.Array, ways: int) -> int | None:
     """The dim of a stack's arrays that data splits in storage.
 
-    A guess, the largest: an array that is split by another is exchanged once more.
+    A guess, the largest dim: an array split by another dim is exchanged once more.
     """
     dims = [dim for dim in range(1, stack.ndim) if stack.shape[dim] % ways == 0]
     return max(dims, key=lambda dim: (stack.shape[dim], dim), default=None)
 
 
 def _split_by(x: jax.Array, dim: int | None) -> jax.Array:
-    """Split a stack over data by a dim; tensor and pipe may split others but dim 0."""
+    """Split a stack over data by a dim; tensor and pipe may split dims other than 0."""
     entries: list[Any] = [None, *[P.UNCONSTRAINED] * (x.ndim - 1)]
     if dim is not None:
         entries[dim] = DATA
@@ -155,7 +155,7 @@ def _split_by(x: jax.Array, dim: int | None) -> jax.Array:
 def _levels(
     jaxpr: core.Jaxpr,
 ) -> list[tuple[list[core.JaxprEqn], list[core.JaxprEqn]]]:
-    """(loops, other equations) by how many loops each one waits for."""
+    """(loops, other equations), by the number of loops that each depends on."""
     waits: dict[Any, int] = {}
     levels: list[tuple[list, list]] = [([], [])]
     for eqn in jaxpr.eqns:
@@ -169,11 +169,11 @@ def _levels(
 
 
 def _groups(loops: Sequence[core.JaxprEqn]) -> list[list[core.JaxprEqn]]:
-    """Loops that compute the same, of operands of the same shapes."""
+    """Group loops with equal bodies and operand shapes."""
     groups: dict[tuple, list[core.JaxprEqn]] = {}
     for eqn in loops:
         shapes = [shape_of(atom) for atom in eqn.invars]
-        # Constants are not in the text of a jaxpr.
+        # A jaxpr's text does not show its constants.
         own = id(eqn) if any(map(_has_constants, _inner(eqn))) else 0
         key = (eqn.primitive.name, str(shapes), str(eqn.params), own)
         groups.setdefault(key, []).append(eqn)
@@ -198,7 +198,7 @@ def _is_loop(eqn: core.JaxprEqn) -> bool:
 
 
 def _num_layers(eqn: core.JaxprEqn) -> int:
-    """Of a loop on stacked matrices: how many; 0 where a product is of one matrix."""
+    """Layers of a loop on stacked matrices; 0 if a matmul is not batched."""
     layers = {
         shape_of(product.invars[0]).shape[0] if _is_batched(product) else 0
         for product in _products_of(eqn)
@@ -212,7 +212,7 @@ def _is_batched(product: core.JaxprEqn) -> bool:
 
 
 def _products_of(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
-    """Products of two matrices that an equation holds; of vectors, little is moved."""
+    """Matmuls inside an equation; not products with vectors, which move few bytes."""
     if eqn.primitive.name == "dot_general":
         return [eqn] if _is_of_matrices(eqn) else []
     inner = (x for jaxpr in _inner(eqn) for x in jaxpr.eqns)

@@ -1,4 +1,4 @@
-"""Which `Update` runs an optimizer."""
+"""Which `Update` runs an optimizer?"""
 
 from typing import Any
 
@@ -27,13 +27,13 @@ def make_update(
 
     Args:
       optimizer: any optax transformation, or a fused one.
-      leaf_shardings: the parameters' layouts, in flattening order.
+      leaf_shardings: the parameters' shardings, in flattening order.
       mesh: the mesh.
       shapes: of the parameters, and of the optimizer's logical state.
       compute_dtype: of the parameters that the loss function sees.
 
     Raises:
-      ValueError: if the step can't give what its update asks for, or carry its state.
+      ValueError: if the update needs arguments or state that a step doesn't support.
     """
     if isinstance(optimizer, FusedOptimizer):
         return FusedUpdate(

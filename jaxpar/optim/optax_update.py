@@ -1,4 +1,4 @@
-"""How does an optax transformation take a step on a mesh: on the logical state."""
+"""How does an optax transformation run on a mesh: on the logical state."""
 
 import dataclasses
 from typing import Any
@@ -14,14 +14,14 @@ from jaxpar.types import Metrics, Params, PyTree
 
 @dataclasses.dataclass(frozen=True)
 class OptaxUpdate:
-    """An optax transformation: it keeps the logical state.
+    """An optax transformation; its packed state is the logical state.
 
     Attributes:
       optimizer: the transformation.
-      extras: what its update is passed by name: ``value`` (the loss), ``grad`` (the
-        gradients, as they are updated).
-      loops_over: shards of data that its loops of matrix products are divided among;
-        1 to leave the update as it is.
+      extras: keyword arguments of its update: ``value`` (the loss), ``grad`` (the
+        gradients that it is given).
+      loops_over: data shards that divide its loops of matmuls; 1 to leave the update
+        unchanged.
     """
 
     optimizer: optax.GradientTransformation
@@ -58,7 +58,7 @@ class OptaxUpdate:
         applied: jax.Array,
         loss: jax.Array,
     ) -> tuple[PyTree, PyTree, Metrics]:
-        """See `Update`; tells the learning rate where the state has it."""
+        """See `Update`; reports the learning rate if the state has it."""
         grads = jax.tree.map(lambda grad: grad.astype(jnp.float32) * factor, grads)
         extras = {"value": loss, "grad": grads}
         named = {name: extras[name] for name in self.extras}
@@ -80,12 +80,12 @@ class OptaxUpdate:
         if self.loops_over == 1:
             return ()
         return (
-            "optimizer: its loops of matrix products are divided among the shards of "
-            "data, which exchange the matrices once before and once behind them.",
+            "optimizer: its loops of matmuls are divided among the data shards, which "
+            "exchange the matrices once before and once after them.",
         )
 
 
 def _learning_rate(opt_state: Any) -> Metrics:
-    """The rate that `optax.inject_hyperparams` keeps in its state, if it is there."""
+    """The rate in the state of `optax.inject_hyperparams`, if there is one."""
     rates = optax.tree.get_all_with_path(opt_state, "learning_rate")
     return {"learning_rate": jnp.asarray(rates[0][1])} if rates else {}

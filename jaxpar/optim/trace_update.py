@@ -1,7 +1,7 @@
-"""What does an optimizer's update ask for, keep and compute: one abstract trace.
+"""What does an optimizer's update need and return, according to one trace?
 
-Before anything compiles: optax lets an update ask for more than gradients, and keep
-state of any kind; what a training step can't give, or carry, is refused here.
+optax lets an update take more arguments than gradients, and hold state of any kind.
+Arguments and state that a training step does not support raise here, before compiling.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ from jaxpar.optim.loops import has_loops
 from jaxpar.types import Params, PyTree
 
 EXTRAS = ("value", "grad")
-"""What an update is given by name, where it takes it: the loss, and the gradients."""
+"""Keyword arguments that an update gets if it takes them: loss and gradients."""
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdateTrace:
-    """What tracing an update shows.
+    """The results of tracing an update.
 
     Attributes:
       extras: which of `EXTRAS` it takes.
@@ -37,7 +37,7 @@ class UpdateTrace:
 def trace_update(
     optimizer: optax.GradientTransformation, params: Params, opt_state: PyTree
 ) -> UpdateTrace:
-    """Trace an optimizer's update on shapes and check what it asks for and returns.
+    """Trace an optimizer's update on shapes and check its arguments and results.
 
     Args:
       optimizer: the transformation.
@@ -45,10 +45,10 @@ def trace_update(
       opt_state: shapes of its state.
 
     Returns:
-      What the trace shows.
+      The results of the trace.
 
     Raises:
-      ValueError: if it asks for something else than `EXTRAS`, fails, returns updates
+      ValueError: if it needs other arguments than `EXTRAS`, fails, returns updates
         of other shapes than the parameters', or changes structure, shapes or dtypes of
         its state.
     """
@@ -82,7 +82,7 @@ def _update(
 
 
 def _rejects(error: Exception, name: str) -> bool:
-    """Whether a function was called with an argument that it does not take."""
+    """Whether an error is about an argument that the function does not take."""
     return f"unexpected keyword argument '{name}'" in str(error)
 
 
@@ -94,11 +94,11 @@ def _refusal(error: Exception) -> str:
     )
     if missing:
         return (
-            f"optimizer: its update asks for {' and '.join(missing)}, which a training "
+            f"optimizer: its update needs {' and '.join(missing)}, which a training "
             "step does not have: it calls update once, with gradients, state, "
-            "parameters, value= (the loss) and grad=. A line search, or an estimate of "
-            "the Hessian, evaluates the loss again. Leave it out, as in optax.lbfgs("
-            "learning_rate, linesearch=None), or take another optimizer."
+            "parameters, value= (the loss) and grad=. A line search or a Hessian "
+            "estimate would evaluate the loss again. Leave it out, as in optax.lbfgs("
+            "learning_rate, linesearch=None), or use another optimizer."
         )
     return (
         f"optimizer: its update fails on this model's shapes: {type(error).__name__}: "
@@ -114,13 +114,13 @@ def _check_updates(params: Params, updates: PyTree) -> None:
         shape = found[name].shape if name in found else None
         if shape not in (leaf.shape, ()):
             raise ValueError(
-                f"optimizer: its update gives shape {shape} for parameter {name} of "
-                f"shape {leaf.shape}; it must give each parameter its own shape."
+                f"optimizer: its update returns shape {shape} for parameter {name} of "
+                f"shape {leaf.shape}; an update must have its parameter's shape."
             )
 
 
 def _check_state(before: PyTree, after: PyTree) -> None:
-    """A compiled step takes the state that it returns."""
+    """Check that the state has the same form after an update."""
     old, new = tree.named_leaves(before), tree.named_leaves(after)
     came = [name for name in new if name not in old]
     went = [name for name in old if name not in new]
@@ -134,7 +134,7 @@ def _check_state(before: PyTree, after: PyTree) -> None:
         if (leaf.shape, leaf.dtype) != (new[name].shape, new[name].dtype):
             raise ValueError(
                 f"optimizer: its update turns leaf {name} of its state from "
-                f"{_kind(leaf)} into {_kind(new[name])}; it must keep shape and dtype."
+                f"{_kind(leaf)} into {_kind(new[name])}; it must not change them."
             )
     if jax.tree.structure(before) != jax.tree.structure(after):
         raise ValueError(

@@ -1,1 +1,1 @@
-"""Pipelines: schedules as tables, and the one executor that runs any of them."""
+"""Pipelines: schedules as tables, and the executor that runs any of them."""

@@ -1,10 +1,10 @@
-"""How is a block's backward pass taken apart: what it keeps, and where it can be cut.
+"""How is a block's backward pass split: what it saves, and what can be deferred.
 
 `trace_pullback` runs `jax.vjp` of a block on shapes and reads the pullback as a jaxpr.
-Its constants are what the forward pass keeps; those that are weights or other arguments
-need no keeping. Its equations fall into two halves: those that the input's gradient
-needs, and the products that only gradients of weights need, with all that follows from
-them. Between the halves stand the products' operands.
+Its constants are the residuals; those that are weights or other arguments need not be
+saved. Its equations form two halves: those that the input's gradient needs, and the
+matmuls that only weight gradients need, with all equations that depend on them. The
+operands of those matmuls are passed between the halves.
 """
 
 import dataclasses
@@ -28,13 +28,13 @@ class Pullback:
     """A block's backward pass.
 
     Attributes:
-      jaxpr: of the constants, then the output's cotangents, to the gradients of the
-        weights, then of the input; without calls.
-      given: for each constant its place among the leaves of (params, others); or
-        itself, where it is known when the program is traced; or None for one that the
-        forward pass has to keep.
-      params: the structure of the parameters.
-      hidden: the structure of the input.
+      jaxpr: from the constants and the output's cotangents to the gradients of the
+        weights and of the input; without calls.
+      given: for each constant its index among the leaves of (params, others); or its
+        value, if it is known at trace time; or None for a residual that the forward
+        pass has to save.
+      params: the tree structure of the parameters.
+      hidden: the tree structure of the input.
     """
 
     jaxpr: core.ClosedJaxpr
@@ -45,7 +45,7 @@ class Pullback:
     def run(
         self, kept: Sequence[jax.Array], arguments: tuple, cotangent: PyTree
     ) -> tuple[Params, PyTree]:
-        """Run it whole: gradients of the weights and of the input."""
+        """Run both halves: gradients of the weights and of the input."""
         ins = self._ins(kept, arguments, cotangent)
         return self._outs(core.jaxpr_as_fun(self.jaxpr)(*ins))
 
@@ -55,8 +55,8 @@ class Pullback:
         """Run the first half.
 
         Returns:
-          Gradients of the weights, zero where the second half makes them; the gradient
-          of the input; what the second half needs.
+          Gradients of the weights, zero where the second half computes them; the
+          gradient of the input; the inputs of the second half.
         """
         env = dict(
             zip(
@@ -70,15 +70,15 @@ class Pullback:
         return weights, hidden, [env[var] for var in self.products]
 
     def run_weights(self, products: Sequence[jax.Array]) -> Params:
-        """Run the second half: gradients of the weights, zero where the first made
-        them."""
+        """Run the second half: gradients of the weights, zero where the first half
+        computed them."""
         env: dict[Any, Any] = dict(zip(self.products, products, strict=True))
         self._evaluate(env, late=True)
         return self._outs(self._read(env))[0]
 
     @property
     def late(self) -> frozenset[int]:
-        """Numbers of the equations of the second half."""
+        """Indices of the second half's equations."""
         jaxpr = self.jaxpr.jaxpr
         num_weights = self.params.num_leaves
         wanted = {v for v in jaxpr.outvars[num_weights:] if isinstance(v, core.Var)}
@@ -98,13 +98,13 @@ class Pullback:
 
     @property
     def deferred(self) -> float:
-        """Fraction of the backward pass's work that is in the second half."""
+        """Fraction of the backward pass's FLOPs that is in the second half."""
         eqns, late = self.jaxpr.jaxpr.eqns, self.late
         return flops(eqns[i] for i in late) / (flops(eqns) or 1)
 
     @property
     def products(self) -> list[core.Var]:
-        """What the second half needs of the first."""
+        """The variables that the second half needs from the first."""
         found: dict[core.Var, None] = {}
         made: set[core.Var] = set()
         for number in sorted(self.late):
@@ -144,7 +144,7 @@ class Pullback:
                 env.update(zip(eqn.outvars, outs, strict=True))
 
     def _read(self, env: dict[Any, Any]) -> list[jax.Array]:
-        """The outputs; zeros for those that are not made."""
+        """The outputs; zeros for those that are not computed."""
         return [
             read(env, atom)
             if isinstance(atom, core.Literal) or atom in env
@@ -156,7 +156,7 @@ class Pullback:
 def run_and_keep(
     block: BlockFn, params: Params, hidden: PyTree, *others: Any
 ) -> tuple[PyTree, list[jax.Array]]:
-    """Run a block forwards; its output, and what its `Pullback` wants kept."""
+    """Run a block forwards; returns its output and the residuals of its `Pullback`."""
     out, _, consts, given = _pulled(block, params, hidden, *others)
     return out, [x for x, at in zip(consts, given, strict=True) if at is None]
 
@@ -197,7 +197,7 @@ def trace_pullback(
 def _pulled(
     block: BlockFn, params: Params, hidden: PyTree, *others: Any
 ) -> tuple[PyTree, core.Jaxpr, list, tuple[int | np.ndarray | None, ...]]:
-    """Output; the pullback's jaxpr, its constants, their places in the arguments."""
+    """Output; the pullback's jaxpr, its constants, their indices in the arguments."""
     out, pull = jax.vjp(lambda p, h: block(p, h, *others), params, hidden)
     closed = jax.make_jaxpr(pull)(jax.tree.map(_shape, out))
     leaves = jax.tree.leaves((params, others))

@@ -1,4 +1,4 @@
-"""How much work is a block of a pipeline, and how much of its backward can wait?"""
+"""What does a pipeline block cost, and how much of its backward can be deferred?"""
 
 import dataclasses
 
@@ -22,8 +22,8 @@ class BlockWork:
     """One block's work on a micro-batch of one data shard.
 
     Attributes:
-      flops: operations of the forward's matrix products.
-      deferred: fraction of the backward that makes gradients of weights alone.
+      flops: FLOPs of the forward's matmuls.
+      deferred: fraction of the backward's FLOPs that only weight gradients need.
     """
 
     flops: int
@@ -31,7 +31,7 @@ class BlockWork:
 
 
 def trace_microbatch(network: PipelineNetwork, loss: Loss, rows: Inputs) -> BlockWork:
-    """Trace the parts, and refuse what a pipeline can't run.
+    """Trace embedding, blocks and head; raise for what a pipeline can't run.
 
     Args:
       network: the model.
@@ -42,8 +42,7 @@ def trace_microbatch(network: PipelineNetwork, loss: Loss, rows: Inputs) -> Bloc
       The work of a block.
 
     Raises:
-      ValueError: if loss_fn calls the model twice, or uses an axis name that nothing
-        binds.
+      ValueError: if loss_fn calls the model twice, or uses an unbound axis name.
     """
     functions = StageFunctions(
         network,
@@ -77,43 +76,42 @@ def trace_microbatch(network: PipelineNetwork, loss: Loss, rows: Inputs) -> Bloc
         if (name := unbound_axis(error)) is None:
             raise
         raise ValueError(
-            f"loss_fn: axis name {name!r} is bound by nothing, and a pipeline binds "
-            "none for it. Leave it out of the model and the loss, with "
-            "coupled_batch=True where it was to take in all examples of a micro-batch; "
-            "or use pipe=1."
+            f"loss_fn: axis name {name!r} is not bound, and a pipeline does not bind "
+            "it. Remove it from the model and the loss, and pass coupled_batch=True if "
+            "it stood for all examples of a micro-batch; or use pipe=1."
         ) from error
     return found[0]
 
 
 def check_split(schedule: Schedule, deferred: float) -> None:
-    """Refuse to split a backward that cannot be.
+    """Raise for a split backward that saves no time.
 
     Args:
-      schedule: one that splits.
-      deferred: as of `BlockWork`.
+      schedule: a schedule that splits the backward.
+      deferred: as in `BlockWork`.
 
     Raises:
-      ValueError: if it takes as long as 1F1B.
+      ValueError: if the schedule is not faster than 1F1B.
     """
     plain = make_schedule("1f1b", schedule.num_stages, schedule.num_microbatches)
     if cost_of(schedule, deferred).total < cost(plain).total:
         return
     raise ValueError(
-        f"schedule={schedule.name!r}: {deferred:.0%} of the block's backward can wait, "
-        "for its gradients of weights are not matrix products of their own (as inside "
-        "jax.lax.scan), so that it would take as long as '1f1b' and more memory. Use "
-        "'1f1b', or give the table itself to have it anyway: "
+        f"schedule={schedule.name!r}: only {deferred:.0%} of the block's backward can "
+        "be deferred, because its weight gradients are not separate matmuls (such as "
+        "inside jax.lax.scan). It would be as slow as '1f1b' and use more memory. Use "
+        "'1f1b', or pass the table to run it anyway: "
         f"schedule=jaxpar.make_schedule({schedule.name!r}, "
         f"{schedule.num_stages}, {schedule.num_microbatches})."
     )
 
 
 def times_of(schedule: Schedule, deferred: float) -> dict[str, float]:
-    """What each kind of work takes, in forwards, where a backward takes two.
+    """The time of each kind of work, in forwards; a full backward takes two.
 
     Args:
       schedule: the schedule.
-      deferred: as of `BlockWork`.
+      deferred: as in `BlockWork`.
 
     Returns:
       "forward", "backward" and "weight" -> time.

@@ -1,7 +1,7 @@
-"""How do stages hold pieces, and exchange them: rings of places, sends, sums.
+"""How do stages buffer and exchange arrays: buffers, sends, sums.
 
-What differs by stage is an array [P, ...] over pipe. `on_stages` runs a function with
-the pipe axis manual, on each stage's piece.
+Values of every stage are arrays [P, ...], sharded over pipe. `on_stages` runs a
+function with the pipe axis manual, on each stage's shard.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,14 +17,14 @@ from jaxpar.sharding.constrain import constrain
 from jaxpar.types import PyTree
 
 UNUSED = 0.0
-"""What idle slots give and rings begin with; no result depends on it."""
+"""The value of idle slots and empty buffers; no result depends on it."""
 
 
 def on_stages(body: Callable[..., tuple]) -> Callable[..., tuple]:
-    """Run ``body(own, stacks, shared) -> (own, stacks)`` on every stage, on its pieces.
+    """Run ``body(own, stacks, shared) -> (own, stacks)`` on every stage's shards.
 
-    The pieces of `own`, [P, ...], lose their leading dim for it, and get it back; those
-    of `stacks`, [P v n, ...], are v n long; `shared` is the same on every stage.
+    `body` gets `own`, [P, ...], without its leading dim, and the stage's v n layers of
+    `stacks`, [P v n, ...]; `shared` is the same on every stage.
     """
 
     def run(own: PyTree, stacks: PyTree, shared: PyTree) -> tuple:
@@ -41,7 +41,7 @@ def on_stages(body: Callable[..., tuple]) -> Callable[..., tuple]:
 
 
 def from_stage(values: PyTree, stage: int, *, platform: str) -> PyTree:
-    """One stage's piece of [P, ...], on every stage: an all-reduce over pipe."""
+    """Broadcast one stage's value of [P, ...], by an all-reduce over pipe."""
 
     def pick(values: PyTree, numbers: jax.Array) -> PyTree:
         mine = numbers[0] == stage
@@ -66,13 +66,13 @@ def from_stage(values: PyTree, stage: int, *, platform: str) -> PyTree:
 def arrived(
     pairs: Sequence[tuple[int, int]], buffer: PyTree, sent: PyTree, place: jax.Array
 ) -> PyTree:
-    """Send from stage to stage, and put what arrives into a ring."""
+    """Send between stages, and put the received values into a buffer."""
     arrived = jax.tree.map(lambda x: jax.lax.ppermute(x, PIPE, pairs), sent)
     return put(buffer, arrived, place)
 
 
 def put(buffer: PyTree, value: PyTree, place: jax.Array) -> PyTree:
-    """Write into a place of a ring; nothing where it is `IDLE`."""
+    """Write to a place in a buffer; nothing if it is `IDLE`."""
     index = jnp.maximum(place, 0)
 
     def put(buffer: jax.Array, value: jax.Array) -> jax.Array:
@@ -83,7 +83,7 @@ def put(buffer: PyTree, value: PyTree, place: jax.Array) -> PyTree:
 
 
 def take(buffer: PyTree, place: jax.Array) -> PyTree:
-    """Read a place of a ring; any where it is `IDLE`."""
+    """Read a place in a buffer; an arbitrary one if it is `IDLE`."""
     index = jnp.maximum(place, 0)
     return jax.tree.map(lambda x: x[index], buffer)
 
@@ -91,22 +91,22 @@ def take(buffer: PyTree, place: jax.Array) -> PyTree:
 def take_before(
     buffer: PyTree, places: Sequence[jax.Array], value: PyTree
 ) -> tuple[list[PyTree], PyTree]:
-    """Read places of a ring before `value` is put into it.
+    """Read places in a buffer before `value` is written to it.
 
-    XLA copies a ring, every tick, that is read after it was written or might be.
+    XLA copies a buffer, every tick, if a read may follow a write.
 
     Returns:
-      What is there; and the value, which waits for it.
+      The values read; and `value`, ordered after the reads.
     """
     there = [take(buffer, place) for place in places]
     return jax.lax.optimization_barrier((there, value))
 
 
 def over_pipe(x: jax.Array) -> jax.Array:
-    """Lay [P, ...] out over pipe."""
+    """Shard [P, ...] over pipe."""
     return constrain(x, PIPE)
 
 
 def unused_like(shapes: PyTree) -> PyTree:
-    """What an idle slot gives."""
+    """The result of an idle slot."""
     return jax.tree.map(lambda x: jnp.full(x.shape, UNUSED, x.dtype), shapes)

@@ -1,9 +1,8 @@
-"""How is a chunk of blocks run forwards and backwards, one block after the other?
+"""How is a chunk of blocks run forwards and backwards, block by block?
 
-What passes from the forward to the backward is the schedule's business: the chunk's
-input alone, and the backward runs the chunk again; or what every block's backward
-keeps. Where the backward is split, its first half leaves the operands of the products
-for weights to its second.
+The forward saves either the chunk's input, and the backward recomputes the chunk, or
+every block's residuals. If the backward is split, its first half passes the operands of
+the weight gradients' matmuls to its second half.
 """
 
 import dataclasses
@@ -27,7 +26,7 @@ class ChunkWork:
       virtual: the virtual stage.
       inputs: this data shard's rows.
       index: the micro-batch.
-      key: for this step.
+      key: the step's key.
     """
 
     virtual: jax.Array
@@ -38,13 +37,13 @@ class ChunkWork:
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """What a stage does with a chunk.
+    """The forward and backward of a stage's chunks.
 
     Attributes:
       functions: the blocks.
-      keeps: the forward keeps what every block's backward needs; else the backward runs
-        the chunk again from its input.
-      splits: gradients of weights are made apart.
+      keeps: whether the forward saves every block's residuals; otherwise the backward
+        recomputes the chunk from its input.
+      splits: whether weight gradients are computed separately.
     """
 
     functions: StageFunctions
@@ -54,7 +53,7 @@ class Chunks:
     def forward(
         self, blocks: Params, hidden: PyTree, work: ChunkWork
     ) -> tuple[PyTree, PyTree]:
-        """Run a chunk; its output, and what is kept for the backward."""
+        """Run a chunk; returns its output and the residuals for the backward."""
         if self.keeps and self.functions.training:
             return self._run_and_keep(blocks, hidden, work)
         own, shared = self._arguments(work)
@@ -79,14 +78,14 @@ class Chunks:
 
         Args:
           blocks: the chunk's parameters, [n, ...].
-          hidden: its input; not read where the forward keeps.
-          kept: what `forward` kept.
-          cotangent: of its output.
+          hidden: its input; not read if the forward saves residuals.
+          kept: the residuals from `forward`.
+          cotangent: the cotangent of its output.
           work: the micro-batch.
 
         Returns:
-          Gradients of the parameters, but for those that `weights` makes; the gradient
-          of the input; and what `weights` needs.
+          Gradients of the parameters, except those that `weights` computes; the
+          gradient of the input; and the inputs of `weights`.
         """
         if not self.keeps:
             _, kept = self._run_and_keep(blocks, hidden, work)
@@ -109,7 +108,7 @@ class Chunks:
     def weights(
         self, blocks: Params, hidden: PyTree, products: PyTree, work: ChunkWork
     ) -> Params:
-        """Make the gradients that `backward` left; zeros for the others."""
+        """Compute the gradients that `backward` deferred; zeros for the others."""
         pullback = self._pullback(blocks, hidden, work)
 
         def step(_: None, products: Any) -> tuple[None, Params]:

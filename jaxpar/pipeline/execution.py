@@ -1,7 +1,6 @@
 """How is a loss function run over the pipe axis: on one stage, or by a schedule?
 
-The engine asks an `Execution` for the gradients and the evaluation; which one, the mesh
-decides.
+The engine gets gradients and evaluation from an `Execution`, chosen by the mesh.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +32,7 @@ from jaxpar.types import Params, PyTree
 
 @runtime_checkable
 class Execution(Protocol):
-    """How the parts of a model meet the pipe axis."""
+    """How a model is run over the pipe axis."""
 
     def shard_leaves(
         self,
@@ -43,7 +42,7 @@ class Execution(Protocol):
         sizes: Mapping[str, int],
         allow_whole: Sequence[str],
     ) -> dict[str, LeafSharding]:
-        """As `jaxpar.sharding.zero.shard_leaves`."""
+        """See `jaxpar.sharding.zero.shard_leaves`."""
         ...
 
     def make_gradients(
@@ -53,57 +52,57 @@ class Execution(Protocol):
         params_like: Params,
         accumulate: int,
     ) -> Callable[..., tuple[Params, Sums, PyTree]]:
-        """As `jaxpar.step.gradients.make_gradients`."""
+        """See `jaxpar.step.gradients.make_gradients`."""
         ...
 
     def make_evaluation(
         self, partition: Partition, loss: Loss, params_like: Params
     ) -> Callable[..., Sums]:
-        """As `jaxpar.step.gradients.make_evaluation`."""
+        """See `jaxpar.step.gradients.make_evaluation`."""
         ...
 
     def make_forward(
         self, partition: Partition, loss: Loss, params_like: Params, *, training: bool
     ) -> Callable[..., Sums]:
-        """As `jaxpar.step.gradients.make_forward`."""
+        """See `jaxpar.step.gradients.make_forward`."""
         ...
 
     def crossing(self, leaf_shardings: Sequence[LeafSharding]) -> list[LeafSharding]:
-        """The parameters' plans as they cross data."""
+        """The shardings in which parameters are gathered and gradients reduced."""
         ...
 
     def notes(
         self, zero: ZeroStage, leaf_shardings: Mapping[str, LeafSharding]
     ) -> tuple[str, ...]:
-        """What to say of the pipe axis in an explanation."""
+        """Lines about the pipe axis for `Engine.explain`."""
         ...
 
     @property
     def bubble(self) -> float:
-        """Fraction of a step that a device is idle, by the schedule."""
+        """Fraction of a step in which a device is idle, by the schedule."""
         ...
 
     @property
     def schedule(self) -> Schedule | None:
-        """The order of a pipeline's work; None without one."""
+        """The pipeline schedule; None without a pipeline."""
         ...
 
     @property
     def times(self) -> Mapping[str, float]:
-        """What each kind of its work takes, in forwards of a stage."""
+        """The time of each kind of work, in forwards of a stage."""
         ...
 
     @property
     def active_fraction(self) -> float:
-        """Fraction of the ticks in which a stage does what it may do in a tick."""
+        """Fraction of the ticks in which a stage has a forward (or backward)."""
         ...
 
     def flops(self, counted: int, model: int, shards: int) -> int:
-        """Operations of all devices' matrix products in a step.
+        """FLOPs of the matmuls of a step, on all devices.
 
         Args:
-          counted: those in the traced step, each time a loop comes by.
-          model: those of the forward and backward passes, without recomputation.
+          counted: FLOPs of the traced step, with loops at their trip counts.
+          model: FLOPs of the forward and backward passes, without recomputation.
           shards: data shards.
         """
         ...
@@ -123,15 +122,15 @@ def make_execution(
       mesh: the mesh.
       schedule: a name of `jaxpar.pipeline.schedules.catalog`, or a table.
       accumulate: micro-batches.
-      block: what a block costs, traced; of a PipelineModel on several stages.
+      block: the traced cost of a block; None unless a PipelineModel has several stages.
 
     Returns:
-      What the engine asks.
+      The execution.
 
     Raises:
-      ValueError: if the mesh has several stages and the model is no PipelineModel, has
-        too few blocks; or if the schedule does not fit, or, chosen by name, gains
-        nothing by splitting the backward.
+      ValueError: if the mesh has several stages and the model is not a PipelineModel or
+        has too few blocks, if the schedule does not fit, or if a schedule chosen by
+        name splits the backward without a gain.
     """
     num_stages = mesh.shape[PIPE]
     made = make_schedule(schedule, num_stages, accumulate)
@@ -147,11 +146,11 @@ def make_execution(
     if network.num_blocks < stages.num_virtual:
         chunks = f" x {made.num_chunks} chunks" if made.num_chunks > 1 else ""
         raise ValueError(
-            f"mesh: pipe={num_stages}{chunks} cuts the trunk into {stages.num_virtual} "
-            f"pieces, but the model has num_blocks={network.num_blocks}; use at most "
+            f"mesh: pipe={num_stages}{chunks} cuts the model into {stages.num_virtual} "
+            f"parts, but the model has num_blocks={network.num_blocks}; use at most "
             f"pipe={network.num_blocks // made.num_chunks or 1}."
         )
-    assert block is not None, "traced where there are stages"
+    assert block is not None, "traced if there are several stages"
     if made.splits_backward and isinstance(schedule, str):
         check_split(made, block.deferred)
     return Pipeline(network, made, stages, block)
@@ -170,17 +169,17 @@ class OneStage:
     make_forward = staticmethod(make_forward)
 
     def crossing(self, leaf_shardings: Sequence[LeafSharding]) -> list[LeafSharding]:
-        """They cross as they are."""
+        """The shardings unchanged."""
         return list(leaf_shardings)
 
     def notes(
         self, zero: ZeroStage, leaf_shardings: Mapping[str, LeafSharding]
     ) -> tuple[str, ...]:
-        """Nothing to say."""
+        """No lines."""
         del zero, leaf_shardings
         return ()
 
     def flops(self, counted: int, model: int, shards: int) -> int:
-        """All that is traced is run."""
+        """`counted`: everything that is traced is run."""
         del model, shards
         return counted

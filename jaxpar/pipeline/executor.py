@@ -1,11 +1,11 @@
-"""How is a schedule run: one scan over its ticks, whatever the table says.
+"""How is any schedule run: one scan over the ticks of its table.
 
 In each tick: the embedding of the micro-batch that enters, a forward on every stage
 that has one, the loss of the micro-batch that leaves, a backward on every stage that
-has one, the gradient of the embedding; then activations are sent on and cotangents
-back. Forwards and backwards run with the pipe axis manual (`jaxpar.pipeline.slots`),
-embedding, head and loss between them in automatic mode, so that a vocabulary that is
-sharded over pipe is every stage's work.
+has one, the gradient of the embedding; then activations are sent to the next stage and
+cotangents to the previous one. Forwards and backwards run with the pipe axis manual
+(`jaxpar.pipeline.slots`). Embedding, head and loss run in automatic mode, so all stages
+share the work of a vocabulary that is sharded over pipe.
 """
 
 import dataclasses
@@ -39,12 +39,12 @@ def run_schedule(
     """Run a schedule with backwards.
 
     Args:
-      chunks: the model's work.
+      chunks: the forwards and backwards of chunks.
       table: the schedule.
-      params: whole over data, in the compute dtype; blocks in the stages' order.
+      params: gathered over data, in the compute dtype; blocks in the stages' order.
       inputs: this data shard's rows.
-      key: for this step.
-      scale: of the loss.
+      key: the step's key.
+      scale: the loss scale.
 
     Returns:
       The sums over micro-batches of scale times the gradients of the losses' totals,
@@ -70,15 +70,15 @@ def run_forwards(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Carry:
-    """What goes from tick to tick.
+    """The scan's carry.
 
     Attributes:
-      buffers: what stages hold.
+      buffers: the stages' buffers.
       weights: [M]: the weight of each micro-batch's loss.
-      sums: of losses and metrics.
-      embed: gradients, fp32.
-      blocks: likewise, [P v n, ...].
-      head: likewise.
+      sums: sums of losses and metrics.
+      embed: gradients of the embedding, fp32.
+      blocks: gradients of the blocks, fp32, [P v n, ...].
+      head: gradients of the head, fp32.
     """
 
     buffers: Rings
@@ -91,7 +91,7 @@ class _Carry:
 
 @dataclasses.dataclass(frozen=True)
 class _Executor:
-    """One step's arguments, and what a tick does with them."""
+    """One step's arguments, and its ticks."""
 
     chunks: Chunks
     params: Params
@@ -101,21 +101,21 @@ class _Executor:
 
     @property
     def functions(self) -> StageFunctions:
-        """The parts of the model."""
+        """Embedding, blocks and head as functions."""
         return self.chunks.functions
 
     @property
     def slots(self) -> Slots:
-        """What stages do."""
+        """The stages' forwards, backwards and sends."""
         return Slots(self.chunks, self.params["blocks"], self.inputs, self.key)
 
     @property
     def head_params(self) -> tuple[Params, dict[str, jax.Array]]:
-        """The head's own parameters, and those it shares."""
+        """The head's own parameters, and those tied to the embedding."""
         return self.params["head"], self.functions.network.tied(self.params["embed"])
 
     def initial(self, table: TickTable, *, training: bool = True) -> _Carry:
-        """Empty rings and zero sums."""
+        """Empty buffers and zero sums."""
         first = jnp.int32(0)
         hidden = jax.eval_shape(
             self.functions.embed, self.params["embed"], self.inputs, first, self.key
@@ -179,7 +179,7 @@ class _Executor:
     def _losses(
         self, carry: _Carry, out: PyTree, row: TickRows
     ) -> tuple[_Carry, PyTree]:
-        """Add the loss of the micro-batch that leaves; and its hidden's cotangent."""
+        """Add the loss of the micro-batch that leaves; also its hidden's cotangent."""
         params = self.head_params
 
         def loss() -> tuple:
@@ -220,7 +220,7 @@ class _Executor:
     def _embed_backward(
         self, carry: _Carry, sent_back: PyTree, row: TickRows
     ) -> Params:
-        """Add the gradient of the embedding whose cotangent the first stage has."""
+        """Add the embedding's gradient for the first stage's cotangent."""
 
         def run() -> Params:
             cotangent = self._first(sent_back)

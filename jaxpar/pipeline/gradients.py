@@ -1,4 +1,4 @@
-"""How does a schedule over stages give gradients, forwards, and what to say of them?"""
+"""How does a schedule over stages compute gradients and evaluations?"""
 
 import dataclasses
 import math
@@ -38,10 +38,10 @@ class Pipeline:
     """A schedule over stages.
 
     Attributes:
-      network: the model's parts.
-      schedule: the order of work.
-      stages: which blocks are where.
-      block: a block's work.
+      network: embedding, blocks and head.
+      schedule: the schedule.
+      stages: which blocks are on which stage.
+      block: a block's cost.
     """
 
     network: PipelineNetwork
@@ -57,7 +57,7 @@ class Pipeline:
         sizes: Mapping[str, int],
         allow_whole: Sequence[str],
     ) -> dict[str, LeafSharding]:
-        """Lay leaves out; stacks over pipe, where their order is the stages'."""
+        """Shard leaves; stacks over pipe, if they are stored in the stages' order."""
         stacks = tuple(filter(is_stacked, leaves))
         if not self.stages.in_order:
             return shard_leaves(leaves, compute, zero, sizes, allow_whole, stacks)
@@ -71,7 +71,7 @@ class Pipeline:
         params_like: Params,
         accumulate: int,
     ) -> Callable[..., tuple[Params, Sums, PyTree]]:
-        """Gradients by the schedule.
+        """Compute gradients by the schedule.
 
         At every ZeRO stage parameters are gathered, and gradients reduced, once a step.
         """
@@ -104,7 +104,7 @@ class Pipeline:
     def make_forward(
         self, partition: Partition, loss: Loss, params_like: Params, *, training: bool
     ) -> Callable[..., Sums]:
-        """The schedule's forwards alone."""
+        """Run only the schedule's forwards."""
         structure = jax.tree.structure(params_like)
 
         def forward(shards, inputs, model_state, key, parts):
@@ -125,9 +125,9 @@ class Pipeline:
     def make_evaluation(
         self, partition: Partition, loss: Loss, params_like: Params
     ) -> Callable[..., Sums]:
-        """The schedule's forwards alone, over as many micro-batches as fit the rows.
+        """Run only the schedule's forwards, in as many micro-batches as possible.
 
-        A loss that couples examples is given all of them at once.
+        Their number divides the rows. A loss that couples examples sees all rows.
         """
 
         def make_body(partition: Partition) -> Callable[..., Sums]:
@@ -145,17 +145,17 @@ class Pipeline:
     def notes(
         self, zero: ZeroStage, leaf_shardings: Mapping[str, LeafSharding]
     ) -> tuple[str, ...]:
-        """The schedule, idle places, what the ends cost, and what a stage pays."""
+        """The schedule, idle places, and costs of embedding, head and stages."""
         own, cut = self.schedule, self.stages
         lines = [
             f"pipe: {own.name}: {own.num_microbatches} micro-batches on "
             f"{own.num_stages} stages take {own.num_ticks} ticks, "
             f"{self.bubble:.1%} of the time bubble (a backward "
-            "counts as two forwards); a stage keeps up to "
+            "counts as two forwards); a stage stores up to "
             f"{kept(own).inputs.max()} inputs.",
-            "pipe: every tick sends an activation on and a cotangent back; every "
+            "pipe: every tick sends an activation forwards and a cotangent back; every "
             "micro-batch all-reduces its last and its first hidden state over pipe, "
-            "and two more over what its vocabulary is split on.",
+            "and two more over the axes that split its vocabulary.",
         ]
         if cut.idle_places:
             places = cut.num_virtual * cut.places
@@ -165,47 +165,49 @@ class Pipeline:
             )
         if own.splits_backward:
             lines.append(
-                f"pipe: {self.block.deferred:.0%} of a backward makes gradients of "
-                "weights alone, and waits for idle time; a stage keeps what up to "
-                f"{kept(own).products.max()} of them need."
+                f"pipe: {self.block.deferred:.0%} of a backward computes only weight "
+                "gradients, deferred to idle time; a stage stores the inputs of up to "
+                f"{kept(own).products.max()} of them."
             )
         if not cut.in_order:
-            lines.append("pipe: blocks move to their stages, and back, once a step.")
+            lines.append(
+                "pipe: blocks are moved to their stages, and back, once a step."
+            )
         ends = [leaf for name, leaf in leaf_shardings.items() if not is_stacked(name)]
         if not any(
             PIPE in axes for leaf in ends for axes in map(axes_of, leaf.compute)
         ):
             lines.append(
                 "pipe: no dim of embedding or head is named 'vocab', so every stage "
-                "does the whole of both."
+                "computes all of both."
             )
         if zero.number >= 2:
             lines.append(
                 f"pipe: at ZeRO {zero.number} a stage gathers its parameters, and "
-                "reduces its gradients, once a step as at 1, and holds both whole."
+                "reduces its gradients, once a step, as at ZeRO 1, and holds both."
             )
         return tuple(lines)
 
     @property
     def bubble(self) -> float:
-        """By the schedule, a backward counted as two forwards."""
+        """By the schedule; a backward counts as two forwards."""
         return cost_of(self.schedule, self.block.deferred).bubble
 
     @property
     def active_fraction(self) -> float:
-        """Of a stage's forwards, and of its backwards; the ends' are no more."""
+        """Of a stage's forwards, and of its backwards; embedding and head have less."""
         own = self.schedule
         return own.num_microbatches * own.num_chunks / own.num_ticks
 
     @property
     def times(self) -> Mapping[str, float]:
-        """By the block's work, a backward counted as two forwards."""
+        """By the block's cost; a full backward counts as two forwards."""
         return times_of(self.schedule, self.block.deferred)
 
     def flops(self, counted: int, model: int, shards: int) -> int:
-        """Idle slots do nothing, though they are traced; stages run their blocks again.
+        """Skips idle slots, which are traced, and adds recomputed blocks.
 
-        What a policy between "none" and "full" saves of that is not counted.
+        What a policy between "none" and "full" saves is not subtracted.
         """
         del counted
         if self.network.remat == "none":
@@ -229,14 +231,14 @@ class Pipeline:
         return Chunks(functions, keeps=keeps, splits=self.schedule.splits_backward)
 
     def crossing(self, leaf_shardings: Sequence[LeafSharding]) -> list[LeafSharding]:
-        """The plans by which whole leaves are made, and gradients reduced."""
+        """The shardings in which leaves are gathered, and gradients reduced."""
         return [
             self.stages.staged(leaf) if is_stacked(leaf.name) else leaf
             for leaf in leaf_shardings
         ]
 
     def _whole(self, partition: Partition, shards: Sequence[Any]) -> list[jax.Array]:
-        """Cast, put in the stages' order, gather: once a step."""
+        """Cast, reorder for the stages, gather: once a step."""
         whole = []
         staged = self.crossing(partition.leaves)
         for leaf, own, shard in zip(partition.leaves, staged, shards, strict=True):

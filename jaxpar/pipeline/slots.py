@@ -1,7 +1,7 @@
-"""What does every stage do in a tick: its forward, its backward, its sending.
+"""What does every stage do in a tick: its forward, its backward, its sends.
 
-Each method runs with the pipe axis manual, every stage on its own piece, and skips
-stages that are idle.
+Each method runs with the pipe axis manual, every stage on its own shard, and skips
+idle stages.
 """
 
 import dataclasses
@@ -33,13 +33,13 @@ from jaxpar.types import Params, PyTree
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rings:
-    """What stages hold from one tick for another, [P, places, ...] each.
+    """The stages' buffers between ticks, [P, places, ...] each.
 
     Attributes:
-      inputs: of chunks.
-      kept: what forwards keep for their backwards.
-      cotangents: of chunks' outputs.
-      products: what gradients of weights need.
+      inputs: inputs of chunks.
+      kept: residuals of forwards, for their backwards.
+      cotangents: cotangents of chunks' outputs.
+      products: inputs of deferred weight gradients.
     """
 
     inputs: PyTree
@@ -53,10 +53,10 @@ class Slots:
     """The slots of one step's ticks.
 
     Attributes:
-      chunks: the work.
+      chunks: the forwards and backwards of chunks.
       blocks: all blocks' parameters, [P v n, ...].
       inputs: this data shard's rows.
-      key: for this step.
+      key: the step's key.
     """
 
     chunks: Chunks
@@ -65,15 +65,15 @@ class Slots:
     key: ShardKey
 
     def empty_rings(self, table: TickTable, hidden: PyTree, *, training: bool) -> Rings:
-        """Make rings for a schedule.
+        """Make the buffers of a schedule.
 
         Args:
           table: the schedule.
-          hidden: shapes of what passes from block to block.
-          training: with those that only backwards use.
+          hidden: shapes of the hidden state.
+          training: whether to include the buffers that only backwards use.
 
         Returns:
-          The rings; nothing that is in them is used.
+          The buffers; their initial values are never used.
         """
         num_stages = self._stages.num_stages
 
@@ -101,12 +101,12 @@ class Slots:
         """Run each stage's forward.
 
         Args:
-          buffers: the rings.
+          buffers: the buffers.
           entered: the hidden state of the micro-batch that enters.
           row: the tick.
 
         Returns:
-          What each stage's chunk gives, [P, ...]; and the rings.
+          The output of each stage's chunk, [P, ...]; and the buffers.
         """
 
         def forward(own: tuple, blocks: Params, shared: tuple) -> tuple:
@@ -141,17 +141,17 @@ class Slots:
         weights: jax.Array,
         row: TickRows,
     ) -> tuple[Rings, Params, PyTree]:
-        """Run each stage's backward, and its gradients of weights.
+        """Run each stage's backward, and its deferred weight gradients.
 
         Args:
-          buffers: the rings.
+          buffers: the buffers.
           grads: gradients so far, fp32, [P v n, ...].
           cotangent: of the hidden state that left in this tick.
-          weights: [M]: of each micro-batch's loss.
+          weights: [M]: the weight of each micro-batch's loss.
           row: the tick.
 
         Returns:
-          The rings, the gradients, and the cotangents of the chunks' inputs, [P, ...].
+          The buffers, the gradients, and the cotangents of chunks' inputs, [P, ...].
         """
 
         def backward(own: tuple, stacks: tuple, shared: tuple) -> tuple:
@@ -164,7 +164,7 @@ class Slots:
             blocks = self._stages.chunk_of(blocks, chunk)
             work = self._work(stage, chunk, inputs, index, key)
 
-            # Read here: a ring that a branch reads and the tick then writes is copied.
+            # Read here: XLA copies a buffer that a branch reads before it is written.
             given = (
                 take(buffers.inputs, row.backward_place),
                 take(buffers.kept, row.backward_kept),
@@ -199,16 +199,16 @@ class Slots:
     def send(
         self, buffers: Rings, out: PyTree, sent_back: PyTree | None, row: TickRows
     ) -> Rings:
-        """Send activations on and cotangents back, and put away what arrives.
+        """Send activations forwards and cotangents back, and buffer received ones.
 
         Args:
-          buffers: the rings.
-          out: what the chunks gave, [P, ...].
-          sent_back: the cotangents of their inputs, likewise; None in an evaluation.
+          buffers: the buffers.
+          out: the chunks' outputs, [P, ...].
+          sent_back: the cotangents of their inputs, [P, ...]; None in an evaluation.
           row: the tick.
 
         Returns:
-          The rings.
+          The buffers.
         """
 
         def send(own: tuple, *_: None) -> tuple:
@@ -238,7 +238,7 @@ class Slots:
 
     @property
     def _pairs(self) -> list[tuple[int, int]]:
-        """Who sends activations to whom; with one chunk, the last stage to nobody."""
+        """(from, to) of activations; with one chunk the last stage sends none."""
         num_stages = self._stages.num_stages
         last = num_stages - (self._stages.num_chunks == 1)
         return [(here, (here + 1) % num_stages) for here in range(last)]
@@ -262,13 +262,13 @@ class Slots:
         blocks: Params,
         work: ChunkWork,
     ) -> Params:
-        """The gradients of weights of one slot; of `hidden` only the shape counts."""
+        """The weight gradients of one slot; only the shapes of `hidden` are used."""
         return _if_busy(
             index, lambda: self.chunks.weights(blocks, hidden, products, work)
         )
 
     def _shapes_between(self, hidden: PyTree) -> tuple[PyTree, PyTree]:
-        """Shapes of what a forward keeps, and of what gradients of weights need."""
+        """Shapes of a forward's residuals, and of deferred weight gradients' inputs."""
 
         def run(stage: jax.Array, blocks: Params, shared: tuple) -> tuple:
             hidden, inputs, key = shared
@@ -285,18 +285,18 @@ class Slots:
 
 
 def _of_stages(row: TickRows) -> TickRows:
-    """A row without what is the same for all stages."""
+    """A row without the entries that are the same for all stages."""
     none = {"embed": None, "head": None, "head_place": None, "embed_backward": None}
     return dataclasses.replace(row, **none)
 
 
 def _if_busy(index: jax.Array, run: Callable[[], Any]) -> Any:
-    """Run a slot; what an idle one gives is not used, and no gradient."""
+    """Run a slot unless it is idle; the result of an idle one must not be used."""
     return jax.lax.cond(index != IDLE, run, lambda: unused_like(jax.eval_shape(run)))
 
 
 def _weighed(grads: Params, weights: jax.Array, index: jax.Array) -> Params:
-    """Gradients times their micro-batch's weight, fp32; zeros of an idle slot."""
+    """Gradients times their micro-batch's weight, fp32; zeros for an idle slot."""
     weight = weights[jnp.maximum(index, 0)]
     return jax.tree.map(
         lambda x: jnp.where(index != IDLE, x.astype(jnp.float32) * weight, 0.0), grads

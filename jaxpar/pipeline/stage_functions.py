@@ -1,6 +1,6 @@
 """What does a stage do with a micro-batch: embed it, run a chunk, compute its loss.
 
-Pure functions of a micro-batch's number; whoever calls them decides where they run.
+Pure functions of a micro-batch's index; the caller decides where they run.
 """
 
 import dataclasses
@@ -24,16 +24,16 @@ from jaxpar.types import Params, PyTree
 
 @dataclasses.dataclass(frozen=True)
 class StageFunctions:
-    """A chunk's work on one stage, and the ends', as pure functions.
+    """Embedding, block and head as pure functions.
 
     Attributes:
-      network: the model's parts.
+      network: embedding, blocks and head.
       loss: the loss function.
-      stages: which blocks are where.
+      stages: which blocks are on which stage.
       accumulate: micro-batches.
-      training: or evaluating.
-      platform: the mesh's.
-      draws: what random numbers are.
+      training: False to evaluate.
+      platform: the mesh's platform.
+      draws: how random numbers are drawn.
     """
 
     network: PipelineNetwork
@@ -46,13 +46,13 @@ class StageFunctions:
 
     @property
     def _policy(self) -> str:
-        # The backward runs the chunk again from its input: "full" once more, by block,
+        # The backward already recomputes the chunk from its input; "full" on each block
         # would run every block a third time.
         policy = self.network.remat
         return "none" if policy == "full" else policy
 
     def rows(self, inputs: Inputs, index: jax.Array) -> Inputs:
-        """A micro-batch."""
+        """Select a micro-batch."""
         return microbatch_rows(inputs, index, self.accumulate)
 
     def embed(
@@ -75,7 +75,7 @@ class StageFunctions:
         index: jax.Array,
         key: ShardKey,
     ) -> Sums:
-        """The loss of a micro-batch, from what the last block returned."""
+        """The loss of a micro-batch, from the last block's output."""
         rows = self.rows(inputs, index)
 
         def twice() -> tuple:
@@ -88,10 +88,10 @@ class StageFunctions:
     def block_on(self, rows: Inputs) -> Callable[..., PyTree]:
         """Make ``(params, hidden, number, is_run, call, key) -> hidden``: one block.
 
-        In an idle place it passes `hidden` on.
+        In an idle place it returns `hidden`.
 
         Args:
-          rows: a micro-batch; its shapes count.
+          rows: a micro-batch; only its shapes are used.
         """
 
         def block(params, hidden, number, is_run, call, key):
@@ -109,7 +109,7 @@ class StageFunctions:
         return block
 
     def _call(self, key: jax.Array, rows: Inputs) -> Call:
-        """What the loss function calls the model with."""
+        """The arguments with which the loss function calls the model."""
         loss = functools.partial(self.loss, key=key, training=self.training)
         return inputs_of(loss, rows, training=self.training)
 
@@ -149,7 +149,7 @@ class StageFunctions:
         return loss_sums(out, rows)
 
     def _hidden_of(self, rows: Inputs) -> PyTree:
-        """The shapes of what passes from block to block."""
+        """The shapes of the hidden state."""
         key = jax.eval_shape(lambda: jax.random.key(0))
         params, _ = jax.eval_shape(self.network.init, key)
         return jax.eval_shape(self._embed, key, params["embed"], rows)
@@ -157,11 +157,11 @@ class StageFunctions:
     def places(
         self, virtual: jax.Array, inputs: Inputs, index: jax.Array, key: ShardKey
     ) -> tuple[tuple[jax.Array, jax.Array], tuple[Call, ShardKey]]:
-        """What a virtual stage's blocks are given besides their input.
+        """Arguments of a virtual stage's blocks besides their input.
 
         Returns:
-          By place, [n]: the block's number and whether it is run; and for all of them
-          the call of the model and the micro-batch's key.
+          By place, [n]: the block's index and whether it is run; and for all blocks the
+          call of the model and the micro-batch's key.
         """
         places = jnp.arange(self.stages.places)
         numbers = jnp.asarray(self.stages.firsts)[virtual] + places

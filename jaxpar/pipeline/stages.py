@@ -1,9 +1,9 @@
-"""Which blocks lie on which stage: canonical order at rest, the stages' to compute.
+"""Which blocks are on which stage: stored in order, reordered for the stages.
 
-The state holds a trunk's blocks stacked in their order, [L, ...]. To compute, stage s
-needs its chunks' blocks together: [P, v, n, ...], seen as [P v n, ...] over pipe. With
-one chunk a stage and L = P n that is the order at rest, and nothing moves; otherwise
-blocks are put in place once a step, and their gradients back.
+The state stores blocks stacked in their order, [L, ...]. To compute, stage s needs its
+chunks' blocks together: [P, v, n, ...], as [P v n, ...] sharded over pipe. With one
+chunk a stage and L = P n that is the stored order, and nothing moves. Otherwise blocks
+are reordered once a step, and their gradients are reordered back.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ from jaxpar.types import Params
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """How a trunk is cut.
+    """How the blocks are divided among stages.
 
-    Where the virtual stages do not divide the blocks, the first ones have one more;
-    the others have an idle place, in which their last block stands and is not run.
+    If the virtual stages do not divide the blocks, the first ones have one more; the
+    others have an idle place with a copy of their last block, which is not run.
 
     Attributes:
       num_blocks: L.
@@ -38,7 +38,7 @@ class Stages:
 
     @property
     def num_virtual(self) -> int:
-        """The virtual stages, v P."""
+        """Number of virtual stages, v P."""
         return self.num_stages * self.num_chunks
 
     @property
@@ -64,11 +64,11 @@ class Stages:
 
     @property
     def in_order(self) -> bool:
-        """Whether the stages' order is the order at rest."""
+        """Whether the stages' order is the stored order."""
         return self.idle_places == 0 and self.num_chunks == 1
 
     def staged(self, leaf: LeafSharding) -> LeafSharding:
-        """The plan of a stacked leaf in the stages' order, which lies over pipe."""
+        """The sharding of a stacked leaf in the stages' order, sharded over pipe."""
         if self.in_order:
             return leaf
         rest = (
@@ -95,12 +95,12 @@ class Stages:
             chunks = jnp.concatenate([chunks, others])
         by_stage = chunks.reshape(v, P, n, *view.shape[1:]).swapaxes(0, 1)
         staged = by_stage.reshape(P * v * n, *view.shape[1:])
-        # Stated, or the compiler moves blocks while it cuts them, and makes them whole.
+        # Without the constraint the compiler gathers the blocks to reorder them.
         staged = constrain(staged, None, *leaf.view_spec(data=False)[1:])
         return constrain(staged, *self.staged(leaf).view_spec(data=False))
 
     def from_stages(self, leaf: LeafSharding, view: jax.Array) -> jax.Array:
-        """Put a view in the stages' order back in the order at rest."""
+        """Put a view in the stages' order back in the stored order."""
         if self.in_order:
             return view
         P, v, n = self.num_stages, self.num_chunks, self.places
@@ -114,7 +114,7 @@ class Stages:
         return jnp.concatenate([blocks, others])
 
     def chunk_of(self, blocks: Params, chunk: jax.Array) -> Params:
-        """A chunk's blocks, [n, ...], of one stage's, [v n, ...]."""
+        """A chunk's blocks, [n, ...], from one stage's blocks, [v n, ...]."""
         if self.num_chunks == 1:
             return blocks
         n = self.places
@@ -141,5 +141,5 @@ class Stages:
 
 
 def is_stacked(name: str) -> bool:
-    """Whether a parameter of a pipelined model is a stack of the blocks'."""
+    """Whether a leaf of a pipelined model is stacked over the blocks."""
     return name.startswith("blocks/")

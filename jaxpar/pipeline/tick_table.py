@@ -1,7 +1,7 @@
-"""What does a stage have to know in a tick: a schedule as rows of numbers to scan over.
+"""How is a schedule run by a scan: as rows of indices, one row a tick.
 
-Everything that a table implies is worked out here, before anything is traced: which
-place of a ring holds what, when something arrives and where it is put.
+Everything that a table implies is computed here, before tracing: which place in a
+buffer holds what, when values arrive and where they are put.
 """
 
 import dataclasses
@@ -19,26 +19,26 @@ _WEIGHTS = ("weight", "weight_chunk", "weight_place")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TickRows:
-    """One row a tick: [ticks, P] by stage, or [ticks] for all; `IDLE` is nothing.
+    """One row a tick: [ticks, P] by stage, or [ticks] for all; `IDLE` for none.
 
-    In the scan it is one row, [P] or a scalar.
+    In the scan each is one row, [P] or a scalar.
 
     Attributes:
-      forward: the micro-batch whose forward a stage does.
-      forward_chunk: of which chunk.
-      forward_place: where in the ring its input is (or, of the embedding's, is put).
-      forward_kept: where what it keeps for its backward is put.
-      backward: the micro-batch whose backward a stage does.
-      backward_chunk: of which chunk.
-      backward_place: where its input is.
-      backward_kept: where what its forward kept is.
-      cotangent_place: where its cotangent is.
-      products_place: where it puts what its gradients of weights need.
-      weight: [ticks, P, w]: the micro-batches whose gradients of weights a stage makes.
-      weight_chunk: [ticks, P, w]: of which chunks.
-      weight_place: [ticks, P, w]: where what they need is.
-      input_arrives: where the input that comes at the end of the tick is put.
-      cotangent_arrives: likewise, a cotangent.
+      forward: the micro-batch of a stage's forward.
+      forward_chunk: its chunk.
+      forward_place: the place of its input (an embedding output is put there).
+      forward_kept: where its residuals are put.
+      backward: the micro-batch of a stage's backward.
+      backward_chunk: its chunk.
+      backward_place: the place of its input.
+      backward_kept: the place of its forward's residuals.
+      cotangent_place: the place of its cotangent.
+      products_place: where the inputs of its deferred weight gradients are put.
+      weight: [ticks, P, w]: the micro-batches of a stage's weight gradients.
+      weight_chunk: [ticks, P, w]: their chunks.
+      weight_place: [ticks, P, w]: the places of their inputs.
+      input_arrives: where an input received at the end of the tick is put.
+      cotangent_arrives: where a cotangent received then is put.
       embed: [ticks]: the micro-batch that is embedded.
       head: [ticks]: the micro-batch whose loss is computed.
       head_place: [ticks]: where the last stage puts the loss's cotangent.
@@ -72,10 +72,10 @@ class TickTable:
 
     Attributes:
       rows: the rows.
-      num_inputs: places of the ring of inputs.
-      num_kept: of that of what forwards keep.
-      num_cotangents: of that of cotangents.
-      num_products: of that of what gradients of weights need.
+      num_inputs: places in the buffer of inputs.
+      num_kept: places in the buffer of residuals.
+      num_cotangents: places in the buffer of cotangents.
+      num_products: places in the buffer of deferred weight gradients' inputs.
     """
 
     rows: TickRows
@@ -88,15 +88,15 @@ class TickTable:
 def make_tick_table(
     schedule: Schedule, *, training: bool, keeps: bool = False
 ) -> TickTable:
-    """Work a schedule out.
+    """Compute a schedule's rows.
 
     Args:
-      schedule: a sound schedule.
-      training: with backwards; else the forwards alone, in the ticks that have one.
-      keeps: forwards keep what their backwards need, so that these need no input.
+      schedule: a valid schedule.
+      training: False for forwards only, in the ticks that have one.
+      keeps: whether forwards save residuals, so that backwards need no input.
 
     Returns:
-      Its rows and how many places its rings need.
+      Its rows, and the sizes of its buffers.
     """
     times = check_schedule(schedule)
     P = schedule.num_stages

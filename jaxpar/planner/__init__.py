@@ -1,5 +1,5 @@
-"""What a run would cost on hardware that need not be here.
+"""What would a run cost on hardware that need not be present?
 
-Read `targets` and `hardware` (what is planned for), `work` and `roofline` (how long a
+Read `targets` and `hardware` (the devices), `work` and `roofline` (how long a
 step takes), `plan` (all of it for one step), then `choices`, `search` and `recipe`.
 """

@@ -1,8 +1,8 @@
-"""How are devices had that are not there: to compile for, never to run on.
+"""How are absent devices made: to compile for, never to run on.
 
 GPUs come from jax's CUDA plug-in, whose compiler needs neither a GPU nor CUDA's
 libraries, and a description of the GPU; TPUs from libtpu. Both are optional, and both
-disturb ordinary runs: plan in a process of its own, with `JAX_PLATFORMS=cpu` (see
+disturb ordinary runs: plan in a subprocess, with `JAX_PLATFORMS=cpu` (see
 `prepare_process`).
 """
 
@@ -24,18 +24,18 @@ _CUDA_PLUGIN = "jax_plugins.xla_cuda13"
 
 
 def prepare_process() -> None:
-    """Set what a process needs before jax's first device is asked for.
+    """Configure the process, before jax's first device is requested.
 
-    Hides GPUs and TPUs that are there, for a plug-in that finds one starts it; and
-    finds compilers in the environment's folder ``compilers``, where ordinary processes
-    don't (``pip install --target``).
+    Hides present GPUs and TPUs, because a plug-in that finds one starts it; and finds
+    compilers in the environment's folder ``compilers``, which ordinary processes ignore
+    (``pip install --target``).
     """
     folder = os.path.join(sys.prefix, "compilers")
     if os.path.isdir(folder) and folder not in sys.path:
         sys.path.append(folder)
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # Plans may be made side by side.
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # Several plans may run at once.
     jax.config.update("jax_platforms", "cpu")
 
 
@@ -43,7 +43,7 @@ def gpu_devices(kind: str | Hardware, hosts: int, gpus: int) -> Sequence[Any]:
     """Make GPUs to compile for.
 
     Args:
-      kind: such as "h200", or one of your own.
+      kind: such as "h200", or a `Hardware` of your own.
       hosts: how many hosts.
       gpus: GPUs on each.
 
@@ -77,8 +77,8 @@ def tpu_devices(topology: str) -> Sequence[Any]:
     """
     if not has_tpu_compiler():
         raise ModuleNotFoundError(
-            "target: TPUs need libtpu's compiler; pip install libtpu, of the version "
-            "that goes with your jax."
+            "target: TPUs need libtpu's compiler; pip install libtpu, in the version "
+            "that matches your jax."
         )
     return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
 
@@ -94,7 +94,7 @@ def has_tpu_compiler() -> bool:
 
 
 def _found(module: str) -> Path | None:
-    """Where an importable module's file is; None if there is no such module."""
+    """The file of an importable module; None if there is no such module."""
     try:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:
@@ -118,7 +118,7 @@ def _register_cuda() -> None:
 
 @functools.cache
 def _accept_cuda() -> None:
-    """Accept "cuda" as a platform to lower for where no GPU is.
+    """Accept "cuda" as a platform to lower for, without a GPU.
 
     TODO(jax issue 23971): drop when a lowering for a platform without devices works.
     """

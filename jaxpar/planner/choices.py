@@ -1,9 +1,9 @@
-"""What could be chosen for a run, and what would it cost, before anything is compiled.
+"""Which choices does a run have, and what do they cost, before anything is compiled?
 
-A `Survey` is what a recipe is, counted from its traced step for every mesh shape. From
-it, closed forms tell the memory that a `Choice` needs at least, and about how long a
-step takes; what closed forms can't know (activations, kernels that are not products) is
-taken from the choices that have been compiled (`jaxpar.planner.search`).
+A `Survey` describes a recipe, counted from its traced step for every mesh shape. From
+it, closed forms give a lower bound of a `Choice`'s memory and an approximate step time.
+What closed forms can't know (activations, kernels other than matmuls) is taken from the
+choices that have been compiled (`jaxpar.planner.search`).
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jaxpar.planner.targets import Target
 
 REMATS = ("none", "dots", "full")
 SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
-"""GPipe's has the bubble of 1f1b and keeps more: never the better choice."""
+"""GPipe has the bubble of 1f1b and holds more activations: never the better choice."""
 
 KNOBS: tuple[str, ...] = ("mesh", "zero", "accumulate", "schedule", "remat")
 """Fields of a recipe's config that a search sets, where the config has them."""
@@ -26,7 +26,7 @@ KNOBS: tuple[str, ...] = ("mesh", "zero", "accumulate", "schedule", "remat")
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Choice:
-    """One way to lay a run out.
+    """One way to distribute a run.
 
     Attributes:
       mesh: devices by axis.
@@ -43,7 +43,7 @@ class Choice:
     remat: str | None = None
 
     def flags(self, knobs: Mapping[str, object]) -> tuple[str, ...]:
-        """The recipe's flags that make this choice.
+        """The recipe flags that make this choice.
 
         Args:
           knobs: those of `KNOBS` that the recipe has.
@@ -70,14 +70,14 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class ShapeFacts:
-    """What is known of one mesh shape at one ZeRO stage, in bytes of one device.
+    """What is known of one mesh shape at one ZeRO stage, in bytes on one device.
 
     Attributes:
-      state: what rests.
+      state: the stored state.
       copies: parameters in the compute dtype, held through the step.
       gradients: their sums.
       owned: all parameters that a device computes with, in the compute dtype.
-      reduced_per_token: what is summed over tensor for one token, in a forward pass.
+      reduced_per_token: bytes reduced over tensor per token, in a forward pass.
     """
 
     state: int
@@ -88,22 +88,22 @@ class ShapeFacts:
 
     @property
     def least(self) -> int:
-        """What any step needs."""
+        """The minimum that any step needs."""
         return self.state + self.copies + self.gradients
 
 
 @dataclasses.dataclass(frozen=True)
 class Survey:
-    """What a recipe is, whatever it is laid out as.
+    """What is known of a recipe, whatever its mesh.
 
     Attributes:
       rows: of the global batch.
       tokens: of a step; None where the recipe does not say.
-      model_flops: three times the forward pass's, of all devices.
-      dtype: what products are computed in.
+      model_flops: three times those of the forward pass, over all devices.
+      dtype: the dtype of matmuls.
       knobs: those of `KNOBS` that the config has -> their values as given.
       pinned: names that the user gave a flag for: "zero", "mesh.tensor" and so on.
-      facts: mesh shape -> ZeRO stage -> facts; or why the shape can't be.
+      facts: mesh shape -> ZeRO stage -> facts; or why the shape is impossible.
     """
 
     rows: int
@@ -116,11 +116,11 @@ class Survey:
 
 
 def shapes(target: Target, knobs: Mapping[str, object]) -> Iterator[MeshShape]:
-    """Every mesh of a target's devices; tensor stays inside a host.
+    """Every mesh of a target's devices; tensor stays within a host.
 
     Args:
       target: the devices.
-      knobs: a pipe axis takes a recipe with a schedule.
+      knobs: without a schedule among them, there is no pipe axis.
     """
     number = target.num_devices
     for tensor in _divisors(number):
@@ -132,7 +132,7 @@ def shapes(target: Target, knobs: Mapping[str, object]) -> Iterator[MeshShape]:
 
 
 def choices(survey: Survey) -> Iterator[Choice]:
-    """Every choice for the shapes that can be, with what is pinned kept as given."""
+    """Every choice for the possible shapes; pinned values stay as given."""
     for mesh, facts in survey.facts.items():
         if isinstance(facts, str):
             continue
@@ -160,10 +160,10 @@ def _bubble(name: str, stages: int, microbatches: int) -> float:
 
 
 def live_rows(survey: Survey, choice: Choice) -> float:
-    """Rows whose activations one device holds, in whole models' worth.
+    """Rows whose activations one device holds, in units of the full model.
 
-    A stage of a pipeline holds its part of the layers for as many micro-batches as
-    there are stages; tensor splits what a layer keeps.
+    A pipeline stage holds its share of the layers for as many micro-batches as there
+    are stages; tensor splits what a layer stores.
     """
     data, pipe, tensor = choice.mesh
     rows = survey.rows / data / choice.accumulate
@@ -175,12 +175,12 @@ def live_rows(survey: Survey, choice: Choice) -> float:
 
 
 def remat_flops(remat: str | None) -> float:
-    """Operations with recomputation over those without, about."""
+    """FLOPs with recomputation over those without, approximately."""
     return {"full": 4 / 3, "dots": 1.05}.get(remat or "none", 1.0)
 
 
 def sent_over_data(facts: ShapeFacts, choice: Choice) -> tuple[float, bool]:
-    """Bytes that a device sends over data, and whether products hide them."""
+    """Bytes that a device sends over data, and whether matmuls hide them."""
     data, pipe, _ = choice.mesh
     share, own = (data - 1) / data, facts.owned
     times = choice.accumulate if pipe == 1 else 1
@@ -192,7 +192,7 @@ def sent_over_data(facts: ShapeFacts, choice: Choice) -> tuple[float, bool]:
 
 
 def sent_over_tensor(survey: Survey, facts: ShapeFacts, choice: Choice) -> float:
-    """Bytes that a device sends over tensor: forward, backward, and what runs again."""
+    """Bytes that a device sends over tensor: forward, backward and recomputation."""
     data, pipe, tensor = choice.mesh
     tokens = (survey.tokens or survey.rows) / data / pipe
     passes = 3 if choice.remat == "full" else 2
@@ -207,7 +207,7 @@ def _values(survey: Survey, knob: str, usual: tuple) -> tuple:
 
 
 def _accumulations(survey: Survey, data: int, pipe: int) -> tuple[int, ...]:
-    """Numbers of micro-batches: every divisor; of a pipeline, those that fill it."""
+    """Numbers of micro-batches: every divisor; with a pipeline, those that fill it."""
     if survey.rows % data:
         return ()
     every = _divisors(survey.rows // data)

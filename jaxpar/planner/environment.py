@@ -1,4 +1,4 @@
-"""What is this machine, and what can be planned on it: what a bug report should say."""
+"""What is this machine, and what can be planned on it: the facts for a bug report."""
 
 import importlib.metadata
 import os
@@ -38,7 +38,7 @@ def describe() -> dict[str, str]:
     ):
         kind = [k for k in kinds() if load_hardware(k).platform == platform_name]
         told = ", ".join(kind)
-        remedy = f"{told} by XLA:CPU's program; pip install 'jaxpar[{extra}]'"
+        remedy = f"{told} with XLA:CPU's program; pip install 'jaxpar[{extra}]'"
         found[name] = told if there else remedy
     return found
 

@@ -1,7 +1,7 @@
-"""What can a kind of device do: memory, peak rates and links, from a file of numbers.
+"""What can a kind of device do: memory, peak rates and links, from a TOML file.
 
-One file a kind, ``targets/KIND.toml``, with the source of each number. A new kind is a
-new file.
+One file per kind, ``devices/KIND.toml``, with the source of each number. A new kind is
+a new file.
 """
 
 import dataclasses
@@ -20,30 +20,30 @@ _MATRIX_TYPES = {
     "32": (11,),
     "64": (12,),
 }
-"""XLA's numbers of the dtypes that a matrix unit takes, by their bits."""
+"""XLA's numbers of the dtypes of a matrix unit, by their bits."""
 
 _SCALAR_TYPES = {4: (64, 1), 8: (64, 1), 10: (128, 0), 11: (128, 1), 12: (64, 1)}
-"""XLA's number of a dtype -> units a core and operations a clock; 0 as 16 bits have."""
+"""XLA's number of a dtype -> units per core and operations per clock; 0: as 16 bits."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """One device of a kind, and its links.
+    """One kind of device and its links.
 
     Attributes:
       kind: such as "h100".
       name: the vendor's.
       platform: "cuda", "tpu" or "cpu".
       memory_bytes: of the device's own memory.
-      memory_rate: bytes per second to and from it.
+      memory_rate: bytes per second, reads and writes.
       memory_achieved: fraction of that rate that programs reach.
-      peak: dtype -> floating-point operations per second in matrix products.
-      peak_achieved: fraction of it that large products reach.
+      peak: dtype -> peak FLOP/s of matmuls.
+      peak_achieved: fraction of it that large matmuls reach.
       inside_host: bytes per second that a device sends to others of its host.
-      between_hosts: to devices of other hosts.
+      between_hosts: likewise, to devices of other hosts.
       links_achieved: fraction of both that large collectives reach.
-      sources: where the numbers come from, by section.
-      compiler: what XLA:GPU's compiler is told; empty for others.
+      sources: the sources of the numbers, by section.
+      compiler: the GPU's entries of XLA's target config; empty for others.
     """
 
     kind: str
@@ -63,7 +63,7 @@ class Hardware:
 
 @functools.cache
 def kinds() -> tuple[str, ...]:
-    """Every kind that there is a file for."""
+    """Every kind that has a file."""
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 
 
@@ -143,7 +143,7 @@ device_description_str: "{hardware.name}"
 
 
 def _rates(own: Mapping[str, Any]) -> str:
-    """How fast the units are, dtype by dtype, where a file says it."""
+    """The rates of the units by dtype, where a file gives them."""
     if "matrix_ops" not in own:
         return ""
     scalar = [

@@ -1,4 +1,4 @@
-"""What will a run cost on a target: the compiled step, read, and an estimate of it."""
+"""What will a run cost on a target: the compiled step and an estimate of its time."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from jaxpar.planner.work import Links
 _OWN_FORM = frozenset(
     ("memory", "program", "estimate", "schedule", "schedule_times", "links")
 )
-"""Fields of `Plan` that `Plan.as_dict` writes in a form of their own."""
+"""Fields of `Plan` that `Plan.as_dict` writes in a different form."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,20 +23,20 @@ class BytesPerDevice:
     """Memory of one device by kind.
 
     State, arguments, temporaries and peak are the compiler's. The split of the
-    temporaries is derived: gradients and copies by their closed forms, activations what
-    is left.
+    temporaries is derived: gradients and copies by closed forms, activations as the
+    remainder.
 
     Attributes:
-      state: everything that rests between steps, padding included.
-      padding: of the state, what the compiler adds to fill tiles (TPUs).
+      state: everything that is stored between steps, padding included.
+      padding: part of the state: bytes that the compiler adds to fill tiles (TPUs).
       parameters: of the state, the fp32 masters.
       optimizer: of the state, the optimizer's.
       batch: the batch.
-      temporaries: what lives within the step.
-      copies: of these, derived: parameters in the compute dtype.
-      gradients: of these, derived: as they are summed or reduced.
-      activations: of these, derived: what is left.
-      peak: the most alive at once.
+      temporaries: memory that is only alive within the step.
+      copies: part of the temporaries, derived: parameters in the compute dtype.
+      gradients: part of the temporaries, derived: as they are summed or reduced.
+      activations: part of the temporaries, derived: the remainder.
+      peak: peak memory.
     """
 
     state: int
@@ -64,18 +64,18 @@ class Plan:
       precision: the compute dtype.
       num_params: parameters.
       memory: bytes of one device by kind.
-      device_memory_bytes: of the device; None where that is not known (CPUs).
+      device_memory_bytes: of the device; None where it is unknown (CPUs).
       program: the compiled step, read.
-      links: bytes that a device sends, by the slowest link they cross; None where that
-        is not known (CPUs).
-      flops_per_step: matrix products' operations of all devices, with recomputation.
-      model_flops_per_step: three times the forward pass's.
-      tokens_per_step: what a step trains on; None where the recipe does not say.
+      links: bytes that a device sends, by the slowest link of each collective; None
+        where it is unknown (CPUs).
+      flops_per_step: matmul FLOPs of all devices, with recomputation.
+      model_flops_per_step: three times those of the forward pass.
+      tokens_per_step: tokens of a step; None where the recipe does not say.
       compile_seconds: lowering and compiling.
-      estimate: how long a step takes; None where rates are not known.
+      estimate: of the step time; None where rates are unknown.
       schedule: the pipeline's; None without one.
-      schedule_times: what each kind of its work takes, in forwards of a stage.
-      notes: what to know besides.
+      schedule_times: the time of each kind of its work, in forwards of a stage.
+      notes: other facts to know.
     """
 
     target: str
@@ -100,25 +100,25 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak is within the device's memory; None if that is unknown."""
+        """Whether the peak fits the device's memory; None if that is unknown."""
         if self.device_memory_bytes is None:
             return None
         return self.memory.peak <= self.device_memory_bytes
 
     @property
     def tokens_per_second(self) -> float | None:
-        """By the estimate."""
+        """From the estimate."""
         if self.estimate is None or self.tokens_per_step is None:
             return None
         return self.tokens_per_step / self.estimate.step_seconds
 
     def device_hours(self, tokens: float) -> float | None:
-        """What a run over so many tokens takes."""
+        """Device-hours of a run over so many tokens."""
         rate = self.tokens_per_second
         return None if rate is None else tokens / rate * self.num_devices / 3600
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as JSON's types; its keys are kept from version to version."""
+        """The plan as JSON's types; its keys are stable between versions."""
         found = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -195,7 +195,7 @@ def split_memory(
 
 
 def backend_notes(target: Target, text: str) -> list[str]:
-    """What the compiler that was used leaves out.
+    """The limits of the compiler that was used.
 
     Args:
       target: the devices.
@@ -204,7 +204,7 @@ def backend_notes(target: Target, text: str) -> list[str]:
     if target.hardware is None:
         return [
             "XLA:CPU makes all-reduces where GPUs make reduce-scatters, and fuses less "
-            "than they do: its temporaries and traffic are larger."
+            "than GPUs do: its temporaries and traffic are larger."
         ]
     if not target.has_compiler:
         return [
@@ -213,18 +213,18 @@ def backend_notes(target: Target, text: str) -> list[str]:
             f"larger, and padding is missing. {target.remedy} for the real one.",
         ]
     if target.hardware.platform != "cuda":
-        return ["TPUs pad arrays to tiles: the state's bytes include it."]
+        return ["TPUs pad arrays to tiles: the state's bytes include the padding."]
     if PLACEHOLDER in text:
         return [
-            "attention is a call of the bytes and operations of cuDNN's, which only a "
+            "attention is a call with the bytes and FLOPs of cuDNN's, which only a "
             "GPU can compile; blocks of scores above the diagonal are skipped."
         ]
     if ATTENTION_KERNEL in text:
         return [
-            "kernels take the place of XLA's attention; their operations, of whole "
-            "tiles, are counted among the matrix products."
+            "kernels replace XLA's attention; their FLOPs, counted in full tiles, are "
+            "among the matmul FLOPs."
         ]
     return [
-        "attention is XLA's own, which reads and writes the scores: cuDNN's takes bf16 "
-        "or fp16, and no mask but the causal one."
+        "attention is XLA's own, which reads and writes the scores: cuDNN's needs bf16 "
+        "or fp16, and supports no mask but the causal one."
     ]

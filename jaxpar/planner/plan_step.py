@@ -1,4 +1,4 @@
-"""How is an engine's step planned: compiled for the target's devices, and read."""
+"""How is an engine's step planned: compiled for the target's devices and read."""
 
 import time
 from collections.abc import Mapping
@@ -35,17 +35,17 @@ def plan(
     mesh: MeshShape | None = None,
     tokens_per_step: int | None = None,
 ) -> Plan:
-    """Compile an engine's step for hardware that need not be here: what does it cost?
+    """Plan an engine's step: compile it for hardware that need not be present.
 
-    Compiles in a process of its own, which is sent what `jaxpar.initialize` was given,
-    the batch as shapes; nothing is allocated.
+    Compiles in a subprocess, which receives the arguments of `jaxpar.initialize` and
+    the shapes of the batch; nothing is allocated.
 
     Args:
       engine: the engine.
       target: the devices, such as "h200:8x8", "v5p:4x4x4" or "cpu:8".
-      mesh: how they are laid out; None for the engine's mesh, its data axis taking the
-        devices left over.
-      tokens_per_step: what a step trains on, to report tokens per second.
+      mesh: devices by axis; None for the engine's mesh, with its data axis resized to
+        use all devices.
+      tokens_per_step: tokens of a step, to report tokens per second.
 
     Returns:
       The plan.
@@ -66,12 +66,12 @@ def plan(
 def plan_elsewhere(
     arguments: Mapping[str, Any], target: str, shape: MeshShape, tokens: int | None
 ) -> Plan:
-    """Plan what `jaxpar.initialize` was given, in a process prepared for compilers.
+    """Plan from the arguments of `jaxpar.initialize`, in a process for compilers.
 
     Args:
-      arguments: what it was given, the batch as shapes.
+      arguments: the arguments, with the batch as shapes.
       target: the devices.
-      shape: how they are laid out.
+      shape: devices by axis.
       tokens: of a step.
 
     Returns:
@@ -88,7 +88,7 @@ def plan_elsewhere(
 def plan_step(
     engine: CompiledStep, target: Target, tokens_per_step: int | None
 ) -> Plan:
-    """Compile the step for its mesh's devices, those of a target, and plan it.
+    """Compile the step for the devices of its mesh, which are a target's, and plan it.
 
     Raises:
       ValueError: if the target has another number of devices.
@@ -98,7 +98,7 @@ def plan_step(
     if target.num_devices != mesh.size:
         raise ValueError(
             f"target={target.name!r} has {target.num_devices} devices, but the mesh "
-            f"has {mesh.size}; make the mesh of the target's."
+            f"has {mesh.size}; make the mesh from the target's devices."
         )
     began = time.perf_counter()
     traced, platform = engine.trace(), lowering_platform(mesh)

@@ -1,4 +1,4 @@
-"""How is a recipe planned: its own `build`, on devices that are not here."""
+"""How is a recipe planned: with its own `build`, on devices that are not present."""
 
 import dataclasses
 import importlib.util
@@ -23,7 +23,7 @@ def load_recipe(path: Path) -> ModuleType:
 
     Args:
       path: a file with a frozen `Config` and ``build(config, mesh) -> jaxpar.Engine``;
-        if it has ``tokens_per_step(config)`` too, plans tell tokens per second.
+        with ``tokens_per_step(config)`` as well, plans report tokens per second.
 
     Returns:
       The module.
@@ -51,7 +51,7 @@ def load_recipe(path: Path) -> ModuleType:
 
 
 def plan_in_subprocess(path: Path, target: str, args: Sequence[str] = ()) -> Plan:
-    """Plan a recipe in a process of its own, which nothing else is disturbed by.
+    """Plan a recipe in a subprocess, so that nothing else is disturbed.
 
     Args:
       path: the recipe.
@@ -62,10 +62,10 @@ def plan_in_subprocess(path: Path, target: str, args: Sequence[str] = ()) -> Pla
       The plan.
 
     Raises:
-      ValueError: if there is no such target, the recipe is none, or its mesh does not
-        fit the target.
+      ValueError: if there is no such target, the file is not a recipe, or its mesh does
+        not fit the target.
       CompilerProcessError: if the compiler fails, crashes, or runs out of memory.
-      SystemExit: if the flags are wrong or ask for help, after printing what they do.
+      SystemExit: if the flags are wrong or ask for help, after printing the message.
     """
     name = parse_target(target).name
     told = " ".join((path.name, *args, "on", name))
@@ -73,7 +73,7 @@ def plan_in_subprocess(path: Path, target: str, args: Sequence[str] = ()) -> Pla
 
 
 def answer_of(answer: Any) -> Any:
-    """What a process gave; where it left as a command line does, leave as well."""
+    """A subprocess's result; exits where it exited as a command line does."""
     if isinstance(answer, Stopped):
         print(answer.out, end="")
         print(answer.err, end="", file=sys.stderr)
@@ -82,7 +82,7 @@ def answer_of(answer: Any) -> Any:
 
 
 def plan_recipe(path: Path, target: str, args: Sequence[str] = ()) -> Plan:
-    """Plan a recipe in this process, one that is prepared for compilers.
+    """Plan a recipe in this process, which must be prepared for compilers.
 
     Nothing is allocated: the engine is made of shapes.
 
@@ -95,7 +95,7 @@ def plan_recipe(path: Path, target: str, args: Sequence[str] = ()) -> Plan:
       The plan.
 
     Raises:
-      ValueError: if the recipe is none, or its mesh does not fit the target.
+      ValueError: if the file is not a recipe, or its mesh does not fit the target.
     """
     found = parse_target(target)
     recipe = load_recipe(path)
@@ -108,7 +108,7 @@ def plan_recipe(path: Path, target: str, args: Sequence[str] = ()) -> Plan:
 
 
 def mesh_on(target: Target, shape: MeshShape) -> Mesh:
-    """Lay out all of a target's devices: a plan is of what is paid for.
+    """Make a mesh of all of a target's devices: a plan is for the hardware paid for.
 
     Args:
       target: the devices.
@@ -118,7 +118,7 @@ def mesh_on(target: Target, shape: MeshShape) -> Mesh:
       A mesh of all of them.
 
     Raises:
-      ValueError: if the shape is not one of so many.
+      ValueError: if the shape has another number of devices.
     """
     devices = target.devices()
     return make_mesh(shape.resolve(len(devices)), devices)

@@ -1,8 +1,8 @@
-"""Which mesh, stage and schedule should a recipe have on a target?
+"""Which mesh, ZeRO stage and schedule should a recipe have on a target?
 
-The recipe is surveyed once, in a process of its own: what its step is for every mesh of
-the target's devices, traced and not compiled. Then the most promising choices are
-compiled, each in a process of its own (`jaxpar.planner.search`).
+The recipe is surveyed once, in a subprocess: its step is traced, not compiled, for
+every mesh of the target's devices. Then the most promising choices are compiled, each
+in a subprocess (`jaxpar.planner.search`).
 """
 
 import dataclasses
@@ -38,10 +38,10 @@ from jaxpar.sharding.zero import ZERO_STAGES, LeafSharding, ZeroStage
 from jaxpar.step.state import packed_structs, state_shardings
 
 COMPILES = 16
-"""Steps that a search compiles, unless told otherwise."""
+"""Steps that a search compiles by default."""
 
 _USUAL_HOST = 8
-"""GPUs of a host: up to so many are added to it before there is another."""
+"""GPUs of a host: a larger target fills a host before it adds another."""
 
 Report = Callable[[Choice, Plan | str], None]
 
@@ -55,22 +55,22 @@ def search_recipe(
     jobs: int | None = None,
     report: Report = lambda choice, found: None,
 ) -> Search:
-    """Search a recipe's fastest choices on a target.
+    """Search for a recipe's fastest choices on a target.
 
     Args:
       path: the recipe; the fields mesh, zero, accumulate, schedule and remat of its
         Config are set, where it has them.
       target: the devices, not CPUs.
-      args: the recipe's own flags; what they set is not searched.
+      args: the recipe's own flags; the fields that they set are not searched.
       compiles: steps to compile at most.
-      jobs: how many at once; None for one a core, four at most.
-      report: told of each choice as it is compiled.
+      jobs: how many at once; None for one per core, four at most.
+      report: called with each choice as it is compiled.
 
     Returns:
       The search; `Search.ranking` is empty if nothing fits.
 
     Raises:
-      ValueError: if nothing is possible on the target, or the recipe is none.
+      ValueError: if nothing is possible on the target, or the file is not a recipe.
       CompilerProcessError: if the recipe can't be surveyed.
     """
     goal = parse_target(target)
@@ -98,14 +98,14 @@ def smallest_target(
 ) -> tuple[str, Choice, Plan] | None:
     """Find a larger target that a recipe fits, doubling its devices.
 
-    On each, the choices that should need the least memory are compiled, three at most.
+    On each, the choices predicted to need the least memory are compiled, at most three.
 
     Args:
       path: the recipe.
       target: where it does not fit.
       args: its flags.
       most: doublings to try.
-      report: told of each choice as it is compiled.
+      report: called with each choice as it is compiled.
 
     Returns:
       The target, a choice that fits, and its plan; None if none was found.
@@ -129,7 +129,7 @@ def smallest_target(
 def _tried(
     search: Search, choice: Choice, path: Path, args: Sequence[str]
 ) -> Plan | str:
-    """Compile a choice for a search; why it failed, if it does."""
+    """Compile a choice for a search; return why it failed, if it does."""
     target, survey = search.target.name, search.survey
     made = attempt(lambda c: plan_choice(path, target, args, survey, c), choice)
     search.note(choice, made)
@@ -137,7 +137,7 @@ def _tried(
 
 
 def _need(search: Search, choice: Choice) -> tuple[Any, ...]:
-    """The least memory first: predicted, then by what is kept of how many rows."""
+    """Sort key, least memory first: predicted, then by stored activations and rows."""
     kept = -REMATS.index(choice.remat) if choice.remat in REMATS else 0
     return search.predict(choice).peak, kept, live_rows(search.survey, choice), choice
 
@@ -154,14 +154,14 @@ def what_would_fit(
 
     Args:
       path: the recipe.
-      leaf: of it, which does not fit.
+      leaf: one of the recipe, which does not fit.
       args: the recipe's flags; any of the knobs may be changed.
       compiles: steps to compile at most.
-      report: told of each choice as it is compiled.
+      report: called with each choice as it is compiled.
 
     Returns:
-      What was tried, and its plan or why it failed, in that order; nothing where no
-      choice can fit.
+      (what was tried, its plan or why it failed), in that order; empty where no choice
+        can fit.
     """
     target = leaf.target
     found = survey_in_subprocess(path, target, args, pins=False)
@@ -192,7 +192,7 @@ def what_would_fit(
 
 
 def _nearness(search: Search, own: Choice, choice: Choice) -> tuple[Any, ...]:
-    """What probably fits before what does not; few changes first, then fast ones."""
+    """Sort key: choices that probably fit; then few changes; then fast ones."""
     predicted = search.predict(choice)
     changes = sum(
         getattr(own, field.name) != getattr(choice, field.name)
@@ -229,19 +229,19 @@ def survey_in_subprocess(
 
 
 def survey(path: Path, target: str, args: Sequence[str], pins: bool = True) -> Survey:
-    """Survey a recipe in this process, one that is prepared for compilers.
+    """Survey a recipe in this process, which must be prepared for compilers.
 
     Args:
       path: the recipe.
       target: the devices.
       args: its flags.
-      pins: whether what they set stays as it is, or may be varied.
+      pins: whether the fields that the flags set are fixed; otherwise they may vary.
 
     Returns:
-      What it is on every mesh of the target's devices.
+      The facts for every mesh of the target's devices.
 
     Raises:
-      ValueError: if the recipe is none.
+      ValueError: if the file is not a recipe.
     """
     goal = parse_target(target)
     recipe = load_recipe(path)
@@ -289,7 +289,7 @@ def _traced(
 
 
 def _facts(engine: Engine, zero: ZeroStage) -> ShapeFacts:
-    """What one mesh and stage hold, from the plans of its leaves."""
+    """What one mesh and ZeRO stage hold, from the shardings of the leaves."""
     placement, spec = engine.placement, engine.spec
     sizes = dict(placement.mesh.shape)
     leaves = tree.named_leaves(placement.abstract.params)
@@ -312,11 +312,11 @@ def _facts(engine: Engine, zero: ZeroStage) -> ShapeFacts:
 
 
 def _reduced(leaf: LeafSharding) -> int:
-    """Elements of a token's activations that a leaf split over tensor sums up.
+    """Elements of a token's activations that are summed for a leaf split over tensor.
 
-    A matrix split along its inputs sums its outputs in the forward pass; one split
-    along its outputs the gradients of its inputs in the backward pass: what is not
-    split, once for every layer of a stack.
+    A matrix split along its inputs sums its outputs in the forward pass. One split
+    along its outputs sums the gradients of its inputs in the backward pass. Either way
+    these are the dims that are not split, once per layer of a stack.
     """
     split = [TENSOR in axes_of(axes) for axes in leaf.compute]
     if sum(split) != 1 or len(leaf.shape) < 2:

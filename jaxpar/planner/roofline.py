@@ -1,7 +1,7 @@
-"""How long should a step take: every kind of work over the rate at which it is done.
+"""How long should a step take: each kind of work divided by its rate.
 
 Nothing here is fitted to a run: rates are those of `jaxpar.planner.hardware`, each
-times the fraction that large transfers and products reach.
+times the fraction that large transfers and matmuls reach.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ class Work:
     """What one device does in a step.
 
     Attributes:
-      flops: floating-point operations of matrix products, recomputation included.
-      model_flops: those of the model alone: three times its forward pass.
-      dtype: what products are computed in.
+      flops: matmul FLOPs, recomputation included.
+      model_flops: the model's FLOPs: three times those of its forward pass.
+      dtype: the dtype of matmuls.
       traffic: bytes through its memory.
-      collectives: what it exchanges.
-      bubble: fraction of the time that a pipeline leaves it idle.
+      collectives: its collectives.
+      bubble: idle fraction of the pipeline.
       zero: the ZeRO stage.
     """
 
@@ -38,16 +38,16 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """How long a step takes, and of what that is made, in seconds.
+    """The estimated time of a step and its components, in seconds.
 
     Attributes:
       step_seconds: the step.
-      mfu: the model's operations per second, over the peak.
+      mfu: the model's FLOP/s, over the peak.
       bubble: the pipeline's idle fraction.
-      products_seconds: matrix products.
-      memory_seconds: all kernels that are not products, at the memory's rate.
+      products_seconds: matmuls.
+      memory_seconds: all other kernels, at the memory's rate.
       links_seconds: collectives, one after the other.
-      exposed_seconds: of these, what nothing runs beside.
+      exposed_seconds: part of these, not overlapped with other work.
       bubble_seconds: the pipeline's idle time.
     """
 
@@ -65,12 +65,12 @@ def estimate(work: Work, target: Target, sizes: Mapping[str, int]) -> Estimate |
     """Estimate a step.
 
     Args:
-      work: what a device does.
+      work: the work of one device.
       target: the devices.
       sizes: mesh axis -> devices on it, in the mesh's order.
 
     Returns:
-      The estimate; None for CPUs, whose rates are not known.
+      The estimate; None for CPUs, whose rates are unknown.
     """
     hardware = target.hardware
     if hardware is None:
@@ -104,12 +104,12 @@ def estimate(work: Work, target: Target, sizes: Mapping[str, int]) -> Estimate |
 
 
 def assumptions(target: Target) -> list[str]:
-    """What an estimate rests on, for people."""
+    """The assumptions of an estimate, for people."""
     hardware = target.hardware
     if hardware is None:
-        return ["no rates are known of CPUs: memory and traffic alone are planned."]
+        return ["no rates of CPUs are known: only memory and traffic are planned."]
     return [
-        f"products run at {hardware.peak_achieved:.0%} of the peak of "
+        f"matmuls run at {hardware.peak_achieved:.0%} of the peak of "
         f"{hardware.peak['bfloat16'] / 1e12:.0f} TFLOP/s in bf16 "
         f"({hardware.sources['peak']}).",
         f"all other kernels run at {hardware.memory_achieved:.0%} of the memory's "
@@ -118,9 +118,9 @@ def assumptions(target: Target) -> list[str]:
         f"{hardware.inside_host / 1e9:.0f} GB/s inside its host and of "
         f"{hardware.between_hosts / 1e9:.0f} GB/s between hosts, times the members of "
         f"its group on the host ({hardware.sources['links']}).",
-        "gathers and reductions of every layer over data (ZeRO 3; gradients of ZeRO "
-        "2) and what a pipeline sends run beside the products; all others, and those "
-        "over tensor, are waited for.",
+        "per-layer gathers and reductions over data (ZeRO 3; gradients of ZeRO 2) and "
+        "the sends of a pipeline overlap with matmuls; all other collectives, and "
+        "those over tensor, do not overlap.",
     ]
 
 

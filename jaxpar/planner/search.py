@@ -1,8 +1,8 @@
 """Which choice is the fastest that fits: closed forms prune, compiled steps decide.
 
-Choices are compiled in the order of their predicted time. Every compiled step says what
-closed forms can't: what activations take, and what kernels besides products cost; the
-predictions of the others follow it.
+Choices are compiled in the order of their predicted time. Every compiled step shows
+what closed forms can't: the memory of activations and the time of kernels other than
+matmuls. The predictions of the remaining choices are updated with it.
 """
 
 import concurrent.futures
@@ -32,20 +32,20 @@ from jaxpar.planner.subprocess import CompilerProcessError
 from jaxpar.planner.targets import Target
 
 _SURELY_OVER = 1.15
-"""A predicted peak this many times the memory is not compiled to see."""
+"""Choices whose predicted peak is this many times the memory are not compiled."""
 
 _FASTER_BY = 0.99
-"""Of choices alike but for ZeRO and micro-batches, more are compiled if this much."""
+"""Choices alike but for ZeRO and micro-batches: a slower one is compiled up to this."""
 
 TOP = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What a choice is expected to take.
+    """The predicted cost of a choice.
 
     Attributes:
-      seconds: a step.
+      seconds: step time.
       peak: bytes on one device.
     """
 
@@ -55,7 +55,7 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True)
 class _Line:
-    """Bytes by rows; those of more than `most` rows are not predicted to be more."""
+    """Bytes as a linear function of rows, constant beyond `most` rows."""
 
     slope: float
     fixed: float
@@ -64,14 +64,14 @@ class _Line:
 
 @dataclasses.dataclass
 class Search:
-    """A search under way, and what it has found.
+    """The state of a search, and its results.
 
     Attributes:
       survey: of the recipe.
       target: the devices.
       left: choices that may still be the best.
-      plans: choice -> its plan, of those compiled.
-      fallen: choice -> why it is not.
+      plans: choice -> its plan, for those compiled.
+      fallen: choice -> why it was excluded.
     """
 
     survey: Survey
@@ -91,12 +91,12 @@ class Search:
 
     @property
     def memory(self) -> int:
-        """Of one device, bytes."""
+        """Memory of one device, in bytes."""
         assert self.target.hardware is not None, "checked by start"
         return self.target.hardware.memory_bytes
 
     def facts(self, choice: Choice) -> ShapeFacts:
-        """Of a choice's mesh and stage."""
+        """The facts of a choice's mesh and ZeRO stage."""
         found = self.survey.facts[choice.mesh]
         assert not isinstance(found, str), "refused shapes have no choices"
         return found[choice.zero]
@@ -132,7 +132,7 @@ class Search:
         return self._rates[axis, mesh]
 
     def _others(self, choice: Choice) -> float:
-        """Seconds of kernels besides products, by what was compiled most like it."""
+        """Seconds of non-matmul kernels, from the most similar compiled choice."""
         known = [
             (_kind(own), plan.estimate.memory_seconds)
             for own, plan in self.plans.items()
@@ -144,7 +144,7 @@ class Search:
         return min(alike or piped or [seconds for _, seconds in known], default=0.0)
 
     def _line(self, kind: tuple[str | None, bool]) -> _Line | None:
-        """Activations by rows, through what was compiled of a kind."""
+        """Activations by rows, fitted to the compiled choices of a kind."""
         if kind not in self._lines:
             points = {
                 live_rows(self.survey, own): float(plan.memory.activations)
@@ -155,7 +155,7 @@ class Search:
         return self._lines[kind]
 
     def _activations(self, choice: Choice) -> float:
-        """Bytes; at least those of a policy that keeps less, where only it is known."""
+        """Bytes; a lower bound where only policies that store less are known."""
         remat, piped = _kind(choice)
         policies = REMATS[REMATS.index(remat) :] if remat in REMATS else (remat,)
         rows = live_rows(self.survey, choice)
@@ -166,7 +166,7 @@ class Search:
         return 0.0
 
     def prune(self) -> None:
-        """Let fall what can't fit, or can't be faster than what is alike."""
+        """Exclude choices that can't fit, or can't be faster than similar ones."""
         mine = {own: self.predict(own).seconds for own in self.plans}
         for choice in sorted(self.left):
             why = self._why_not(choice, mine)
@@ -178,13 +178,13 @@ class Search:
         least, memory = self.facts(choice).least, self.memory
         if least > memory:
             return (
-                "state, copies and gradients alone take more than there is: "
+                "state, copies and gradients alone need more than the memory: "
                 f"{least / 1e9:.1f} of {memory / 1e9:.1f} GB"
             )
         predicted = self.predict(choice)
         if predicted.peak > _SURELY_OVER * memory:
             return (
-                f"predicted from what was compiled: {predicted.peak / 1e9:.1f} of "
+                f"predicted from compiled choices: {predicted.peak / 1e9:.1f} of "
                 f"{memory / 1e9:.1f} GB"
             )
         for own, plan in self.plans.items():
@@ -201,7 +201,7 @@ class Search:
         return None
 
     def note(self, choice: Choice, found: Plan | str) -> None:
-        """Keep what came of compiling a choice: its plan, or why it failed."""
+        """Record the result of compiling a choice: its plan, or why it failed."""
         self.left.discard(choice)
         if isinstance(found, str):
             self.fallen[choice] = found
@@ -214,7 +214,7 @@ class Search:
             self.fallen[choice] = f"compiled: takes {peak:.1f} of {memory:.1f} GB"
 
     def next(self, number: int) -> list[Choice]:
-        """The most promising choices, unlike each other."""
+        """The most promising choices, dissimilar to each other."""
         found: list[Choice] = []
         order = sorted(self.left, key=self._promise)
         for choice in order:
@@ -223,13 +223,13 @@ class Search:
         return found
 
     def _promise(self, choice: Choice) -> tuple:
-        """Sooner is better: time, then memory, then the simpler."""
+        """Sort key: time, then memory, then simplicity."""
         own = self.predict(choice)
         fits = own.peak <= self.memory
         return (not fits, round(own.seconds, 6), own.peak, choice)
 
     def is_decided(self) -> bool:
-        """Whether nothing left can be among the best."""
+        """Whether none of the remaining choices can be among the best."""
         best = self.ranking
         if not self.left:
             return True
@@ -240,23 +240,23 @@ class Search:
 
 
 def require_rates(target: Target) -> None:
-    """Refuse targets whose choices can't be ranked.
+    """Reject targets whose choices can't be ranked.
 
     Raises:
       ValueError: if the target is of CPUs.
     """
     if target.hardware is None:
         raise ValueError(
-            f"target={target.name!r}: no rates are known of CPUs to rank choices by; "
-            "search on a GPU or TPU, such as h200:1x8."
+            f"target={target.name!r}: no rates of CPUs are known, so choices can't be "
+            "ranked; search on a GPU or TPU, such as h200:1x8."
         )
 
 
 def start(survey: Survey, target: Target) -> Search:
-    """Begin a search: list the choices, and let fall what no compiler need see.
+    """Begin a search: list the choices, and exclude those that need no compiler.
 
     Raises:
-      ValueError: if the target has no rates, or no choice is possible at all.
+      ValueError: if the target has no rates, or no choice is possible.
     """
     require_rates(target)
     found = Search(survey, target, set(choices(survey)), {}, {})
@@ -281,12 +281,12 @@ def run(
     """Compile the most promising choices until the best are known.
 
     Args:
-      search: one begun; it holds what is found.
+      search: a new one; it is updated in place.
       compile_plan: compiles one choice; may raise ValueError or
-        CompilerProcessError, after which the search goes on.
+        CompilerProcessError, after which the search continues.
       compiles: steps to compile at most.
       jobs: how many at once.
-      report: told of each choice as it is compiled, with its plan or why it failed.
+      report: called with each choice as it is compiled, and its plan or why it failed.
     """
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         while compiles > 0 and not search.is_decided():
@@ -307,7 +307,7 @@ def run(
 
 
 def attempt(compile_plan: Callable[[Choice], Plan], choice: Choice) -> Plan | str:
-    """Compile a choice; why it failed, if it does."""
+    """Compile a choice; return why it failed, if it does."""
     try:
         return compile_plan(choice)
     except (ValueError, CompilerProcessError) as error:
@@ -315,16 +315,16 @@ def attempt(compile_plan: Callable[[Choice], Plan], choice: Choice) -> Plan | st
 
 
 def seconds_of(plan: Plan) -> float:
-    """A plan's estimate."""
+    """The step time of a plan's estimate."""
     assert plan.estimate is not None, "searches are of targets with rates"
     return plan.estimate.step_seconds
 
 
 def _through(points: Mapping[float, float]) -> _Line:
-    """Rows -> bytes, as a line.
+    """Fit a line to rows -> bytes.
 
-    Of a single point, part does not grow with the rows, and it can't be said how much:
-    no more is predicted than the point's.
+    Through a single point the slope is unknown, because some bytes do not grow with the
+    rows: the point's bytes are predicted for more rows too.
     """
     if len(points) == 1:
         ((rows, number),) = points.items()
@@ -334,12 +334,12 @@ def _through(points: Mapping[float, float]) -> _Line:
 
 
 def _kind(choice: Choice) -> tuple[str | None, bool]:
-    """What decides how much a row keeps."""
+    """The fields that decide how much is stored per row."""
     return choice.remat, choice.mesh[1] > 1
 
 
 def _alike(one: Choice, other: Choice) -> bool:
-    """Whether two differ in ZeRO and micro-batches alone."""
+    """Whether two choices differ only in ZeRO and micro-batches."""
     return (one.mesh, one.schedule, one.remat) == (
         other.mesh,
         other.schedule,
@@ -348,7 +348,7 @@ def _alike(one: Choice, other: Choice) -> bool:
 
 
 def reasons(fallen: Iterable[str]) -> Sequence[tuple[str, int]]:
-    """Count why choices fell, most first, numbers left out."""
+    """Count the reasons for exclusion, most frequent first, without their numbers."""
     counted: dict[str, int] = {}
     for why in fallen:
         kind = why.partition(":")[0].partition(" than ZeRO")[0][:60]

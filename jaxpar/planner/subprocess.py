@@ -1,8 +1,8 @@
-"""How does a compiler that may crash stay away from everyone else: in its own process.
+"""How are compilers that may crash isolated: each call runs in a subprocess.
 
-Compilers for devices that are not here disturb ordinary runs, end the process when they
-fail a check, and take as much memory as they like. `call` runs one function of jaxpar's
-in a new process, prepared for them, and gives what it returns or says how it ended.
+Compilers for absent devices disturb ordinary runs, end the process when they fail a
+check, and use as much memory as they like. `call` runs one function of jaxpar in a new
+process prepared for compilers, and returns its result or reports how it ended.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ import cloudpickle
 from jaxpar.planner.absent_devices import prepare_process
 
 _QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
-"""What a compiler reads as it is loaded: only what ends the process is logged."""
+"""The compiler's logging environment: only messages that end the process are logged."""
 
 _SERVE = """
 import pathlib, sys
@@ -34,12 +34,12 @@ _LAST_LINES = 5
 
 
 class CompilerProcessError(RuntimeError):
-    """A process of a plan ended without one; the message says how."""
+    """A planning process ended without a plan; the message says how."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stopped:
-    """A function that left by `SystemExit`, as a command line does after ``--help``.
+    """The function exited by `SystemExit`, as a command line does after ``--help``.
 
     Attributes:
       code: the exit code.
@@ -54,19 +54,20 @@ class Stopped:
 
 @dataclasses.dataclass(frozen=True)
 class _Failed:
-    """An exception: of the user's input (`kind` is its type), or of the compiler."""
+    """An exception: the user's (`kind` is its type), or the compiler's."""
 
     kind: str
     message: str
 
 
 def call(function: str, *args: Any, what: str) -> Any:
-    """Call a function in a process of its own.
+    """Call a function in a subprocess.
 
     Args:
-      function: ``module:name``; what it takes and gives is pickled.
-      *args: what it takes; functions and classes of the running script are sent whole.
-      what: what it does, for errors: such as "plan of gpt.py on h200:8x8".
+      function: ``module:name``; its arguments and result are pickled.
+      *args: its arguments; functions and classes of the running script are sent by
+        value.
+      what: the task, for errors: such as "plan of gpt.py on h200:8x8".
 
     Returns:
       What it returns, or `Stopped`.
@@ -98,9 +99,9 @@ def _packed(function: str, args: tuple[Any, ...], what: str) -> bytes:
         return cloudpickle.dumps((function, args))
     except (TypeError, pickle.PicklingError) as error:
         raise ValueError(
-            f"{what}: the process that compiles can't be sent what it needs: {error}. "
-            "Make models, losses and optimizers of functions and plain values, without "
-            "open files, locks or the like."
+            f"{what}: an argument can't be sent to the compiling process: {error}. "
+            "Build models, losses and optimizers from functions and plain values, "
+            "without open files, locks or the like."
         ) from error
 
 
@@ -114,7 +115,7 @@ def _run(files: list[Path], **streams: Any) -> int:
         try:
             return process.wait()
         finally:
-            process.kill()  # Where it was not waited for; else nothing is there.
+            process.kill()  # If the wait was interrupted; otherwise it has ended.
 
 
 def _is_tty() -> bool:
@@ -129,7 +130,7 @@ def _how_it_died(code: int, complained: Path) -> str:
     if code == -signal.SIGKILL:
         return (
             "its process was killed, as the system does when memory runs out; plan on "
-            f"a machine with more of it, or fewer at once.{last}"
+            f"a machine with more memory, or fewer at once.{last}"
         )
     if code < 0:
         return f"the compiler crashed ({signal.Signals(-code).name}).{last}"
@@ -137,10 +138,10 @@ def _how_it_died(code: int, complained: Path) -> str:
 
 
 def serve(asked: Path, answered: Path) -> None:
-    """Be the process of `call`: prepare it, call, and write what came of it.
+    """Run in the process of `call`: prepare it, call, and write the result.
 
     Args:
-      asked: the file that holds the function and what it takes.
+      asked: the file that holds the function and its arguments.
       answered: the file to write.
     """
     prepare_process()
@@ -155,7 +156,7 @@ def serve(asked: Path, answered: Path) -> None:
             print(stopped.code, file=sys.stderr)
     except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
         answer = _Failed("ValueError", str(error))
-    except (RuntimeError, MemoryError) as error:  # The compiler's; others end here.
+    except (RuntimeError, MemoryError) as error:  # The compiler's errors are of these.
         answer = _Failed(type(error).__name__, _first_lines(str(error)))
     written = answered.with_suffix(".part")
     written.write_bytes(cloudpickle.dumps(answer))

@@ -1,4 +1,4 @@
-"""What is planned for: a number of devices of a kind, by a name such as "h200:8x8"."""
+"""What is a plan's target: a number of devices of a kind, such as "h200:8x8"."""
 
 import contextlib
 import dataclasses
@@ -24,10 +24,10 @@ class Target:
 
     Attributes:
       name: as given, such as "h200:8x8".
-      hosts: how many hosts; a TPU slice counts as one, for one network joins it.
+      hosts: how many hosts; a TPU slice counts as one, because one network joins it.
       devices_per_host: devices on each.
-      hardware: what each can do; None for the CPU, which is planned for its memory
-        and traffic alone.
+      hardware: the device's rates; None for the CPU, for which only memory and traffic
+        are planned.
       topology: a TPU slice's shape, such as "4x4"; empty for others.
     """
 
@@ -39,12 +39,12 @@ class Target:
 
     @property
     def num_devices(self) -> int:
-        """All of them."""
+        """Devices on all hosts."""
         return self.hosts * self.devices_per_host
 
     @property
     def has_compiler(self) -> bool:
-        """Whether the compiler for it is installed."""
+        """Whether the compiler for its devices is installed."""
         if self.hardware is None:
             return True
         is_gpu = self.hardware.platform == "cuda"
@@ -52,13 +52,13 @@ class Target:
 
     @property
     def remedy(self) -> str:
-        """What to install for its compiler."""
+        """The command that installs its compiler."""
         is_gpu = self.hardware is not None and self.hardware.platform == "cuda"
         extra = "plan-gpu" if is_gpu else "plan-tpu"
         return f"pip install 'jaxpar[{extra}]'"
 
     def devices(self) -> Sequence[Any]:
-        """Make the devices, to compile for; CPU devices where no compiler is.
+        """Make the devices to compile for; CPU devices if no compiler is installed.
 
         Returns:
           `num_devices` of them, host by host.
@@ -80,7 +80,7 @@ def parse_target(name: str) -> Target:
       The target.
 
     Raises:
-      ValueError: if there is no such kind, or its size is not of its form.
+      ValueError: if there is no such kind, or its size has another form.
 
     Example:
       >>> parse_target("h200:8x8").num_devices
@@ -121,7 +121,7 @@ def parse_target(name: str) -> Target:
 
 
 def cpu_devices(number: int) -> Sequence[Any]:
-    """Make CPU devices; before jax's first device is asked for.
+    """Make CPU devices; call it before jax's first device is requested.
 
     Raises:
       ValueError: if jax has started with fewer.
@@ -133,6 +133,6 @@ def cpu_devices(number: int) -> Sequence[Any]:
     if len(devices) < number:
         raise ValueError(
             f"target: {number} CPU devices, but jax has started with {len(devices)}; "
-            "plan in a process of its own, or set jax_num_cpu_devices first."
+            "plan in a separate process, or set jax_num_cpu_devices first."
         )
     return devices[:number]

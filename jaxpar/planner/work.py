@@ -1,7 +1,7 @@
-"""What does one device have to do in a step: bytes through memory, bytes over links.
+"""What is one device's work in a step: bytes through memory, bytes over links.
 
-Read from the compiled program. What passes through memory is counted between kernels:
-what each fusion, product, copy or collective reads and writes, once for every run.
+Read from the compiled program. Memory traffic is counted between kernels: what each
+fusion, matmul, copy or collective reads and writes, in every run.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ _FREE = frozenset(
         "async-update",
     }
 )
-"""What moves nothing itself: names and control."""
+"""Opcodes that move no bytes: names and control."""
 
 
 _PRODUCTS = ("dot", "convolution")
@@ -30,7 +30,7 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """Bytes that one device sends in a step, by the slowest link that they cross.
+    """Bytes that one device sends in a step, by the slowest link of each collective.
 
     Attributes:
       inside_host: to devices of its own host.
@@ -46,8 +46,8 @@ class Traffic:
     """Bytes that one device reads from its memory and writes to it in a step.
 
     Attributes:
-      products: by kernels that multiply matrices, and by copies that run beside them
-        (XLA's asynchronous fusions).
+      products: by matmul kernels, and by copies that run beside them (XLA's
+        asynchronous fusions).
       others: by all others.
     """
 
@@ -64,7 +64,7 @@ def memory_traffic(module: Module) -> Traffic:
       module: the program.
 
     Returns:
-      Bytes, of one run.
+      Bytes of one run.
     """
     inside = {
         name
@@ -88,12 +88,12 @@ def memory_traffic(module: Module) -> Traffic:
 
 
 def _is_free(instruction: Instruction) -> bool:
-    """Whether an instruction moves nothing, or ends what was counted at its start."""
+    """Whether an instruction moves nothing, or was counted at its start."""
     return instruction.opcode in _FREE or instruction.opcode.endswith("-done")
 
 
 def _multiplies(instruction: Instruction, module: Module) -> bool:
-    """Whether a kernel multiplies matrices."""
+    """Whether a kernel contains a matmul."""
     if instruction.opcode == "custom-call":
         called = instruction.attribute("custom_call_target").lower()
         return any(word in called for word in ("gemm", "matmul", "conv", "attention"))
@@ -116,7 +116,7 @@ def _moved(instruction: Instruction, around: Computation, module: Module) -> int
     if instruction.opcode in _FUSIONS:
         return _fusion_bytes(module.computations[instruction.called[0]], sizes)
     if instruction.opcode.endswith("-start"):
-        return written  # The operands are listed beside the results.
+        return written  # The operands are listed with the results.
     if instruction.opcode in _SLICES:
         return 2 * written
     if instruction.opcode == "dynamic-update-slice":
@@ -125,7 +125,7 @@ def _moved(instruction: Instruction, around: Computation, module: Module) -> int
 
 
 def _fusion_bytes(fused: Computation, sizes: list[int]) -> int:
-    """Of operands that are only sliced, the slices; of results in place, updates."""
+    """Bytes: slices of operands only sliced, and updates of results in place."""
     updated: set[str] = set()
     written = sum(array.bytes for array in fused.root.types)
     for instruction in fused.instructions.values():
@@ -158,7 +158,7 @@ def _fusion_bytes(fused: Computation, sizes: list[int]) -> int:
 
 
 def _behind_views(computation: Computation, name: str) -> str:
-    """The name of the array that a chain of views shows."""
+    """The name of the array behind a chain of views."""
     instruction = computation.instructions[name]
     while instruction.opcode in ("bitcast", "copy", "convert", "reshape"):
         instruction = computation.instructions[instruction.operands[0]]

@@ -1,10 +1,10 @@
-"""How does an array cross the data axis: gathers and reductions of leaves and scalars.
+"""How are arrays gathered and reduced over data: collectives of leaves and scalars.
 
 Two forms with one interface. `ManualCollectives` runs inside ``shard_map`` with data
 manual: its collectives are explicit, so gradients can be summed over micro-batches
-before they cross. `AutomaticCollectives` sees global arrays and states only where they
-lie; the compiler inserts the collectives. Arrays at rest are given as their plan's
-*view* (see `jaxpar.sharding.zero.LeafSharding`).
+before they are reduced. `AutomaticCollectives` sees global arrays and only constrains
+their shardings; the compiler inserts the collectives. Stored arrays are passed as the
+*view* of their sharding (see `jaxpar.sharding.zero.LeafSharding`).
 """
 
 import dataclasses
@@ -25,21 +25,21 @@ from jaxpar.sharding.zero import LeafSharding
 
 @runtime_checkable
 class Collectives(Protocol):
-    """What crosses the data axis, and how."""
+    """The collectives over data that a step uses."""
 
     def gather(self, leaf: LeafSharding, shard: jax.Array) -> jax.Array:
-        """Make the whole leaf, at its compute spec, from its view at rest."""
+        """Gather a leaf to its compute spec from its stored view."""
         ...
 
     def reduce(self, leaf: LeafSharding, whole: jax.Array) -> jax.Array:
-        """Sum a whole gradient over data, as the leaf's view at rest.
+        """Sum an unsharded gradient over data, to the leaf's stored view.
 
-        In the dtype that it crossed in.
+        The result has the dtype of the reduction.
         """
         ...
 
     def communicated_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
-        """The dtype in which gradients that are made in `dtype` cross."""
+        """The dtype in which gradients computed in `dtype` are reduced."""
         ...
 
     def total(self, value: jax.Array) -> jax.Array:
@@ -47,7 +47,7 @@ class Collectives(Protocol):
         ...
 
     def largest(self, value: jax.Array) -> jax.Array:
-        """The largest of a scalar over data."""
+        """The maximum of a scalar over data."""
         ...
 
     def shard_number(self) -> jax.Array:
@@ -60,8 +60,8 @@ class ManualCollectives:
     """Explicit collectives, for a body whose data axis is manual.
 
     Attributes:
-      reduce_dtype: the dtype in which gradients cross.
-      platform: the mesh's platform; the CPU reduces in fp32 whatever `reduce_dtype`.
+      reduce_dtype: the dtype in which gradients are reduced.
+      platform: the mesh's platform; CPUs reduce in fp32 whatever `reduce_dtype` is.
     """
 
     reduce_dtype: jnp.dtype
@@ -78,7 +78,7 @@ class ManualCollectives:
         return _as_computed(leaf, _on_placed_shards(gather, leaf)(shard))
 
     def reduce(self, leaf: LeafSharding, whole: jax.Array) -> jax.Array:
-        """Reduce-scatter along the view's data dim, or all-reduce a leaf kept whole."""
+        """Reduce-scatter along the view's data dim; all-reduce a replicated leaf."""
         view = constrain(_as_made(leaf, whole), *leaf.view_spec(data=False))
         view = view.astype(self.communicated_dtype(view.dtype))
         dim = leaf.view_data_dim
@@ -91,18 +91,18 @@ class ManualCollectives:
         return self._as_kept(_on_placed_shards(reduce, leaf)(view))
 
     def _as_kept(self, reduced: jax.Array) -> jax.Array:
-        """A reduced gradient, in memory as its parameter is.
+        """Give a reduced gradient the memory layout of its parameter.
 
-        NCCL scatters along the first dim in memory, so that XLA puts data's first; and
-        would go through parameters and moments in that order too, which can't be done
-        in place: it copies the whole state (jax 0.11.2).
+        NCCL scatters along the first dim in memory, so XLA makes the data dim the
+        first. Without the constraint XLA would use that layout for parameters and
+        moments too; the update is then not in place and copies the state (jax 0.11.2).
         """
         if self.platform != "gpu":
             return reduced
         return with_layout_constraint(reduced, Layout(tuple(range(reduced.ndim))))
 
     def communicated_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
-        """The one they are told to cross in, or the platform's."""
+        """`reduce_dtype`, or the one that the platform needs."""
         return wire_dtype(self.reduce_dtype, self.platform)
 
     def total(self, value: jax.Array) -> jax.Array:
@@ -114,47 +114,47 @@ class ManualCollectives:
         return jax.lax.pmax(value, DATA)
 
     def shard_number(self) -> jax.Array:
-        """Its place on the axis."""
+        """The index on the data axis."""
         return jax.lax.axis_index(DATA)
 
 
 @dataclasses.dataclass(frozen=True)
 class AutomaticCollectives:
-    """Layouts only, for a body that sees the whole micro-batch."""
+    """Sharding constraints only, for a body that sees the full micro-batch."""
 
     def gather(self, leaf: LeafSharding, shard: jax.Array) -> jax.Array:
-        """State the layout at rest, then the one computed on."""
+        """Constrain to the stored spec, then to the compute spec."""
         stored = constrain(shard, *leaf.view_spec())
-        # In two steps: over both axes at once, every tensor shard would cross data.
+        # In two steps: in one, every tensor shard would be gathered over data as well.
         over_tensor = constrain(stored, *leaf.view_spec(data=False))
         return _as_computed(leaf, over_tensor)
 
     def reduce(self, leaf: LeafSharding, whole: jax.Array) -> jax.Array:
-        """State the layout at rest; the sum is the compiler's."""
+        """Constrain to the stored spec; the compiler inserts the sum."""
         return constrain(_as_made(leaf, whole), *leaf.view_spec())
 
     def communicated_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
-        """The same: the compiler reduces what the backward pass makes."""
+        """The same dtype: the compiler reduces gradients as they are computed."""
         return dtype
 
     def total(self, value: jax.Array) -> jax.Array:
-        """Nothing to add: the value is global."""
+        """The value itself: it is global."""
         return value
 
     def largest(self, value: jax.Array) -> jax.Array:
-        """Nothing to compare: the value is global."""
+        """The value itself: it is global."""
         return value
 
     def shard_number(self) -> jax.Array:
-        """There is one, of all rows."""
+        """0: one shard has all rows."""
         return jnp.int32(0)
 
 
 def wire_dtype(dtype: jnp.dtype, platform: str) -> jnp.dtype:
-    """The dtype in which a reduction over a manual axis crosses: fp32 on CPUs.
+    """The dtype of a reduction over a manual axis: fp32 on CPUs.
 
-    XLA:CPU aborts the process on one in bf16 while another axis is automatic (seen on
-    jax 0.10.2, 0.11.2 and 0.12.0.1).
+    XLA:CPU aborts the process on a bf16 reduction while another axis is automatic (seen
+    on jax 0.10.2, 0.11.2 and 0.12.0.1).
     """
     return jnp.dtype(jnp.float32) if platform == "cpu" else jnp.dtype(dtype)
 
@@ -164,8 +164,8 @@ def _on_placed_shards(
 ) -> Callable[[jax.Array], jax.Array]:
     """Run a manual collective over data on each pipe and tensor shard of a view.
 
-    The compiler does not look into a collective that is manual: where another axis is
-    automatic, it makes the operand whole over that first (jax 0.10.2 to 0.12.0.1).
+    The compiler does not look into a manual collective: where another axis is
+    automatic, it first gathers the operand over that axis (jax 0.10.2 to 0.12.0.1).
     """
     if not any(leaf.placed):
         return collectives
@@ -180,26 +180,26 @@ def _on_placed_shards(
 
 
 def _as_computed(leaf: LeafSharding, view: jax.Array) -> jax.Array:
-    """Lay a view that is whole over data out as its leaf is computed on."""
+    """Bring a view that is gathered over data to its leaf's compute spec."""
     kept = (
-        axes_of(entry) if rests else ()
-        for entry, rests in zip(leaf.compute, leaf.placed, strict=True)
+        axes_of(entry) if stored else ()
+        for entry, stored in zip(leaf.compute, leaf.placed, strict=True)
     )
     view = constrain(view, *leaf.in_view(list(kept)))
     return constrain(view.reshape(leaf.shape), *leaf.compute)
 
 
 def _as_made(leaf: LeafSharding, grad: jax.Array) -> jax.Array:
-    """See a gradient as its leaf's view, laid out as the leaf was computed on.
+    """Reshape a gradient to its leaf's view, at the compute spec.
 
-    Stated, because the compiler would else carry the layout at rest back into the
-    backward pass, and split activations over tensor along the width.
+    Without the constraint the compiler propagates the stored sharding into the backward
+    pass, and splits activations over tensor along the width.
     """
     return constrain(grad, *leaf.compute).reshape(leaf.view_shape)
 
 
 def to_view(sharded: LeafSharding, leaf: jax.Array) -> jax.Array:
-    """See a leaf at rest as its plan's view, in automatic mode; nothing moves."""
+    """Reshape a stored leaf to its view, in automatic mode; no data moves."""
     return constrain(leaf.reshape(sharded.view_shape), *sharded.view_spec())
 
 
@@ -209,5 +209,5 @@ def from_view(leaf: LeafSharding, view: jax.Array) -> jax.Array:
 
 
 def manual_spec(leaf: LeafSharding) -> P:
-    """The part of a view's spec that ``shard_map`` with data manual is told."""
+    """The data part of a view's spec, for ``shard_map`` with data manual."""
     return leaf.view_spec(placed=False)

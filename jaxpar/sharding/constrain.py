@@ -1,8 +1,8 @@
-"""How does a model say where an activation lies, whatever mode it is traced in?
+"""How does a model constrain an activation's sharding in any tracing mode?
 
 The engine runs most losses with the data axis *manual* (inside ``jax.shard_map``)
 and some in *automatic* mode; outside the engine there may be no mesh at all. A bare
-``with_sharding_constraint`` fails in two of the three; `constrain` is right in all.
+``with_sharding_constraint`` fails in two of the three; `constrain` works in all.
 """
 
 import contextlib
@@ -18,23 +18,21 @@ from jaxpar.sharding.tensor import AXIS_NAMES
 
 
 def constrain(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
-    """Constrain an array's layout on the mesh axes that the compiler places.
+    """Constrain an array's sharding on the automatic mesh axes.
 
-    One entry per dim: a mesh axis, a tuple of them, or None for a dim kept whole;
-    missing trailing entries mean None. Axes that are manual here are dropped, for the
-    array is already this shard's piece of them; with no mesh in context, `x` comes
-    back as it is.
+    One entry per dim: a mesh axis, a tuple of them, or None for an unsharded dim;
+    missing trailing entries mean None. Manual axes are dropped, because the array is
+    already this shard's piece; with no mesh in context, `x` is returned unchanged.
 
     Args:
       x: an array of any shape.
       *axes: mesh axes by dim, such as ``constrain(x_BTD, "data", "tensor")``.
 
     Returns:
-      `x`, with its layout constrained.
+      `x`, with its sharding constrained.
 
     Raises:
-      ValueError: if an axis is not one of the mesh's, or there are more entries than
-        dims.
+      ValueError: if an axis is not in the mesh, or there are more entries than dims.
 
     Example:
       >>> import jax.numpy as jnp
@@ -58,7 +56,7 @@ def constrain(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
 
 @contextlib.contextmanager
 def own_constraints() -> Iterator[None]:
-    """Say, where a ``with_sharding_constraint`` in the context fails, what does not.
+    """Add a remedy to the error of a bare ``with_sharding_constraint``.
 
     Example:
       >>> with own_constraints():
@@ -73,9 +71,9 @@ def own_constraints() -> Iterator[None]:
         if any(frame.name == "with_sharding_constraint" for frame in frames):
             error.add_note(
                 "A bare with_sharding_constraint fails where no mesh is in context, "
-                "and on axes that are manual, as data is in most losses. Write "
-                'jaxpar.constrain(x, "data", None, "tensor") for it, with an axis or '
-                "None for each dim: it is right in all of these."
+                "and on manual axes, as data is in most losses. Use "
+                'jaxpar.constrain(x, "data", None, "tensor") instead, with an axis or '
+                "None for each dim: it works in all of these cases."
             )
         raise
 
@@ -83,8 +81,8 @@ def own_constraints() -> Iterator[None]:
 def placed_rules(axis_rules: AxisRules) -> AxisRules:
     """Flax's axis rules, for activations on the mesh in context.
 
-    ``with_logical_constraint`` would fail for an axis that the mesh does not have, or
-    that is manual here; such a dim is left to the compiler.
+    ``with_logical_constraint`` fails for an axis that the mesh does not have, or that
+    is manual; such a dim is left to the compiler.
 
     Args:
       axis_rules: pairs of a logical name and mesh axes, by any of `AXIS_NAMES`.
@@ -107,7 +105,7 @@ def placed_rules(axis_rules: AxisRules) -> AxisRules:
 
 
 def _placed(mesh: jax.sharding.AbstractMesh) -> set[str]:
-    """The axes that the compiler places."""
+    """The mesh's automatic axes."""
     if mesh.empty:
         return set()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)

@@ -1,10 +1,9 @@
-"""Where does a leaf's every dim go on the tensor axis: from names and rules to specs.
+"""Which mesh axis splits each dim of a leaf: from names and rules to specs.
 
 A model may name the dims of its parameters (``("embed", "mlp")``); `rules` map those
-names, or the paths of leaves, to mesh axes. A model written for a mesh names its axes
-instead, which are `AXIS_NAMES`, or brings Flax's own rules. What no rule speaks of is
-kept whole while it is computed on; ZeRO decides where it is stored
-(`jaxpar.sharding.zero`).
+names, or the paths of leaves, to mesh axes. A model written for a mesh uses axis names
+instead (`AXIS_NAMES`), or Flax's own rules. A dim that no rule matches is unsharded
+while it is computed on; ZeRO decides how it is stored (`jaxpar.sharding.zero`).
 """
 
 import math
@@ -23,7 +22,7 @@ pattern -> PartitionSpec."""
 
 AxisRules = Sequence[tuple[str, Any]]
 """Flax's ``logical_axis_rules``: pairs of a logical name and mesh axes (one, several or
-None); of two for a name, the first whose axes are free in an array counts."""
+None); of two rules for a name, the first whose axes are free in an array applies."""
 
 Spec = tuple[str | tuple[str, ...] | None, ...]
 """One mesh axis, several, or None per dim."""
@@ -36,24 +35,24 @@ def compute_specs(
     sizes: Mapping[str, int],
     axis_rules: AxisRules = (),
 ) -> dict[str, Spec]:
-    """Decide on which axis each dim of each leaf is computed.
+    """Choose the compute spec of every leaf.
 
-    Path rules win over logical names; among path rules the first that matches.
+    Path rules win over logical names; among path rules the first match wins.
 
     Args:
       shapes: leaf name -> shape.
-      names: leaf name -> the model's own names of its dims, or None.
+      names: leaf name -> the model's names for its dims, or None.
       rules: the user's rules.
       sizes: mesh axis -> devices on it.
-      axis_rules: Flax's rules, in the place of `LOGICAL_RULES` where there are any.
+      axis_rules: Flax's rules; if there are any, they replace `LOGICAL_RULES`.
 
     Returns:
       leaf name -> one entry per dim.
 
     Raises:
       ValueError: for an unknown axis in a rule, a rule that matches nothing, a spec
-        that does not fit its leaf, a dim that its axis does not divide, or a name that
-        no rule knows where tensor or pipe is more than 1.
+        that does not fit its leaf, a dim that its axis does not divide, or a name
+        without a rule where tensor or pipe is more than 1.
 
     Example:
       >>> compute_specs({"w": (4, 8)}, {"w": ("embed", "mlp")}, {}, {"tensor": 2})
@@ -99,7 +98,7 @@ def flat_names(names: Sequence[Any]) -> Iterator[str]:
 
 
 def _on_axes(key: str, value: Any) -> Any:
-    """A rule's value, with the mesh's own names of its axes."""
+    """A rule's value, with jaxpar's names of the mesh axes."""
     if isinstance(value, P):
         return P(*(_on_axes(key, entry) for entry in value))
     if value is None or value == VOCAB:
@@ -111,8 +110,8 @@ def _on_axes(key: str, value: Any) -> Any:
         raise ValueError(_not_alone(key))
     if axis == DATA:
         raise ValueError(
-            f"rules: {key!r} maps to {value!r}, but parameters are spread over data by "
-            "zero=1, 2 or 3, not by rules. Use 'tensor' or None."
+            f"rules: {key!r} maps to {value!r}, but parameters are sharded over data "
+            "by zero=1, 2 or 3, not by rules. Use 'tensor' or None."
         )
     raise ValueError(
         f"rules: {key!r} maps to {value!r}, which is not a mesh axis. "
@@ -142,7 +141,7 @@ def _padded(pattern: str, spec: P, name: str, shape: tuple[int, ...]) -> Spec:
 
 
 def _flax_axes(names: Sequence[Any], axis_rules: AxisRules) -> dict[str, Any]:
-    """Flax's assignment of the names of one array: what it leaves over is whole."""
+    """Flax's assignment of one array's names; names without an axis are unsharded."""
     found: dict[str, Any] = {}
     for name, axes in axis_rules:
         taken = {axis for entry in found.values() for axis in flat_names((entry,))}
@@ -158,7 +157,7 @@ def _from_names(
     known: Mapping[str, Any],
     unknown: dict[str, list[str]],
 ) -> Spec:
-    """The spec by the names of a leaf's dims; adds to `unknown` what is not known."""
+    """The spec from a leaf's dim names; names without a rule go into `unknown`."""
     if len(names) > len(shape):
         raise ValueError(
             f"rules: the model names {len(names)} dims of {leaf}, {tuple(names)}, but "
@@ -173,7 +172,7 @@ def _from_names(
                     found.add(AXIS_NAMES[axis])
                 else:
                     unknown.setdefault(part, []).append(leaf)
-        axes = tuple(axis for axis in VOCAB if axis in found)  # ZeRO decides on data.
+        axes = tuple(axis for axis in VOCAB if axis in found)  # ZeRO places data.
         spec.append(() if found & {axis for entry in spec for axis in entry} else axes)
     return tuple(spec) + (None,) * (len(shape) - len(spec))
 
@@ -181,7 +180,7 @@ def _from_names(
 def _on_mesh(
     leaf: str, entry: str | tuple[str, ...] | None, sizes: Mapping[str, int]
 ) -> str | tuple[str, ...] | None:
-    """An entry of several axes without those that have one device."""
+    """Drop axes of one device from an entry of several axes."""
     axes = axes_of(entry)
     if axes == (PIPE,):
         if sizes.get(PIPE, 1) > 1:
@@ -208,7 +207,7 @@ def _check_divides(
 
 
 def _unknown(unknown: Mapping[str, Sequence[str]], known: Mapping[str, Any]) -> str:
-    """The error for names that no rule knows, of all leaves."""
+    """The error for names without a rule, for all leaves."""
     listed = []
     for name, leaves in unknown.items():
         others = f" and {len(leaves) - 1} more" if len(leaves) > 1 else ""
@@ -217,7 +216,7 @@ def _unknown(unknown: Mapping[str, Sequence[str]], known: Mapping[str, Any]) -> 
     whole = ", ".join(f"{name!r}: None" for name in unknown)
     return (
         "rules: the model gives dims names that no rule knows: "
-        f"{', '.join(listed)}. Pass rules={{{whole}}} to keep those dims whole, "
+        f"{', '.join(listed)}. Pass rules={{{whole}}} to leave those dims unsharded, "
         "'tensor' for None to split one; with tensor=1 and pipe=1 no name needs a rule."
     )
 

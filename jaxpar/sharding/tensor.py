@@ -1,10 +1,10 @@
 """Which dims does tensor parallelism split: the column, row and vocabulary rules.
 
-A *column*-parallel product splits its output dim (heads, MLP hidden), the *row*-
-parallel one behind it splits its input dim, so that the pair needs one reduction;
-the vocabulary is split for the embedding, the logits and their loss, over the stages of
-a pipeline too, so that each does its share of them. Written as names of dims, one
-table is all three: a kernel ``("embed", "mlp")`` is column-parallel, ``("mlp",
+A *column*-parallel matmul splits its output dim (heads, MLP hidden), the *row*-parallel
+matmul after it splits its input dim, so the pair needs one reduction. The vocabulary is
+split for the embedding, the logits and their loss, over pipeline stages too, so that
+every stage does its share of them. With named dims, one table holds all three rules: a
+kernel ``("embed", "mlp")`` is column-parallel, ``("mlp",
 "embed")`` row-parallel, a table ``("vocab", "embed")`` vocabulary-parallel.
 
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
@@ -13,7 +13,7 @@ Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 from jaxpar.mesh import DATA, PIPE, TENSOR
 
 VOCAB = (PIPE, TENSOR)
-"""The axes of the vocabulary; pipe counts where there is a pipeline."""
+"""The axes that split the vocabulary; pipe only where there is a pipeline."""
 
 LOGICAL_RULES: dict[str, str | tuple[str, ...] | None] = {
     "vocab": VOCAB,
@@ -25,7 +25,7 @@ LOGICAL_RULES: dict[str, str | tuple[str, ...] | None] = {
     "layers": None,
     "positions": None,
 }
-"""The logical names that jaxpar's models use, and the mesh axis each goes to."""
+"""The logical names that jaxpar's models use, and their mesh axes."""
 
 AXIS_NAMES = {
     TENSOR: TENSOR,
@@ -35,4 +35,4 @@ AXIS_NAMES = {
     DATA: DATA,
     "fsdp": DATA,
 }
-"""What models written for a mesh call its axes, and which axis that is here."""
+"""Axis names of models written for a mesh, and jaxpar's axis for each."""

@@ -1,4 +1,4 @@
-"""Where is each leaf stored, and where is it computed on: ZeRO as two axis maps.
+"""How is each leaf stored, and how computed on: ZeRO as two specs per leaf.
 
 A ZeRO stage is a row of a table, not a code path (`ZERO_STAGES`). A leaf has a
 `LeafSharding`: the spec it is stored at and the spec it is computed at. At ZeRO stages
@@ -6,8 +6,8 @@ A ZeRO stage is a row of a table, not a code path (`ZERO_STAGES`). A leaf has a
 the state of Adam takes 12 Psi / N bytes.
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion
-Parameter Models", sections 5 and 7. Differs: parameters rest sharded at stages 1 and 2
-too (the fp32 masters are the parameters), and are gathered once a step.
+Parameter Models", sections 5 and 7. Differs: parameters are stored sharded at ZeRO
+stages 1 and 2 too (the fp32 masters are the parameters), and are gathered once a step.
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ from jaxpar.mesh import AXES, DATA, PIPE, TENSOR
 from jaxpar.sharding.rules import Spec, axes_of
 
 WHOLE_BELOW_BYTES = 1024
-"""Leaves smaller than this are kept whole over data."""
+"""Leaves smaller than this are replicated over data."""
 
 LARGE_BYTES = 1 << 20
-"""A leaf of at least this many bytes must be sharded, or be allowed not to be."""
+"""A leaf of at least this many bytes must be sharded or be in `allow_whole`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +37,10 @@ class ZeroStage:
 
     Attributes:
       number: 0, 1, 2 or 3.
-      rest: parameters and optimizer state rest "whole" or "sharded" over data.
+      stored: parameters and optimizer state are stored "whole" (replicated) or
+        "sharded" over data.
       gather: parameters are gathered once a "step", at every "use", or "never".
-      reduce: gradients cross data once a "step" or every "microbatch".
+      reduce: gradients are reduced over data once a "step" or every "microbatch".
     """
 
     number: int
@@ -57,7 +58,7 @@ ZERO_STAGES = (
 
 
 def zero_stage(number: int) -> ZeroStage:
-    """Look a stage up.
+    """Look up a ZeRO stage.
 
     Raises:
       ValueError: if `number` is not 0, 1, 2 or 3.
@@ -76,20 +77,33 @@ def zero_stage(number: int) -> ZeroStage:
 
 @dataclasses.dataclass(frozen=True)
 class LeafSharding:
-    """How one leaf is laid out.
+    """The shardings of one leaf: as stored, and as computed on.
 
-    A dim that rests over data and another axis is split in two in the leaf's *view*
-    (the others' part, data's part): in manual mode the data axis can then be gathered
-    without moving what the others hold.
+    Where data and another axis split the same dim, that dim is two dims in the leaf's
+    *view*: the other axis splits the first, data the second. With data manual the leaf
+    is then gathered over data on every tensor shard, and tensor shards do not move.
 
     Attributes:
       name: the leaf's path.
       shape: its logical shape.
       compute: one mesh axis, several, or None per dim, while it is computed on.
-      data_dim: the dim that data splits at rest; None if data keeps it whole.
-      placed: by dim, which of pipe and tensor split it at rest.
+      data_dim: the dim that data splits in storage; None if replicated over data.
+      placed: by dim, which of pipe and tensor split it in storage.
       ways: (data, pipe, tensor) sizes of the mesh.
       why: the reason, for people.
+
+    Example: a (64, 17) kernel on data 4 x tensor 2, its rows split by tensor. 4 does
+      not divide 17, so data splits the rows too: 8 devices store 8 rows each. In the
+      view (2, 32, 17), tensor splits dim 0 and data dim 1. An all-gather over data
+      along dim 1 gives each device the 32 rows of its tensor shard.
+
+      >>> leaf = LeafSharding(
+      ...     "w", (64, 17), ("tensor", None), 0, (("tensor",), ()), (4, 1, 2), ""
+      ... )
+      >>> tuple(leaf.stored_spec)
+      (('tensor', 'data'), None)
+      >>> leaf.view_shape, tuple(leaf.view_spec())
+      ((2, 32, 17), ('tensor', 'data', None))
     """
 
     name: str
@@ -101,31 +115,31 @@ class LeafSharding:
     why: str
 
     def dim_of(self, axis: str) -> int | None:
-        """The dim that pipe or tensor splits at rest; None if it splits none."""
+        """The dim that pipe or tensor splits in storage; None if it splits none."""
         dims = (dim for dim, axes in enumerate(self.placed) if axis in axes)
         return next(dims, None)
 
     @property
     def shares_dim(self) -> bool:
-        """Whether data and another axis split the same dim at rest."""
+        """Whether data and another axis split the same dim in storage."""
         return self.data_dim is not None and bool(self.placed[self.data_dim])
 
     @property
     def ways_computed(self) -> int:
-        """Pieces that the leaf is in while computed on."""
+        """Number of shards while computed on."""
         sizes: dict[str, int] = dict(zip(AXES, self.ways, strict=True))
         return math.prod(sizes[a] for axes in self.compute for a in axes_of(axes))
 
     @property
     def ways_stored(self) -> int:
-        """Pieces that the leaf is in at rest."""
+        """Number of shards in storage."""
         sizes: dict[str, int] = dict(zip(AXES, self.ways, strict=True))
         others = math.prod(sizes[axis] for axes in self.placed for axis in axes)
         return others * (1 if self.data_dim is None else sizes[DATA])
 
     @property
     def stored_spec(self) -> P:
-        """The spec at rest, over the logical shape."""
+        """The storage spec, over the logical shape."""
         entries = list(self.placed)
         if self.data_dim is not None:
             entries[self.data_dim] = (*entries[self.data_dim], DATA)
@@ -133,12 +147,12 @@ class LeafSharding:
 
     @property
     def compute_spec(self) -> P:
-        """The spec while computed on, over the logical shape."""
+        """The compute spec, over the logical shape."""
         return P(*self.compute)
 
     @property
     def view_shape(self) -> tuple[int, ...]:
-        """The logical shape with a dim that data shares split in two."""
+        """The logical shape, with a dim that data shares as two dims."""
         dim = self.data_dim
         if dim is None or not self.shares_dim:
             return self.shape
@@ -158,21 +172,21 @@ class LeafSharding:
         return self.data_dim + self.shares_dim
 
     def view_spec(self, *, data: bool = True, placed: bool = True) -> P:
-        """The spec at rest over the view: of data, of pipe and tensor, or of all."""
+        """The storage spec over the view: of data, of pipe and tensor, or of all."""
         entries = self.in_view(self.placed if placed else [()] * len(self.shape))
         if data and self.view_data_dim is not None:
             entries[self.view_data_dim] = DATA
         return P(*entries)
 
     def in_view(self, axes: Sequence[tuple[str, ...]]) -> list[Any]:
-        """Entries of a spec over the view from axes by logical dim."""
+        """Make a spec's entries over the view from axes by logical dim."""
         entries = [_entry(names) for names in axes]
         if self.data_dim is not None and self.shares_dim:
             entries.insert(self.data_dim + 1, None)
         return entries
 
     def without_leading_dim(self) -> "LeafSharding | None":
-        """The plan of one slice along dim 0; None if an axis splits that dim."""
+        """The sharding of one slice along dim 0; None if an axis splits that dim."""
         if self.data_dim == 0 or self.placed[0] or self.compute[0] is not None:
             return None
         return dataclasses.replace(
@@ -196,23 +210,23 @@ def shard_leaves(
     allow_whole: Sequence[str] = (),
     regrouped: Collection[str] = (),
 ) -> dict[str, LeafSharding]:
-    """Lay every leaf out for a stage and a mesh.
+    """Choose the sharding of every leaf, for a ZeRO stage and a mesh.
 
     Args:
       leaves: leaf name -> shape and dtype.
       compute: leaf name -> its compute spec.
       zero: the row of the ZeRO table.
       sizes: mesh axis -> devices on it.
-      allow_whole: path patterns of large leaves that may stay whole over data.
-      regrouped: leaves whose dim 0 is put in another order over pipe to compute: no
-        axis splits that dim at rest, and pipe has a dim of its own.
+      allow_whole: path patterns of large leaves that may be replicated over data.
+      regrouped: leaves whose dim 0 is reordered over pipe to compute: no axis splits
+        that dim in storage, and pipe has a dim of its own.
 
     Returns:
-      leaf name -> plan.
+      leaf name -> sharding.
 
     Raises:
-      ValueError: if a large leaf cannot be sharded over data and is not allowed to
-        stay whole, or `allow_whole` is one string, or a pattern of it matches nothing.
+      ValueError: if a large leaf cannot be sharded over data and is not in
+        `allow_whole`, or that is one string, or a pattern of it matches nothing.
     """
     if isinstance(allow_whole, str):
         raise ValueError(
@@ -236,8 +250,8 @@ def shard_leaves(
             raise ValueError(
                 f"zero={zero.number}: {name} (shape {leaf.shape}, "
                 f"{tree.num_bytes(leaf) / 2**20:.1f} MiB) has no dim that data="
-                f"{ways[0]} divides, so every device would hold it whole. Pad a dim to "
-                f"a multiple of {ways[0]}, change the mesh, or pass "
+                f"{ways[0]} divides, so every device would hold all of it. Pad a dim "
+                f"to a multiple of {ways[0]}, change the mesh, or pass "
                 f"allow_whole=({name!r},)."
             )
         leaf_shardings[name] = sharded
@@ -267,14 +281,14 @@ def _shard_leaf(
     shape = tuple(leaf.shape)
     placed = tuple(map(axes_of, compute))
     if zero.stored == "whole":
-        why = "stage 0 replicates over data"
+        why = "ZeRO stage 0 replicates over data"
         if regroups:
             dims = _best_dims(shape, placed, (1, ways[1], 1), regroups=True)
             placed = _placed(shape, dims)
         return LeafSharding(name, shape, compute, None, placed, ways, why)
     size_bytes = math.prod(shape) * np.dtype(leaf.dtype).itemsize
     if size_bytes < WHOLE_BELOW_BYTES:
-        why = f"kept whole over data: {size_bytes} B is under {WHOLE_BELOW_BYTES}"
+        why = f"replicated over data: {size_bytes} B is under {WHOLE_BELOW_BYTES}"
         return LeafSharding(name, shape, compute, None, placed, ways, why)
     dims = _best_dims(shape, placed, ways, regroups=regroups)
     rests = _placed(shape, dims)
@@ -285,7 +299,7 @@ def _shard_leaf(
 def _placed(
     shape: tuple[int, ...], dims: tuple[int | None, ...]
 ) -> tuple[tuple[str, ...], ...]:
-    """By dim, which of pipe and tensor are to split it."""
+    """By dim, which of pipe and tensor split it."""
     axes = list(zip(AXES, dims, strict=True))[1:]
     return tuple(
         tuple(axis for axis, own in axes if own == dim) for dim in range(len(shape))
@@ -299,14 +313,14 @@ def _why(leaf: LeafSharding, ruled: tuple[tuple[str, ...], ...]) -> str:
         if ways > 1 and dim is not None and axis in ruled[dim]:
             parts.append(f"rule: {axis} splits dim {dim}")
         elif dim is not None and axis not in ruled[dim]:
-            parts.append(f"rests over {axis} on dim {dim}")
+            parts.append(f"stored sharded over {axis} on dim {dim}")
         elif ways > 1:
-            parts.append(f"whole over {axis}: no dim divides by {ways}")
+            parts.append(f"replicated over {axis}: {ways} divides no dim")
     data = leaf.ways[0]
     if leaf.data_dim is not None:
         parts.append(f"zero: data splits dim {leaf.data_dim}")
     elif data > 1:
-        parts.append(f"whole over data: no dim divides by {data}")
+        parts.append(f"replicated over data: {data} divides no dim")
     return "; ".join(parts) or "one device on every axis"
 
 
@@ -317,10 +331,10 @@ def _best_dims(
     *,
     regroups: bool,
 ) -> tuple[int | None, ...]:
-    """Pick the dims that data, pipe and tensor split at rest: most shards first.
+    """Choose the dims that data, pipe and tensor split in storage: most shards first.
 
-    Among equals: not a leading dim that looks like a stack of layers (a scan slices
-    along it), then a dim of its own for each axis, then the largest, then the last.
+    Ties: not a leading dim that looks like a stack of layers (a scan slices along it),
+    then a separate dim for each axis, then the largest dim, then the last.
     """
     stacked = len(shape) > 1 and shape[0] * 8 <= max(shape[1:])
     by_rule = [

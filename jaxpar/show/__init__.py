@@ -1,1 +1,1 @@
-"""Every picture and table: of plans, searches, schedules and sparse patterns."""
+"""How are plans, searches, schedules and sparse patterns shown: pictures and tables."""

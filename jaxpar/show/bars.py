@@ -1,4 +1,4 @@
-"""How is a stacked bar drawn: its parts to scale, their names, its axis, its lines."""
+"""How is a stacked bar drawn: its pieces to scale, their names, its axis, its marks."""
 
 import dataclasses
 import itertools
@@ -11,32 +11,32 @@ INK, MUTED, RED, GREEN = "#1f2328", "#59636e", "#b3261e", "#1a7f4b"
 DEEP, PALE, STONE, IDLE, LINKS = "#3b78b0", "#86add2", "#a8b0b8", "#d3d8dd", "#c9733b"
 
 WIDTH, MARGIN, TICKS, LINE = 8.0, 0.2, 0.32, 0.17
-"""Inches: of a panel, of its margins, of ticks and of a line of text below it."""
+"""Inches: a panel, its margins, its ticks and a line of text below it."""
 POINTS_PER_INCH = 72.0
 FONT = 7.5
 CHARACTER = 0.58
-"""Of a character of a text, its width in heights of the font."""
+"""Width of a character, in heights of the font."""
 MOST_LINES = 3
 SWATCH = 0.4
-"""Inches of a key's patch and the room around it."""
+"""Inches of a legend's patch and the space around it."""
 SEEN = 1e-3
-"""Of a bar, a part that is too small to be seen, and is not named."""
+"""Pieces below this fraction of a bar are too small to see, and are not named."""
 SCALES = {
     "B": ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B")),
     "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")),
 }
-"""Unit -> what numbers of it are written in."""
+"""Unit -> (scale, prefixed unit) of its numbers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A part of a stacked bar.
+    """One piece of a stacked bar.
 
     Attributes:
-      name: for people.
+      name: its label.
       value: bytes or seconds.
-      colour: of the bar.
-      derived: it is no figure of the compiler's, and hatched.
+      colour: of the piece.
+      derived: whether it is derived, not the compiler's number; it is then hatched.
     """
 
     name: str
@@ -50,10 +50,10 @@ class Bar:
     """A stacked bar, as wide as a panel.
 
     Attributes:
-      pieces: what it is of, from the left.
+      pieces: its pieces, from the left.
       unit: "B" or "s".
-      span: what its axis is long.
-      marks: where lines cross it.
+      span: the length of its axis.
+      marks: vertical lines through it.
     """
 
     pieces: Sequence[Piece]
@@ -63,7 +63,7 @@ class Bar:
 
     @property
     def names(self) -> list[list[str]]:
-        """Of each piece, the lines to write into it; none if there is no room."""
+        """For each piece, the lines to write into it; empty if there is no room."""
         begin, found = 0.0, []
         for piece in self.pieces:
             room, middle = self._room(piece.value), begin + piece.value / 2
@@ -78,7 +78,7 @@ class Bar:
 
     @property
     def key(self) -> dict[int, str]:
-        """Number -> name and value, of the pieces that are named below it."""
+        """Number -> name and value, of the pieces that are named in the legend."""
         least = SEEN * sum(piece.value for piece in self.pieces)
         named = zip(self.pieces, self.names, strict=True)
         return {
@@ -89,18 +89,18 @@ class Bar:
 
     @property
     def key_rows(self) -> int:
-        """Lines of the key."""
+        """Rows of the legend."""
         texts = list(self.key.values())
         return math.ceil(len(texts) / key_columns(texts))
 
     def _room(self, value: int | float) -> int:
-        """Characters that fit into a part of it."""
+        """Characters that fit into a piece of this value."""
         points = POINTS_PER_INCH * (WIDTH - 2 * MARGIN) * value / self.span
         return int(points / (CHARACTER * FONT)) - 2
 
 
 def stack(axes: Any, bar: Bar) -> None:
-    """Draw a bar from 0 to 1, its axis and its key."""
+    """Draw a bar from 0 to 1, its axis and its legend."""
     begin, drawn = 0.0, []
     for piece, lines in zip(bar.pieces, bar.names, strict=True):
         drawn += axes.barh(
@@ -132,14 +132,14 @@ def stack(axes: Any, bar: Bar) -> None:
 
 
 def key_columns(texts: Sequence[str]) -> int:
-    """Columns of a key: as many as a panel has room for."""
+    """Columns of a legend: as many as a panel has room for."""
     longest = max(map(len, texts), default=1)
     inches = SWATCH + CHARACTER * FONT * longest / POINTS_PER_INCH
     return max(min(int((WIDTH - 2 * MARGIN) / inches), len(texts)), 1)
 
 
 def key(axes: Any, named: Sequence[tuple[Any, str]]) -> None:
-    """Name artists below the ticks, row by row."""
+    """Draw a legend below the ticks, row by row."""
     if not named:
         return
     width = key_columns([text for _, text in named])
@@ -157,7 +157,7 @@ def key(axes: Any, named: Sequence[tuple[Any, str]]) -> None:
 
 
 def note(axes: Any, text: str, key_rows: int) -> None:
-    """Write a line below the key."""
+    """Write a line below the legend."""
     axes.annotate(
         text,
         (0, 0),
@@ -171,7 +171,7 @@ def note(axes: Any, text: str, key_rows: int) -> None:
 
 
 def mark(axes: Any, text: str, at: int | float, top: float, colour: str) -> None:
-    """Draw a line through a bar up to `top`, and say there what it is."""
+    """Draw a line through a bar up to `top`, with its label there."""
     is_right = at > axes.get_xlim()[1] / 2
     axes.vlines(at, 0, top, color=colour, linewidth=1.4)
     axes.annotate(
@@ -186,7 +186,7 @@ def mark(axes: Any, text: str, at: int | float, top: float, colour: str) -> None
 
 
 def ticks(axes: Any, unit: str) -> None:
-    """Write ticks in one unit, the one that suits the axis."""
+    """Label the ticks in the unit that suits the axis."""
     most = axes.get_xlim()[1]
     found = [pair for pair in SCALES[unit] if pair[0] <= most]
     scale, name = found[0] if found else SCALES[unit][-1]
@@ -201,11 +201,11 @@ def quantity(number: int | float, unit: str) -> str:
     """Write bytes or seconds to three digits.
 
     Args:
-      number: how many; 0 or more.
+      number: the quantity; 0 or more.
       unit: "B" or "s".
 
     Returns:
-      The number in the unit of its size.
+      The number with a prefixed unit.
 
     Example:
       >>> quantity(80_812_000_000, "B"), quantity(33, "B"), quantity(0.0123, "s")

@@ -1,4 +1,4 @@
-"""What can be drawn of a plan: memory, traffic, a step's time, the pipeline's order."""
+"""What can be drawn of a plan: memory, traffic, the step's time, the pipeline."""
 
 import dataclasses
 import itertools
@@ -28,29 +28,29 @@ from jaxpar.show.schedule import title as name_of
 BAR, TIER, ROW, STAGE = 0.46, 0.2, 0.2, 0.26
 """Inches: a stacked bar, a label above it, a plain bar, a stage's lane."""
 LABEL, LABEL_FONT, NUMBER = 0.53, 8.0, 1.4
-"""Of traffic: a label's character in heights of its font; inches of what a bar says."""
+"""Traffic labels: a character's width in heights of its font; a value's inches."""
 STAGE_LABEL, MOST_INCHES, MOST_NAMED = 0.7, 4.0, 16
 SMALLEST_FONT = 5.0
 MOST_ROWS, MOST_LETTERS = 10, 60
 MOST_OUTLINES = 5000
-"""Boxes that are outlines in an SVG; more are one image in it."""
+"""An SVG draws up to this many boxes as outlines, more as one image."""
 DERIVED = (
-    "hatched: derived (closed forms, and what they leave of the temporaries); solid, "
-    "and the peak: the compiler's"
+    "hatched: derived (closed forms, and the rest of the temporaries); solid, and "
+    "the peak: the compiler's"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """A part of the picture.
+    """One panel of the picture.
 
     Attributes:
       heading: what it shows.
       finding: the number to take away.
       inches: height of the axes.
-      below: inches that ticks, keys and notes take below them.
+      below: inches of ticks, legends and notes below them.
       paint: draws on the axes; None if there is nothing to draw.
-      left: inches that labels take at the left.
+      left: inches of the labels at the left.
       colour: of the finding.
     """
 
@@ -64,7 +64,7 @@ class Panel:
 
 
 def panels(plan: Plan) -> dict[str, Panel]:
-    """Name -> panel, of those that the plan has numbers for."""
+    """Name -> panel, for those that the plan has numbers for."""
     found = {"memory": _memory(plan), "traffic": _traffic(plan)}
     if plan.estimate is not None:
         found["time"] = _time(plan, plan.estimate)
@@ -77,16 +77,16 @@ def verdict(plan: Plan) -> str:
     """Say whether the plan fits, and by how much."""
     peak, whole = plan.memory.peak, plan.device_memory_bytes
     if whole is None:
-        return f"peak {quantity(peak, 'B')}; the device's memory is not known"
+        return f"peak {quantity(peak, 'B')}; the device's memory is unknown"
     if peak > whole:
         return (
             f"does not fit: {quantity(peak - whole, 'B')} over {quantity(whole, 'B')}"
         )
-    return f"fits: {quantity(whole - peak, 'B')} of {quantity(whole, 'B')} are left"
+    return f"fits: {quantity(whole - peak, 'B')} of {quantity(whole, 'B')} are free"
 
 
 def memory_pieces(plan: Plan) -> list[Piece]:
-    """What a device holds, by kind; in sum the state, the batch and the temporaries."""
+    """A device's memory by kind; the sum is state, batch and temporaries."""
     memory = plan.memory
     other = memory.state - memory.parameters - memory.optimizer
     blue, green, yellow = (COLOURS[k] for k in ("forward", "backward", "weight"))
@@ -103,17 +103,17 @@ def memory_pieces(plan: Plan) -> list[Piece]:
 
 
 def time_pieces(found: Estimate) -> list[Piece]:
-    """What a step's time goes to; in sum the step."""
+    """A step's time by kind; the sum is the step."""
     return [
-        Piece("matrix products", found.products_seconds, bars.DEEP),
+        Piece("matmuls", found.products_seconds, bars.DEEP),
         Piece("other kernels", found.memory_seconds, bars.PALE),
-        Piece("waits for links", found.exposed_seconds, bars.LINKS),
+        Piece("exposed communication", found.exposed_seconds, bars.LINKS),
         Piece("bubble", found.bubble_seconds, bars.IDLE),
     ]
 
 
 def traffic_rows(plan: Plan) -> list[tuple[str, int, int]]:
-    """(what crosses, bytes that a device sends, times), most bytes first."""
+    """(collective, bytes that a device sends, times), most bytes first."""
     sums: dict[str, tuple[int, int]] = {}
     for row in plan.program.collectives:
         over = f" over {' x '.join(row.axes)}" if row.axes else ""
@@ -218,7 +218,7 @@ def _time(plan: Plan, found: Estimate) -> Panel:
     beside = max(found.links_seconds - found.exposed_seconds, 0.0)
     text = (
         f"collectives take {quantity(found.links_seconds, 's')}, "
-        f"{quantity(beside, 's')} of it beside other kernels"
+        f"{quantity(beside, 's')} of it overlapped"
     )
 
     def paint(axes: Any) -> None:
@@ -237,7 +237,7 @@ def _time(plan: Plan, found: Estimate) -> Panel:
 
 def _pipeline(schedule: Schedule, times: Mapping[str, float]) -> Panel:
     found, whole = boxes(schedule, times), cost(schedule, **times)
-    paler = "; the paler, the later the chunk" if schedule.num_chunks > 1 else ""
+    paler = "; later chunks are paler" if schedule.num_chunks > 1 else ""
 
     def paint(axes: Any) -> None:
         stages, points = schedule.num_stages, _points(found, whole.total)
@@ -274,7 +274,7 @@ def _lanes(
         own = [box for box in found if (box.work, box.stage) == (work, stage)]
         if not own:
             continue
-        own.sort(key=lambda box: box.chunk)  # The key takes the colour of the first.
+        own.sort(key=lambda box: box.chunk)  # The legend takes the first one's colour.
         shades = [1 - 0.6 * box.chunk / schedule.num_chunks for box in own]
         drawn = axes.broken_barh(
             [(box.begin, box.length) for box in own],
@@ -289,7 +289,7 @@ def _lanes(
 
 
 def _numbers(axes: Any, found: list[Box], font: float) -> None:
-    """Write the micro-batches into the boxes, where they can be read."""
+    """Write the micro-batch numbers into the boxes, where they are legible."""
     for box in found if font >= SMALLEST_FONT else ():
         middle = box.begin + box.length / 2
         style = {"ha": "center", "va": "center_baseline", "fontsize": font}

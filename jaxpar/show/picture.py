@@ -1,4 +1,4 @@
-"""How is a plan drawn: one picture, of the panels that it has numbers for."""
+"""How is a plan drawn: one picture with the panels that it has numbers for."""
 
 import contextlib
 import io
@@ -20,11 +20,11 @@ FORMATS: Mapping[str, Mapping[str, None]] = MappingProxyType(
         ".pdf": dict.fromkeys(("Creator", "Producer", "CreationDate")),
     }
 )
-"""Suffix -> what is left out of the file, so that equal plans give equal bytes."""
+"""Suffix -> metadata left out of the file, so that equal plans give equal bytes."""
 
 DOTS_PER_INCH = 150
 HEADING, TITLE = 0.58, 0.3
-"""Inches: the picture's heading, a panel's."""
+"""Inches of the picture's heading and of a panel's."""
 
 _STYLE = {
     "font.family": "DejaVu Sans",  # Comes with matplotlib.
@@ -54,7 +54,7 @@ _STYLE = {
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draw a plan: memory, traffic, the estimate and the pipeline, as far as known.
+    """Draw a plan: memory, traffic, the estimate and the pipeline, where known.
 
     Args:
       plan: the plan.
@@ -62,7 +62,7 @@ def draw(plan: Plan, path: Path) -> None:
 
     Raises:
       ModuleNotFoundError: if matplotlib is missing.
-      ValueError: if the suffix is another.
+      ValueError: if the suffix is not one of these.
       OSError: if `path` can't be written.
     """
     check_path(path)
@@ -74,15 +74,15 @@ def draw(plan: Plan, path: Path) -> None:
 
 
 def check_path(path: Path, suffixes: Sequence[str] = tuple(FORMATS)) -> None:
-    """Refuse a file that can't be written; to be called before anything compiles.
+    """Reject a file that can't be written; call it before anything compiles.
 
     Args:
       path: the file.
-      suffixes: what it may end in.
+      suffixes: the accepted suffixes.
 
     Raises:
       ModuleNotFoundError: if matplotlib is missing.
-      ValueError: if it ends in none of `suffixes`.
+      ValueError: if it has none of `suffixes`.
       FileNotFoundError: if its folder does not exist.
     """
     import_matplotlib("matplotlib.figure")
@@ -103,7 +103,7 @@ def as_svg(plan: Plan, name: str) -> str:
       name: of `jaxpar.show.panels.panels`.
 
     Returns:
-      ``<svg>``; its ids start with the name, for a page that has several.
+      ``<svg>``; its ids start with the name, because a page has several panels.
     """
     written = io.StringIO()
     with styled():
@@ -126,12 +126,12 @@ def styled() -> Iterator[None]:
 
 
 def make_figure(plan: Plan, names: Sequence[str] = ()) -> Any:
-    """Lay panels out, one below the other.
+    """Arrange panels, one below the other.
 
     Args:
       plan: the plan.
-      names: of `jaxpar.show.panels.panels`, to be drawn without any heading; if empty,
-        all of them with theirs.
+      names: of `jaxpar.show.panels.panels`, drawn without headings; if empty, all
+        panels with headings.
 
     Returns:
       The `matplotlib.figure.Figure`, to be made and saved inside `styled`.
@@ -164,7 +164,7 @@ def make_figure(plan: Plan, names: Sequence[str] = ()) -> Any:
 
 
 def headline(plan: Plan) -> tuple[str, str]:
-    """Say what is planned, in two lines."""
+    """The plan's heading, in two lines."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
     plural = "s" * (plan.num_devices != 1)
     return (

@@ -1,4 +1,4 @@
-"""How is a plan shown: tables in the terminal."""
+"""How is a plan printed: tables in the terminal."""
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -12,7 +12,7 @@ from jaxpar.show.panels import memory_pieces, verdict
 from jaxpar.show.schedule import chart
 
 _MOOD = {None: "bold", True: "bold green", False: "bold red"}
-"""Whether it fits -> how that is written."""
+"""Whether it fits -> the style of that text."""
 
 
 def show_plan(plan: Plan, console: Console, *, tokens: float | None = None) -> None:
@@ -20,8 +20,8 @@ def show_plan(plan: Plan, console: Console, *, tokens: float | None = None) -> N
 
     Args:
       plan: the plan.
-      console: where to.
-      tokens: of the whole run, to say what it costs.
+      console: the console.
+      tokens: of the whole run, to print its cost.
     """
     shape = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
     console.print(
@@ -64,7 +64,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _schedule(schedule: Schedule, width: int) -> RenderableType:
-    """The chart, where it fits."""
+    """The chart, if it fits."""
     if schedule.num_ticks * len(f" {schedule.num_microbatches}") > width:
         return f"{schedule.name}: {schedule.num_ticks} ticks; --png and --html draw it"
     return Group(f"{schedule.name}:", chart(schedule, width))
@@ -76,7 +76,7 @@ def _bar(fraction: float, width: int = 40) -> str:
 
 
 def _traffic(plan: Plan) -> Table:
-    table = Table("what crosses in a step", "over", "dtype", box=box.SIMPLE)
+    table = Table("communication per step", "over", "dtype", box=box.SIMPLE)
     for column in ("times", "GB", "GB sent by a device"):
         table.add_column(column, justify="right")
     for row in plan.program.collectives:
@@ -97,17 +97,17 @@ def _time(plan: Plan, tokens: float | None) -> RenderableType:
     table = Table("a step", "", box=box.SIMPLE, show_header=True)
     again = plan.flops_per_step / plan.model_flops_per_step - 1
     table.add_row(
-        "matrix products",
-        f"{plan.model_flops_per_step:.3g} FLOPs, and {again:.0%} again to recompute",
+        "matmuls",
+        f"{plan.model_flops_per_step:.3g} FLOPs, plus {again:.0%} recomputed",
     )
     table.add_row("compiled in", f"{plan.compile_seconds:.1f} s")
     found = plan.estimate
     if found is not None:
-        table.add_row("products", f"{found.products_seconds:.3f} s")
+        table.add_row("matmuls", f"{found.products_seconds:.3f} s")
         table.add_row("other kernels", f"{found.memory_seconds:.3f} s")
         table.add_row(
             "collectives",
-            f"{found.links_seconds:.3f} s, {found.exposed_seconds:.3f} s waited for",
+            f"{found.links_seconds:.3f} s, {found.exposed_seconds:.3f} s exposed",
         )
         table.add_row("bubble", f"{found.bubble_seconds:.3f} s ({found.bubble:.1%})")
         table.add_section()

@@ -1,4 +1,4 @@
-"""How is matplotlib found, which only pictures need."""
+"""How is matplotlib imported, which only pictures need?"""
 
 import importlib
 from typing import Any
@@ -14,7 +14,7 @@ def import_matplotlib(module: str = "matplotlib.figure") -> Any:
       The module.
 
     Raises:
-      ModuleNotFoundError: if matplotlib is missing, with what to do about it.
+      ModuleNotFoundError: if matplotlib is missing; the message says what to install.
     """
     try:
         return importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""How is a plan handed on: as one page of HTML that needs nothing else."""
+"""How is a plan shared: as one self-contained HTML page."""
 
 import html
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from jaxpar.show.panels import memory_pieces, panels, verdict
 from jaxpar.show.picture import as_svg, check_path, headline
 
 SUFFIXES = (".html", ".htm")
-UNKNOWN = "<p>No estimate: how fast these devices are is not known.</p>\n"
+UNKNOWN = "<p>No estimate: the rates of these devices are unknown.</p>\n"
 
 _CSS = """
 :root { color-scheme: light dark; --ink: #1f2328; --page: #ffffff; --muted: #59636e;
@@ -51,11 +51,11 @@ def write_html(plan: Plan, path: Path, *, tokens: float | None = None) -> None:
     Args:
       plan: the plan.
       path: the file to write: .html or .htm.
-      tokens: of the whole run, to say what it costs.
+      tokens: of the whole run, to print its cost.
 
     Raises:
       ModuleNotFoundError: if matplotlib is missing.
-      ValueError: if the suffix is another.
+      ValueError: if the suffix is not one of these.
       OSError: if `path` can't be written.
     """
     check_path(path, SUFFIXES)
@@ -88,7 +88,7 @@ def _text(words: object) -> str:
 
 
 def _section(plan: Plan, name: str) -> str:
-    """A panel under its heading; the page has begun with the memory's finding."""
+    """A panel under its heading; the memory's finding is the page's verdict."""
     panel = panels(plan)[name]
     heading, finding = _text(panel.heading), _text(panel.finding)
     written = f"<h2>{heading}</h2>\n"
@@ -102,7 +102,7 @@ def _section(plan: Plan, name: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]], *, words: int) -> str:
-    """A table, whose first `words` columns are no numbers."""
+    """A table whose first `words` columns are text."""
 
     def line(cells: Sequence[object], tag: str) -> str:
         kinds = [' class="word"' if n < words else "" for n in range(len(cells))]
@@ -123,7 +123,7 @@ def _memory(plan: Plan) -> str:
     memory, told = plan.memory, {True: "derived", False: "the compiler's"}
     found = [(p.name, told[p.derived], p.value) for p in memory_pieces(plan)]
     found.append(("padding, of the state", told[True], memory.padding))
-    found.append(("temporaries, all together", told[False], memory.temporaries))
+    found.append(("temporaries, total", told[False], memory.temporaries))
     found.append(("peak", told[False], memory.peak))
     head = ["", "figure", "size", "bytes"]
     rows = [[name, by, quantity(n, "B"), f"{n:,}"] for name, by, n in found]
@@ -152,7 +152,7 @@ def _traffic(plan: Plan) -> str:
     ]
     if not rows:
         return "<p>The program has no collective.</p>\n"
-    head = ["", "over", "dtype", "times", "group", "whole arrays", "sent by a device"]
+    head = ["", "over", "dtype", "times", "group", "unsharded", "sent by a device"]
     found = _table(head, rows, words=3)
     if plan.links is not None:
         links = [
@@ -165,16 +165,16 @@ def _traffic(plan: Plan) -> str:
 
 def _time(plan: Plan, tokens: float | None) -> str:
     rows = [
-        ("operations of the model's products", f"{plan.model_flops_per_step:.3g}"),
-        ("with what is recomputed", f"{plan.flops_per_step:.3g}"),
+        ("matmul FLOPs of the model", f"{plan.model_flops_per_step:.3g}"),
+        ("with recomputation", f"{plan.flops_per_step:.3g}"),
     ]
     found = plan.estimate
     if found is not None:
         rows += [
-            ("matrix products", quantity(found.products_seconds, "s")),
+            ("matmuls", quantity(found.products_seconds, "s")),
             ("other kernels", quantity(found.memory_seconds, "s")),
             ("collectives", quantity(found.links_seconds, "s")),
-            ("of these, waited for", quantity(found.exposed_seconds, "s")),
+            ("of these, exposed", quantity(found.exposed_seconds, "s")),
             (f"bubble, {found.bubble:.1%}", quantity(found.bubble_seconds, "s")),
             ("the step", quantity(found.step_seconds, "s")),
             ("MFU", f"{found.mfu:.1%}"),

@@ -1,4 +1,4 @@
-"""How is a schedule shown: as text that fits a terminal, or drawn to scale?"""
+"""How is a schedule shown: as text in a terminal, or drawn to scale?"""
 
 import dataclasses
 import os
@@ -28,20 +28,20 @@ DOTS_PER_INCH = 150
 SMALLEST_FONT = 3.0
 POINTS_PER_INCH = 72.0
 DIGIT_WIDTH = 0.65
-"""Of a digit, in heights of the font."""
+"""Width of a digit, in heights of the font."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Box:
-    """A piece of work, to scale.
+    """One piece of work, to scale.
 
     Attributes:
       work: "forward", "backward" or "weight".
-      stage: who does it.
-      microbatch: of which micro-batch.
-      chunk: of which chunk of the stage.
-      begin: when, in the unit of the times given.
-      length: for how long.
+      stage: the stage that does it.
+      microbatch: its micro-batch.
+      chunk: its chunk of the stage.
+      begin: start time, in the unit of the times given.
+      length: duration.
     """
 
     work: str
@@ -53,15 +53,15 @@ class Box:
 
 
 def boxes(schedule: Schedule, times: Mapping[str, float]) -> list[Box]:
-    """Lay a schedule out in time: a tick lasts as long as its slowest stage.
+    """Place a schedule's work in time: a tick lasts as long as its slowest stage.
 
     Args:
-      schedule: a sound schedule.
-      times: "forward", "backward" and "weight" -> what a micro-batch takes through all
+      schedule: a valid schedule.
+      times: "forward", "backward" and "weight" -> time of a micro-batch through all
         chunks of one stage, as for `jaxpar.pipeline.schedules.table.cost`.
 
     Returns:
-      Its work, tick by tick; inside a tick, what a stage does it does without a pause.
+      Its work, tick by tick; inside a tick, a stage's work is contiguous.
 
     Example:
       >>> from jaxpar.pipeline.schedules.gpipe import make_gpipe
@@ -87,17 +87,17 @@ def boxes(schedule: Schedule, times: Mapping[str, float]) -> list[Box]:
 
 
 def chart(schedule: Schedule, width: int) -> Text:
-    """Write a schedule with a row a stage, time from left to right in ticks.
+    """Write a schedule with one row per stage, time from left to right in ticks.
 
-    A stage's row has a line for each kind of work. What is wider than `width` goes on
+    A stage's row has a line for each kind of work. A chart wider than `width` continues
     in another band below.
 
     Args:
-      schedule: a sound schedule.
+      schedule: a valid schedule.
       width: of the terminal, in characters.
 
     Returns:
-      The chart, in colours that it can be read without.
+      The chart; its colours are not needed to read it.
 
     Example:
       >>> from jaxpar.pipeline.schedules.interleaved import make_1f1b
@@ -134,15 +134,15 @@ def chart(schedule: Schedule, width: int) -> Text:
 
 
 def report(schedule: Schedule, times: Mapping[str, float], width: int) -> Group:
-    """Write a schedule's chart, what it costs and what its stages keep.
+    """Write a schedule's chart, its cost and its memory.
 
     Args:
-      schedule: a sound schedule.
+      schedule: a valid schedule.
       times: as for `boxes`.
       width: of the terminal, in characters.
 
     Returns:
-      What rich prints.
+      A rich renderable.
     """
     works = list(dict.fromkeys(work for work, _ in _lanes(schedule)))
     found = cost(schedule, **times)
@@ -166,14 +166,14 @@ def report(schedule: Schedule, times: Mapping[str, float], width: int) -> Group:
             f"ticks {found.ticks}, total time {found.total:g}, "
             f"bubble {100 * found.bubble:.1f}%"
         ),
-        Text(f"a micro-batch on a stage takes: {taken}\n"),
-        Text("kept at once, at most, in micro-batches:"),
+        Text(f"time of a micro-batch on a stage: {taken}\n"),
+        Text("held at once, at most, in micro-batches:"),
         table,
     )
 
 
 def title(schedule: Schedule) -> str:
-    """Say what a schedule is: its name and numbers.
+    """The schedule's name and numbers.
 
     Example:
       >>> from jaxpar.pipeline.schedules.interleaved import make_1f1b
@@ -190,10 +190,10 @@ def title(schedule: Schedule) -> str:
 def draw(
     schedule: Schedule, times: Mapping[str, float], file: str | os.PathLike[str]
 ) -> None:
-    """Draw a schedule to scale, a lane a stage.
+    """Draw a schedule to scale, one lane per stage.
 
     Args:
-      schedule: a sound schedule.
+      schedule: a valid schedule.
       times: as for `boxes`.
       file: the PNG to write.
 
@@ -234,7 +234,7 @@ def draw(
             fontsize=font,
             in_layout=False,
         )
-    paler = "; the paler, the later the chunk" if schedule.num_chunks > 1 else ""
+    paler = "; later chunks are paler" if schedule.num_chunks > 1 else ""
     stages = range(schedule.num_stages)
     axes.set_yticks(stages, [f"stage {stage}" for stage in stages])
     axes.set(
@@ -266,7 +266,7 @@ def _name(schedule: Schedule, slot: np.ndarray) -> str:
 
 
 def _shade(colour: str, chunk: int, schedule: Schedule) -> tuple[float, ...]:
-    """The colour, the paler the later the chunk."""
+    """The colour; later chunks are paler."""
     pale = 0.6 * chunk / schedule.num_chunks
     parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return tuple(part + (1 - part) * pale for part in parts)

@@ -1,4 +1,4 @@
-"""How is a search shown: the fastest choices, and why the others fell."""
+"""How is a search shown: the fastest choices, and why the others were excluded."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from jaxpar.planner.search import TOP, Search, reasons, seconds_of
 
 
 def show_search(search: Search, console: Console) -> None:
-    """Print what a search found: the top ten, and why the rest fell."""
+    """Print the ten fastest choices of a search, and why the others were excluded."""
     target, best = search.target, search.ranking
     number = len(search.fallen) + len(best)
     console.print(
@@ -23,7 +23,7 @@ def show_search(search: Search, console: Console) -> None:
     )
     if best:
         console.print(_ranking(best[:TOP], search))
-    fallen = Table("why the others fell", box=box.SIMPLE)
+    fallen = Table("why the others were excluded", box=box.SIMPLE)
     fallen.add_column("choices", justify="right")
     for why, count in reasons(search.fallen.values()):
         fallen.add_row(why, f"{count:,}")
@@ -63,8 +63,8 @@ def _ranking(best: Sequence[tuple[Choice, Plan]], search: Search) -> Table:
 def show_tried(
     tried: Sequence[tuple[Choice, Plan | str]], memory: int, console: Console
 ) -> None:
-    """Print what was tried to make a plan fit, and what came of it."""
-    table = Table("tried, to make it fit", "", box=box.SIMPLE)
+    """Print what was tried to make a plan fit, and the results."""
+    table = Table("tried to make it fit", "", box=box.SIMPLE)
     table.add_column("GB", justify="right")
     table.add_column("step, s", justify="right")
     for choice, found in tried:
@@ -82,7 +82,7 @@ def show_tried(
 
 
 def as_dict(search: Search) -> dict[str, Any]:
-    """A search as JSON's types: the ranking with every plan, and the fallen."""
+    """A search as JSON's types: the ranking with every plan, and the excluded."""
     knobs = search.survey.knobs
     return {
         "target": search.target.name,

@@ -1,4 +1,4 @@
-"""How is a layout shown: as text that fits a terminal, or drawn?"""
+"""How is a block layout shown: as text in a terminal, or drawn?"""
 
 import os
 import warnings
@@ -9,7 +9,7 @@ from jaxpar.show.plotting import import_matplotlib
 from kernels_pallas.block_sparse_attention import BlockLayout, Tile, make_plan
 
 SHADES = " ░▒▓█"
-"""Of a cell of several blocks, by how many of them are active."""
+"""Characters of a cell of several blocks, by the fraction that is active."""
 
 TILES = (Tile(64, 64), Tile(128, 128))
 CELL_INCHES = 0.12
@@ -19,7 +19,7 @@ COLOUR = "#2c6fbb"
 
 
 def chart(layout: BlockLayout, head: int, width: int) -> list[str]:
-    """Draw a head's blocks in characters, a row of queries a line.
+    """Draw a head's blocks in characters, one row of queries per line.
 
     Args:
       layout: the layout.
@@ -27,8 +27,8 @@ def chart(layout: BlockLayout, head: int, width: int) -> list[str]:
       width: columns of the terminal.
 
     Returns:
-      The lines. A cell is two characters wide: a block, or a square of blocks where
-      there are more than fit, the darker the more of them are active.
+      The lines. A cell is two characters wide: a block, or a square of blocks if there
+      are too many to fit; the more of them are active, the darker.
 
     Example:
       >>> print(*chart(BlockLayout(np.eye(3, dtype=bool), 16), 0, 80), sep="|")
@@ -43,13 +43,13 @@ def chart(layout: BlockLayout, head: int, width: int) -> list[str]:
 
 
 def report(layout: BlockLayout, head: int, width: int, *, causal: bool) -> str:
-    """Say what a layout costs, and draw a head of it.
+    """Print a layout's cost and one head's chart.
 
     Args:
       layout: the layout.
       head: which head.
       width: columns of the terminal.
-      causal: whether attention is.
+      causal: whether attention is causal.
 
     Returns:
       Lines of text.
@@ -102,7 +102,7 @@ def draw(layout: BlockLayout, head: int, file: str | os.PathLike[str]) -> None:
         figsize=(inches + 1, inches + 1), layout="constrained"
     )
     axes = figure.add_subplot()
-    # Where blocks outnumber dots, a dot shows the share of its blocks.
+    # If there are more blocks than dots, a dot shows the active fraction of its blocks.
     size = max(1, -(-blocks.shape[1] // int(inches * DOTS_PER_INCH)))
     extent = (0, blocks.shape[1] * layout.block, blocks.shape[0] * layout.block, 0)
     colours = import_matplotlib("matplotlib.colors")
@@ -123,7 +123,7 @@ def draw(layout: BlockLayout, head: int, file: str | os.PathLike[str]) -> None:
 
 
 def _shares(blocks: np.ndarray, size: int) -> np.ndarray:
-    """Of each square of blocks, the share that is active."""
+    """The active fraction of each square of blocks."""
     padding = [(0, -length % size) for length in blocks.shape]
     there = np.pad(np.ones(blocks.shape), padding)
     padded = np.pad(blocks, padding)
@@ -132,11 +132,11 @@ def _shares(blocks: np.ndarray, size: int) -> np.ndarray:
 
 
 def _tiles_share(layout: BlockLayout, tile: Tile, *, causal: bool) -> float | None:
-    """Active tiles over all; None where the tile does not nest with the blocks."""
+    """Active tiles over all tiles; None if the tile does not nest with the blocks."""
     if tile.q % layout.block and layout.block % tile.q:
         return None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # The share is what is asked for.
+        warnings.simplefilter("ignore", UserWarning)  # Only the fraction is needed.
         lens = (n * layout.block for n in layout.blocks.shape[1:])
         plan = make_plan(layout, *lens, causal=causal, tile=tile)
     return plan.active_tiles

@@ -1,4 +1,4 @@
-"""What are patterns of blocks made of: windows, global blocks, random ones."""
+"""What are block patterns made of: windows, global blocks, random blocks."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,14 +15,14 @@ def sliding_window(size: int, num_blocks: int) -> np.ndarray:
         raise ValueError(
             f"num_sliding_window_blocks={size}: reaches {size // 2} blocks to each "
             f"side, but the sequence has only {num_blocks}; it must be at most "
-            f"{2 * num_blocks - 1}, which shows all of them."
+            f"{2 * num_blocks - 1}, which covers all of them."
         )
     rows, columns = np.indices((num_blocks, num_blocks), np.int32)
     return abs(rows - columns) <= size // 2
 
 
 def add_global(blocks: np.ndarray, first: int, end: int, *, sees_all: bool) -> None:
-    """Have all queries see the blocks from `first` to `end`, and those see all."""
+    """Let all queries see the blocks from `first` to `end`, and those see all."""
     blocks[:, first:end] = True
     if sees_all:
         blocks[first:end] = True
@@ -31,7 +31,7 @@ def add_global(blocks: np.ndarray, first: int, end: int, *, sees_all: bool) -> N
 def random_blocks(
     count: int, num_blocks: int, *, seed: Sequence[int], is_causal: bool
 ) -> np.ndarray:
-    """Draw `count` blocks of keys for each block of queries, or all where it has fewer.
+    """Draw `count` key blocks for each query block, or all if it has fewer.
 
     The stream of Philox is the same in every version of NumPy.
 
@@ -39,7 +39,7 @@ def random_blocks(
       count: blocks to draw.
       num_blocks: of the sequence.
       seed: two numbers.
-      is_causal: draw none that lies after the query's own.
+      is_causal: draw no block after the query's own.
 
     Returns:
       The blocks [Q, K].
@@ -64,10 +64,10 @@ def random_blocks(
 def global_ranges(
     first: Sequence[int], ends: Sequence[int] | None, num_blocks: int
 ) -> Iterator[tuple[int, int]]:
-    """Pair the first and the end of each range of global blocks.
+    """Pair the start and the end of each range of global blocks.
 
     Raises:
-      ValueError: if one goes beyond the sequence.
+      ValueError: if one exceeds the sequence.
     """
     ends = ends or tuple(i + 1 for i in first)
     for start, end in zip(first, ends, strict=True):
@@ -80,7 +80,7 @@ def global_ranges(
 
 
 def check_attention(attention: str, *, horizontal: bool = False) -> None:
-    """Refuse a direction that there is not, and one that global blocks contradict."""
+    """Reject an unknown direction, and one that global blocks contradict."""
     if attention not in ("unidirectional", "bidirectional"):
         raise ValueError(
             f"attention={attention!r}: must be 'unidirectional' or 'bidirectional'."
@@ -88,7 +88,7 @@ def check_attention(attention: str, *, horizontal: bool = False) -> None:
     if horizontal and attention == "unidirectional":
         raise ValueError(
             "horizontal_global_attention=True: global blocks would see the future; "
-            "set attention='bidirectional', or leave it out."
+            "set attention='bidirectional', or omit it."
         )
 
 
@@ -100,17 +100,17 @@ def check_positive(**values: int) -> None:
 
 
 def check_window(size: int) -> None:
-    """Refuse a window that has no middle."""
+    """Reject a window without a middle."""
     if size < 1 or size % 2 == 0:
         raise ValueError(
             f"num_sliding_window_blocks={size}: must be odd, the query's own block and "
-            "as many before it as after it; DeepSpeed takes an even number for the "
-            f"odd one above it, here {size + 1}."
+            "equally many on both sides; DeepSpeed treats an even number as the next "
+            f"odd one, here {size + 1}."
         )
 
 
 def as_tuple(pattern: object, *fields: str) -> None:
-    """Turn fields of a frozen pattern that came as lists into what can be hashed."""
+    """Convert list fields of a frozen pattern to tuples, so that it is hashable."""
     for field in fields:
         value = getattr(pattern, field)
         if value is not None:
@@ -118,7 +118,7 @@ def as_tuple(pattern: object, *fields: str) -> None:
 
 
 def check_global(first: Sequence[int], ends: Sequence[int] | None) -> None:
-    """Refuse ranges of global blocks that are none."""
+    """Reject empty ranges of global blocks."""
     if any(i < 0 for i in first):
         raise ValueError(f"global_block_indices={first}: must be 0 or more.")
     if ends is None:

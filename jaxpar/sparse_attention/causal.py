@@ -1,4 +1,4 @@
-"""Which pattern does a language model of long text use: one by name, in tokens."""
+"""Which causal patterns can be chosen by name, with sizes in tokens?"""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ SIZES = {
     "longformer": ("window", "global_tokens"),
     "sliding": ("window",),
 }
-"""Which sizes in tokens each pattern has."""
+"""The sizes in tokens that each pattern has."""
 
 
 def causal_pattern(
@@ -40,9 +40,9 @@ def causal_pattern(
       name: dense, fixed, variable, bigbird, longformer or sliding.
       num_heads: attention heads.
       block: tokens along each side of a block.
-      window: tokens before its own block that a token sees; tokens of a window, for
-        fixed and variable, whose windows lie side by side. A multiple of `block`.
-      global_tokens: first tokens that all see; last tokens of each window, for fixed.
+      window: tokens that a token sees before its own block; for fixed and variable,
+        tokens of each of the adjacent windows. A multiple of `block`.
+      global_tokens: first tokens, seen by all; for fixed, last tokens of each window.
         A multiple of `block`.
       num_random_blocks: random blocks that a block of tokens sees, for variable and
         bigbird.
@@ -52,7 +52,7 @@ def causal_pattern(
       The pattern.
 
     Raises:
-      ValueError: if there is no such pattern, or a number does not fit.
+      ValueError: if there is no such pattern, or a number is not valid.
 
     Example:
       >>> causal_pattern("sliding", num_heads=4, window=128).num_sliding_window_blocks
@@ -102,6 +102,6 @@ def _check_size(field: str, tokens: int, block: int) -> None:
     if tokens < block or tokens % block:
         nearest = max(1, round(tokens / block)) * block
         raise ValueError(
-            f"{field}={tokens}: must be a multiple of block={block}, from one on; the "
+            f"{field}={tokens}: must be a positive multiple of block={block}; the "
             f"nearest is {nearest}."
         )

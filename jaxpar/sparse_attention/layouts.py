@@ -1,14 +1,14 @@
-"""Which blocks of a sequence does a pattern make active: DeepSpeed's, made right.
+"""Which blocks of a sequence does a pattern make active: DeepSpeed's, corrected.
 
-Where attention is unidirectional no block lies in the future; what is the future
-inside a block on the diagonal is for the plan, which is made causal.
+With unidirectional attention no active block is in the future; the future tokens of a
+diagonal block are masked by the plan, which is made causal.
 
-Differs: DeepSpeed's fixed and variable patterns keep blocks in the future (all global
+Differs: DeepSpeed's fixed and variable patterns have blocks in the future (all global
 blocks of a window but the first; random ones), it attends to the future inside
-diagonal blocks unless another mask is given, its dense pattern knows no direction, its
-random blocks follow Python's global seed, and indices beyond the sequence are dropped
-without a word. It refuses a window of more blocks than the sequence has, though half of
-it may fit; here half of it must.
+diagonal blocks unless another mask is given, its dense pattern has no direction, its
+random blocks follow Python's global seed, and it silently drops indices beyond the
+sequence. It rejects a window of more blocks than the sequence has, though half of it
+may fit; here half of it must.
 """
 
 import functools
@@ -21,7 +21,7 @@ from kernels_pallas.block_sparse_attention import BlockLayout
 
 @runtime_checkable
 class SparsityPattern(Protocol):
-    """What all patterns have."""
+    """The interface of all patterns."""
 
     @property
     def num_heads(self) -> int:
@@ -35,34 +35,33 @@ class SparsityPattern(Protocol):
 
     @property
     def attention(self) -> str:
-        """Unidirectional, or bidirectional: a query sees what comes after it."""
+        """Unidirectional, or bidirectional: a query sees later tokens."""
         ...
 
     def heads_alike(self) -> bool:
-        """Whether one head's blocks are those of all."""
+        """Whether all heads have the same blocks."""
         ...
 
     def blocks_of(self, head: int, num_blocks: int) -> np.ndarray:
-        """Work out one head's blocks [Q, K], of the past and of the future."""
+        """Compute one head's blocks [Q, K], of the past and of the future."""
         ...
 
 
 @functools.lru_cache(maxsize=64)
 def make_layout(pattern: SparsityPattern, seq_len: int) -> BlockLayout:
-    """Work out the active blocks of a sequence.
+    """Compute the active blocks of a sequence.
 
     Args:
-      pattern: one of `jaxpar.sparse_attention`'s, or anything hashable that has what
-        they have.
+      pattern: one of `jaxpar.sparse_attention`'s, or any hashable object with the same
+        interface.
       seq_len: tokens, a multiple of the pattern's block.
 
     Returns:
-      The layout, of the pattern's number of heads; the same object for the same
-      arguments.
+      The block layout for the pattern's heads; the same object for the same arguments.
 
     Raises:
       ValueError: if the block does not divide the sequence, or the pattern names
-        blocks that the sequence does not have, or has a window beyond it.
+        blocks beyond the sequence, or has a window beyond it.
 
     Example:
       >>> from jaxpar.sparse_attention import LocalSlidingWindow
@@ -91,14 +90,14 @@ def make_layout(pattern: SparsityPattern, seq_len: int) -> BlockLayout:
 
 @functools.lru_cache(maxsize=64)
 def first_blocks(layout: BlockLayout, num_blocks: int) -> BlockLayout:
-    """Take a layout's first blocks: those of the beginning of its sequence.
+    """Take a layout's first blocks, for the beginning of its sequence.
 
     Args:
       layout: the layout.
-      num_blocks: of queries and of keys, at most as many as it has.
+      num_blocks: of queries and of keys, at most those of the layout.
 
     Returns:
-      The layout of so many blocks; the same object for the same arguments.
+      The layout of these blocks; the same object for the same arguments.
 
     Example:
       >>> first_blocks(BlockLayout(np.tri(4, dtype=bool), block=16), 2).blocks.shape

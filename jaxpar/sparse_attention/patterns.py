@@ -1,8 +1,8 @@
-"""Which patterns of sparse attention are there: DeepSpeed's, with its names.
+"""Which sparse attention patterns are there: DeepSpeed's, with its names.
 
-Each is what one of DeepSpeed's ``SparsityConfig`` classes is, with the same defaults.
-A pattern says which blocks belong to it, of the past and of the future; `make_layout`
-cuts the future off where attention is unidirectional.
+Each matches one of DeepSpeed's ``SparsityConfig`` classes, with the same defaults. A
+pattern gives its blocks of the past and of the future; `make_layout` removes the
+future if attention is unidirectional.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ GLOBAL = ("global_block_indices", "global_block_end_indices")
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """Every block: what the others are compared with.
+    """Every block: the baseline of the others.
 
     Attributes:
       num_heads: attention heads.
@@ -44,32 +44,32 @@ class Dense:
         check_attention(self.attention)
 
     def heads_alike(self) -> bool:
-        """Whether one head's blocks are those of all: yes."""
+        """Whether all heads have the same blocks: yes."""
         return True
 
     def blocks_of(self, head: int, num_blocks: int) -> np.ndarray:
-        """Work out one head's blocks [Q, K]."""
+        """Compute one head's blocks [Q, K]."""
         del head
         return np.ones((num_blocks, num_blocks), bool)
 
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """Windows side by side, and the last blocks of each window seen by all.
+    """Adjacent windows; the last blocks of each window are seen by all.
 
     Attributes:
       num_heads: attention heads.
       block: tokens along each side of a block.
-      different_layout_per_head: let heads take turns at which blocks are global.
+      different_layout_per_head: let heads alternate between global blocks.
       num_local_blocks: blocks of a window.
-      num_global_blocks: of a window, how many are seen by all; divides the former.
+      num_global_blocks: blocks of a window that are seen by all; divides the former.
       attention: unidirectional, or bidirectional.
       horizontal_global_attention: global blocks see all others, too; bidirectional.
-      num_different_global_patterns: how many turns there are, each num_global_blocks
+      num_different_global_patterns: number of alternatives, each num_global_blocks
         further from a window's end.
 
     Raises:
-      ValueError: for a value that is none of these.
+      ValueError: for an invalid value.
 
     Source: Child et al., "Generating Long Sequences with Sparse Transformers" (2019),
       as DeepSpeed's ``FixedSparsityConfig``.
@@ -102,16 +102,16 @@ class Fixed:
             )
         if patterns > 1 and not self.different_layout_per_head:
             raise ValueError(
-                f"num_different_global_patterns={patterns}: heads take turns at them; "
+                f"num_different_global_patterns={patterns}: heads alternate; "
                 "set different_layout_per_head=True, or leave it at 1."
             )
 
     def heads_alike(self) -> bool:
-        """Whether one head's blocks are those of all."""
+        """Whether all heads have the same blocks."""
         return self.num_different_global_patterns == 1
 
     def blocks_of(self, head: int, num_blocks: int) -> np.ndarray:
-        """Work out one head's blocks [Q, K]."""
+        """Compute one head's blocks [Q, K]."""
         blocks = np.zeros((num_blocks, num_blocks), bool)
         local, seen = self.num_local_blocks, self.num_global_blocks
         for start in range(0, num_blocks, local):
@@ -130,7 +130,7 @@ class Fixed:
 
 @dataclasses.dataclass(frozen=True)
 class Variable:
-    """Windows of any sizes side by side, chosen global blocks, and random ones.
+    """Adjacent windows of any sizes, chosen global blocks, and random ones.
 
     Attributes:
       num_heads: attention heads.
@@ -139,14 +139,14 @@ class Variable:
       num_random_blocks: random blocks of keys for each block of queries.
       local_window_blocks: blocks of the first windows; the last is repeated.
       global_block_indices: blocks that are seen by all, or the first of each range.
-      global_block_end_indices: the end of each range, itself not in it; None for
-        single blocks.
+      global_block_end_indices: the exclusive end of each range; None for single
+        blocks.
       attention: unidirectional, or bidirectional.
       horizontal_global_attention: global blocks see all others, too; bidirectional.
       seed: of random blocks.
 
     Raises:
-      ValueError: for a value that is none of these.
+      ValueError: for an invalid value.
 
     Source: DeepSpeed's ``VariableSparsityConfig``.
     """
@@ -169,17 +169,17 @@ class Variable:
         as_tuple(self, "local_window_blocks", *GLOBAL)
         if not self.local_window_blocks or min(self.local_window_blocks) < 1:
             raise ValueError(
-                f"local_window_blocks={self.local_window_blocks}: must name one window "
-                "or more, each of 1 block or more."
+                f"local_window_blocks={self.local_window_blocks}: must have a "
+                "window or more, each of at least 1 block."
             )
         check_global(self.global_block_indices, self.global_block_end_indices)
 
     def heads_alike(self) -> bool:
-        """Whether one head's blocks are those of all."""
+        """Whether all heads have the same blocks."""
         return not (self.different_layout_per_head and self.num_random_blocks)
 
     def blocks_of(self, head: int, num_blocks: int) -> np.ndarray:
-        """Work out one head's blocks [Q, K]."""
+        """Compute one head's blocks [Q, K]."""
         blocks = random_blocks(
             self.num_random_blocks,
             num_blocks,
@@ -207,14 +207,14 @@ class BigBird:
       block: tokens along each side of a block.
       different_layout_per_head: draw random blocks for each head.
       num_random_blocks: random blocks of keys for each block of queries.
-      num_sliding_window_blocks: blocks of a window, an odd number: as many before the
-        query's own as after it.
+      num_sliding_window_blocks: blocks of a window, an odd number: equally many before
+        and after the query's own.
       num_global_blocks: blocks at the start that see all and are seen by all.
       attention: unidirectional, or bidirectional.
       seed: of random blocks.
 
     Raises:
-      ValueError: for a value that is none of these.
+      ValueError: for an invalid value.
 
     Source: Zaheer et al., "Big Bird: Transformers for Longer Sequences" (2020), as
       DeepSpeed's ``BigBirdSparsityConfig``.
@@ -236,11 +236,11 @@ class BigBird:
         check_positive(num_global_blocks=self.num_global_blocks)
 
     def heads_alike(self) -> bool:
-        """Whether one head's blocks are those of all."""
+        """Whether all heads have the same blocks."""
         return not (self.different_layout_per_head and self.num_random_blocks)
 
     def blocks_of(self, head: int, num_blocks: int) -> np.ndarray:
-        """Work out one head's blocks [Q, K]."""
+        """Compute one head's blocks [Q, K]."""
         if self.num_global_blocks > num_blocks:
             raise ValueError(
                 f"num_global_blocks={self.num_global_blocks}: the sequence has only "
@@ -267,12 +267,12 @@ class BSLongformer:
       num_sliding_window_blocks: blocks of a window, an odd number.
       global_block_indices: blocks that see all and are seen by all, or the first of
         each range of them.
-      global_block_end_indices: the end of each range, itself not in it; None for
-        single blocks.
+      global_block_end_indices: the exclusive end of each range; None for single
+        blocks.
       attention: unidirectional, or bidirectional.
 
     Raises:
-      ValueError: for a value that is none of these.
+      ValueError: for an invalid value.
 
     Source: Beltagy et al., "Longformer: The Long-Document Transformer" (2020), as
       DeepSpeed's ``BSLongformerSparsityConfig``.
@@ -293,11 +293,11 @@ class BSLongformer:
         check_global(self.global_block_indices, self.global_block_end_indices)
 
     def heads_alike(self) -> bool:
-        """Whether one head's blocks are those of all: yes."""
+        """Whether all heads have the same blocks: yes."""
         return True
 
     def blocks_of(self, head: int, num_blocks: int) -> np.ndarray:
-        """Work out one head's blocks [Q, K]."""
+        """Compute one head's blocks [Q, K]."""
         del head
         blocks = sliding_window(self.num_sliding_window_blocks, num_blocks)
         indices, ends = self.global_block_indices, self.global_block_end_indices
@@ -313,12 +313,12 @@ class LocalSlidingWindow:
     Attributes:
       num_heads: attention heads.
       block: tokens along each side of a block.
-      num_sliding_window_blocks: blocks of a window, an odd number: as many before the
-        query's own as, where attention is bidirectional, after it.
+      num_sliding_window_blocks: blocks of a window, an odd number: equally many before
+        and, if attention is bidirectional, after the query's own.
       attention: unidirectional, or bidirectional.
 
     Raises:
-      ValueError: for a value that is none of these.
+      ValueError: for an invalid value.
 
     Source: DeepSpeed's ``LocalSlidingWindowSparsityConfig``.
     """
@@ -334,10 +334,10 @@ class LocalSlidingWindow:
         check_window(self.num_sliding_window_blocks)
 
     def heads_alike(self) -> bool:
-        """Whether one head's blocks are those of all: yes."""
+        """Whether all heads have the same blocks: yes."""
         return True
 
     def blocks_of(self, head: int, num_blocks: int) -> np.ndarray:
-        """Work out one head's blocks [Q, K]."""
+        """Compute one head's blocks [Q, K]."""
         del head
         return sliding_window(self.num_sliding_window_blocks, num_blocks)

@@ -1,12 +1,12 @@
-"""When is a parameter gathered: where the loss function first uses it, not before.
+"""When is a parameter gathered: where the loss function first uses it.
 
-A loss function sees whole parameters; at ZeRO 2 and 3 there are shards.
+A loss function is written for unsharded parameters; at ZeRO 3 they are shards.
 `call_gathering_at_use` traces the function to a jaxpr and evaluates it with
-`GatheredAtUse` leaves in the place of the parameters. The first equation that needs one
+`GatheredAtUse` leaves in place of the parameters. The first equation that needs one
 gathers it. A leaf that a scan slices layer by layer is sliced as a shard and gathered
-inside the scan's body, so that one layer
-is whole at a time and its gradient is reduced there too. Works for any model: nothing
-of the user's code is changed.
+in the scan's body, so one layer is gathered at a time and its gradient is reduced
+there too. ZeRO 2 gathers once a step and uses the same leaves to reduce gradients every
+micro-batch. Works for any model, without changes to the user's code.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,8 +22,8 @@ from jaxpar.jaxprs.residuals import with_own_residuals
 from jaxpar.sharding.collectives import Collectives
 from jaxpar.sharding.zero import LeafSharding
 
-# What these make of a parameter is as large as the parameter and costs nothing to make
-# again: were it a residual, a gathered leaf would live until the backward pass.
+# Their results are as large as the parameter and cheap to recompute. Saved as residuals
+# they would keep a gathered leaf alive until the backward pass.
 _LAYOUT_OPS = frozenset(
     {
         "all_gather",
@@ -39,20 +39,20 @@ _LAYOUT_OPS = frozenset(
 )
 
 _CALLS = {"custom_vjp_call": "call_jaxpr", "shard_map": "jaxpr"}
-"""Call primitive -> the parameter that holds what it calls."""
+"""Call primitive -> the parameter that holds the called jaxpr."""
 
 
 class GatheredAtUse:
-    """A leaf that is not whole yet.
+    """A parameter that is gathered when it is first used.
 
     Args:
-      plan: its layout.
-      slot: what gradients are taken with respect to: of the shape of the view at rest,
-        in the dtype that gradients cross in. Its values are not read.
-      source: what it is made of: the fp32 view at rest, or itself, gathered already.
-      collectives: how it is gathered and its gradient reduced.
+      leaf: its sharding.
+      slot: the array to differentiate with respect to: has the shape of the stored view
+        and the dtype of the reduction. Its values are not read.
+      source: the stored fp32 view, or the leaf already gathered.
+      collectives: gather the leaf and reduce its gradient.
       dtype: the compute dtype.
-      is_whole: whether the source is the leaf itself.
+      is_whole: whether the source is the gathered leaf.
     """
 
     def __init__(
@@ -71,26 +71,26 @@ class GatheredAtUse:
 
     @property
     def arrays(self) -> tuple[jax.Array, jax.Array]:
-        """What stands for the leaf while it travels."""
+        """The arrays to pass through a transformation."""
         return self.slot, self.source
 
     def rebuilt(
         self, arrays: Sequence[jax.Array], leaf: LeafSharding
     ) -> "GatheredAtUse":
-        """The same leaf (or a slice of it) around other tracers."""
+        """The same leaf (or a slice of it) with other tracers."""
         slot, source = arrays
         return GatheredAtUse(
             leaf, slot, source, self.collectives, self.dtype, is_whole=self.is_whole
         )
 
     def make(self) -> jax.Array:
-        """The leaf, whole, in the compute dtype; made once."""
+        """The gathered leaf in the compute dtype; gathered once."""
         if self._made is None:
             self._made = self._use()(*self.arrays)
         return self._made
 
     def _use(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
-        """``use(slot, source) -> whole`` whose backward pass reduces into the slot."""
+        """``use(slot, source) -> leaf``; its backward pass reduces into the slot."""
         leaf, collectives, slot_dtype = self.plan, self.collectives, self.slot.dtype
 
         def make(_: jax.Array, source: jax.Array) -> jax.Array:
@@ -99,8 +99,8 @@ class GatheredAtUse:
             return collectives.gather(leaf, source.astype(self.dtype))
 
         def forward(slot: jax.Array, source: jax.Array) -> tuple[jax.Array, None]:
-            # Not by a call of `use`: a scan would take its result for something new,
-            # and keep a second stack of all layers for the backward pass.
+            # Not a call of `use`: a scan would not recognise its result, and would
+            # save a second stack of all layers for the backward pass.
             return make(slot, source), None
 
         def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array, None]:
@@ -114,11 +114,11 @@ class GatheredAtUse:
 def call_gathering_at_use(
     fn: Callable[..., Any], leaves: Sequence[GatheredAtUse], *args: Any
 ) -> Any:
-    """Evaluate ``fn(leaves, *args)`` with each leaf made whole at its first use.
+    """Evaluate ``fn(leaves, *args)``, gathering each leaf at its first use.
 
     Args:
-      fn: takes a list of whole leaves and pytrees of arrays; returns a pytree.
-      leaves: the leaves, deferred.
+      fn: takes a list of unsharded leaves and pytrees of arrays; returns a pytree.
+      leaves: the leaves, not gathered yet.
       *args: the other arguments.
 
     Returns:
@@ -148,7 +148,7 @@ def call_gathering_at_use(
 
 
 def _refuse_layout_ops(prim: Any, *_: Any, **params: Any) -> bool:
-    # `_use`, and a gather on tensor shards, are calls: jax asks about each as a whole.
+    # `_use` and a gather on tensor shards are calls; jax asks once for each call.
     body = params.get(_CALLS.get(prim.name, ""))
     if body is None:
         return prim.name not in _LAYOUT_OPS
@@ -179,8 +179,8 @@ def _inline(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
 
 
 def _checkpoint(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
-    """The user's own remat. Its leaves are made outside, so that a backward pass that
-    runs the body again, and differentiates it, gathers them once for both."""
+    """The user's own remat. Its leaves are gathered outside, so the backward pass
+    gathers them once for the recomputation and the gradient."""
     closed = core.ClosedJaxpr(eqn.params["jaxpr"], ())
     ins = [
         _made(value) if _is_used_whole(closed.jaxpr, var) else value
@@ -216,7 +216,7 @@ def _is_used_whole(jaxpr: core.Jaxpr, var: core.Var) -> bool:
 
 
 def _scan(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
-    """Slice deferred leaves layer by layer; make those that cannot be sliced."""
+    """Slice leaves layer by layer as shards; gather those that can't be sliced."""
     num_consts, num_carry = scan_counts(eqn.params)
     consts = [_made(x) for x in ins[:num_consts]]
     init = [_made(x) for x in ins[num_consts : num_consts + num_carry]]
@@ -229,7 +229,7 @@ def _scan(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
         return outs[:num_carry], outs[num_carry:]
 
     if any(isinstance(x, GatheredAtUse) and not x.is_whole for x in xs):
-        # Else the backward pass finds every layer gathered, as one stack of residuals.
+        # Otherwise every gathered layer is saved, as one stack of residuals.
         body = jax.checkpoint(body, policy=_refuse_layout_ops, prevent_cse=False)
     carry, ys = jax.lax.scan(
         body,
@@ -263,7 +263,7 @@ def _unpacked(
     packed: Sequence[Any],
     leaf_shardings: Sequence[Any] | None = None,
 ) -> list[Any]:
-    """Put the tracers of `packed` in the place of `values`."""
+    """Replace the arrays of `values` by the tracers of `packed`."""
     leaf_shardings = leaf_shardings or [
         v.plan if isinstance(v, GatheredAtUse) else None for v in values
     ]

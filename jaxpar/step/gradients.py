@@ -1,10 +1,10 @@
-"""What are the gradients of one step: summed over micro-batches, reduced over data.
+"""How are a step's gradients computed: summed over micro-batches, reduced over data.
 
 The loss of a step is sum(total) / sum(weight) over the global batch. Each micro-batch's
-backward pass is seeded by scale / weight, so that fp16 totals don't overflow, and its
-gradients are weighed back in fp32; one division at the end makes the sum exact, however
-the rows are split. Where a ZeRO stage reduces once a step, nothing but scalars crosses
-the data axis before that.
+backward pass is seeded by scale / weight, so fp16 totals don't overflow, and its
+gradients are multiplied by the weight in fp32. One division at the end makes the sum
+exact, however the rows are split. Where a ZeRO stage reduces once a step, only scalars
+are reduced over data before that.
 """
 
 import dataclasses
@@ -40,16 +40,16 @@ from jaxpar.types import Params, PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """How a loss function on whole parameters is run from their shards.
+    """How a loss function of unsharded parameters is run on their shards.
 
     Attributes:
       network: the model.
-      leaf_shardings: the leaves' layouts, in flattening order.
+      leaves: the leaves' shardings, in flattening order.
       zero: the row of the ZeRO table.
       precision: the dtypes.
       mesh: the mesh.
-      coupled: whether the loss couples examples, so that it is given whole batches.
-      draws: what the loss function's random numbers are.
+      coupled: whether the loss couples examples, so that it needs full micro-batches.
+      draws: how the loss function's random numbers are drawn.
     """
 
     network: Network
@@ -62,7 +62,7 @@ class Partition:
 
     @property
     def automatic(self) -> bool:
-        """Whether data stays automatic and every micro-batch is seen whole.
+        """Whether data stays automatic, and the loss sees full micro-batches.
 
         XLA rejects reductions over a manual axis of one device (jax 0.11.2).
         """
@@ -70,27 +70,27 @@ class Partition:
 
     @property
     def collectives(self) -> Collectives:
-        """How arrays cross the data axis."""
+        """The collectives over data."""
         if self.automatic:
             return AutomaticCollectives()
         return ManualCollectives(self.precision.reduce_dtype, self.platform)
 
     @property
     def platform(self) -> str:
-        """The mesh's."""
+        """The mesh's platform."""
         return self.mesh.devices.flat[0].platform
 
     def shard_key(self, key: jax.Array) -> ShardKey:
-        """A key of all shards, as this one uses it."""
+        """A key that all shards share, with this shard's number."""
         return ShardKey(key, self.collectives.shard_number())
 
     def views(self, params: Params) -> list[jax.Array]:
-        """The parameters at rest as their plans' views."""
+        """The stored parameters as views."""
         leaves = jax.tree.leaves(params)
         return [to_view(*x) for x in zip(self.leaves, leaves, strict=True)]
 
     def prepare(self, shards: Sequence[jax.Array]) -> list[jax.Array]:
-        """Do what is done to the parameters once a step: cast, gather, or nothing."""
+        """Cast and gather the parameters if that is done once a step."""
         if self.zero.gather == "use":
             return list(shards)
         cast = [x.astype(self.precision.compute_dtype) for x in shards]
@@ -106,7 +106,7 @@ class Partition:
         prepared: Sequence[jax.Array],
         *args: Any,
     ) -> Any:
-        """Evaluate ``fn(whole leaves, *args)`` from what `differentiated` gives."""
+        """Evaluate ``fn(unsharded leaves, *args)`` on results of `differentiated`."""
         if self.zero.reduce == "step":
             return fn(list(leaves), *args)
         dtype, is_whole = self.precision.compute_dtype, self.zero.gather != "use"
@@ -121,14 +121,14 @@ class Partition:
     def differentiated(
         self, shards: Sequence[jax.Array], prepared: Sequence[jax.Array]
     ) -> list[jax.Array]:
-        """What gradients are taken of: the whole leaves, or slots for their shards."""
+        """The arrays to differentiate: gathered leaves, or slots for their shards."""
         if self.zero.reduce == "step":
             return list(prepared)
         dtype = self.collectives.communicated_dtype(self.precision.compute_dtype)
         return [jnp.zeros(shard.shape, dtype) for shard in shards]
 
     def reduced(self, grads: Sequence[jax.Array]) -> list[jax.Array]:
-        """Reduce over data what the backward pass has not reduced yet."""
+        """Reduce gradients over data that the backward pass has not reduced."""
         if self.zero.reduce == "microbatch":
             return list(grads)
         return [
@@ -139,9 +139,9 @@ class Partition:
     def mapped(
         self, body: Callable, out_specs: Any, *, whole: bool = False
     ) -> Callable:
-        """Run ``body(shards, inputs, *replicated)`` on views, each on its shard.
+        """Run ``body(shards, inputs, *replicated)`` on every data shard's views.
 
-        Of the rows a shard has its own, or (`whole`) all of them.
+        A shard is given its own rows, or with `whole` all rows.
         """
         if self.automatic:
             return body
@@ -173,8 +173,8 @@ def make_gradients(
       accumulate: micro-batches a step.
 
     Returns:
-      A pure function, to be traced under the mesh. Gradients are at rest specs, in the
-      dtype that they crossed data in, of scale * sum(total) / sum(weight).
+      A pure function, to be traced under the mesh. It returns the gradients of scale *
+      sum(total) / sum(weight), at the storage specs, in the dtype of the reduction.
     """
     structure = jax.tree.structure(params_like)
     loss_of = make_loss(
@@ -190,8 +190,8 @@ def make_gradients(
 
         leaves = partition.differentiated(shards, prepared)
         _, pull, (sums, state) = jax.vjp(total, leaves, has_aux=True)
-        # Of all shards, so that a backward pass that is not linear (clipped or rounded
-        # cotangents) sees the numbers that it does on one device.
+        # The weight of all shards: a backward pass that is not linear (clipped or
+        # rounded cotangents) then sees the same numbers as on one device.
         weight = partition.collectives.total(sums.loss.weight)
         (grads,) = pull(jnp.where(weight > 0, scale / weight, 0.0))
         grads = [grad.astype(jnp.float32) * weight for grad in grads]
@@ -221,12 +221,13 @@ def gradients_on_shards(
     """Run ``body(shards, inputs, model_state, key, scale)`` on every shard's views.
 
     Args:
-      partition: the leaves' layouts.
+      partition: the leaves' shardings.
       structure: of the parameters.
-      body: gives gradients as views at rest, sums over all data, and the model's state.
+      body: returns gradients as stored views, sums over all data, and the model's
+        state.
 
     Returns:
-      What `make_gradients` does.
+      The same as `make_gradients`.
     """
     views = [manual_spec(leaf) for leaf in partition.leaves]
     run = partition.mapped(body, out_specs=(views, P(), P()))
@@ -245,7 +246,7 @@ def make_forward(
 ) -> Callable[..., Sums]:
     """Make ``(shards, inputs, model_state, key, parts) -> Sums``, without gradients.
 
-    Of one data shard's rows, in so many micro-batches.
+    For one data shard's rows, in `parts` micro-batches.
     """
     structure = jax.tree.structure(params_like)
     loss_of = make_loss(
@@ -282,8 +283,8 @@ def make_evaluation(
 ) -> Callable[..., Sums]:
     """Make ``(params, model_state, inputs, key, is_left_over) -> Sums``.
 
-    In evaluation mode. Rows that are left over, fewer than data has shards, are
-    computed on each of them; random numbers for those are not one device's.
+    In evaluation mode. Left-over rows, fewer than there are data shards, are computed
+    on every shard; their random numbers differ from those on one device.
     """
 
     def make_body(partition: Partition) -> Callable[..., Sums]:
@@ -297,7 +298,7 @@ def evaluation_on_shards(
     partition: Partition, make_body: Callable[[Partition], Callable[..., Sums]]
 ) -> Callable[..., Sums]:
     """Run ``body(shards, inputs, model_state, key) -> Sums`` on every data shard."""
-    # All shards draw alike for rows that each of them has, and otherwise than before.
+    # For left-over rows all shards draw the same numbers, from another key.
     same = dataclasses.replace(partition, draws=AsTraced())
 
     def evaluation(params, model_state, inputs, key, is_left_over):
@@ -316,9 +317,9 @@ def evaluation_on_shards(
 
 
 def microbatch_rows(inputs: Inputs, index: jax.Array | int, accumulate: int) -> Inputs:
-    """Pick micro-batch m: rows m, m + accumulate and so on.
+    """Select micro-batch m: rows m, m + accumulate and so on.
 
-    Of every data shard's rows these are the same as of the global batch.
+    The same rows result for each data shard's rows and for the global batch.
     """
 
     def pick(x: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
-"""What is a loss function given besides the model: rows, what is not rows, the step.
+"""What does a loss function get besides the model: rows, replicated values, the step.
 
-A batch is a pytree whose leaves count examples in their leading dim, but for what is
+A batch is a pytree whose leaves have the examples as their leading dim, except those
 wrapped in `Replicated`: a class weight, a schedule's value, an adjacency matrix. Or the
-leading dim counts `Packed` graphs, each of which is a call of its own.
+leading dim counts `Packed` graphs, one call of the loss function each.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ from jaxpar.types import Batch, PyTree
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Replicated:
-    """A part of a batch that is not rows: every device and micro-batch gets it whole.
+    """A part of a batch that is not rows: replicated to every device and micro-batch.
 
-    In a run of several processes each passes the same values. The loss function is
-    given the value itself.
+    In a run of several processes, each must pass the same values. The loss function
+    gets the value itself.
 
     Attributes:
       value: an array of any shape, or a pytree of them.
@@ -43,15 +43,15 @@ class Replicated:
 class Packed:
     """A batch whose leading dim counts packs, such as jraph's padded graphs.
 
-    The loss function is called with one pack, without that dim; a shard's packs are
-    computed one after another, so that the numbers are the same on every mesh. A plain
-    loss is averaged over packs, a `jaxpar.Weighted` is summed. Where the model changes
-    its state, every device computes the packs of all shards, each from the state that
-    the one before it left.
+    The loss function is called with one pack, without that dim. A shard computes its
+    packs one after another, so results are the same on every mesh. A plain loss is
+    averaged over packs, a `jaxpar.Weighted` is summed. If the model changes its state,
+    every device computes the packs of all shards in order, and each pack starts from
+    the state after the previous one.
 
     Attributes:
-      packs: a pytree of arrays, the packs first; their number is a multiple of data x
-        accumulate.
+      packs: a pytree of arrays whose leading dim counts packs; their number is a
+        multiple of data x accumulate.
 
     Example:
       >>> graphs = {"nodes": jnp.ones((8, 30, 4)), "senders": jnp.zeros((8, 50), int)}
@@ -69,7 +69,7 @@ class KeyedPacks:
 
     Attributes:
       packs: as in `Packed`.
-      keys: the data of their keys, [packs, ...].
+      keys: the key data of every pack, [packs, ...].
     """
 
     packs: PyTree
@@ -79,10 +79,10 @@ class KeyedPacks:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OnePack:
-    """What one call of the loss function is given of packs; counts as one row.
+    """One pack, for one call of the loss function; counts as one row.
 
     Attributes:
-      pack: without the dim that counts packs.
+      pack: the pack, without the leading dim of `Packed`.
     """
 
     pack: PyTree
@@ -103,12 +103,12 @@ class Inputs:
 
 
 def make_inputs(batch: Batch, step: Any) -> Inputs:
-    """Join a batch and a step's number (an array or its shape)."""
+    """Combine a batch and a step's number (an array or its shape)."""
     return Inputs(batch, Replicated(step))
 
 
 def abstract_inputs(rows: Batch) -> Inputs:
-    """The shapes of one call's inputs, of the shapes of a batch."""
+    """The shapes of one call's inputs, from the shapes of a batch."""
     if isinstance(rows, Packed):
         rows = OnePack(
             map_rows(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows.packs)
@@ -117,11 +117,11 @@ def abstract_inputs(rows: Batch) -> Inputs:
 
 
 def with_keys(inputs: Inputs, key: jax.Array) -> Inputs:
-    """Give each pack of a global batch the key of its place in it.
+    """Give each pack of a global batch a key made from its position.
 
     Args:
-      inputs: those without packs come back as they are.
-      key: of the step.
+      inputs: returned unchanged if they have no packs.
+      key: the step's key.
     """
     if not isinstance(inputs.batch, Packed):
         return inputs
@@ -132,7 +132,7 @@ def with_keys(inputs: Inputs, key: jax.Array) -> Inputs:
 
 
 def map_rows(fn: Callable[[Any], Any], batch: PyTree) -> PyTree:
-    """Map the leaves that are rows; the others stay as they are."""
+    """Map the leaves that are rows; the others are unchanged."""
     return jax.tree.map(
         lambda x: x if isinstance(x, Replicated) else fn(x),
         batch,
@@ -148,7 +148,7 @@ def num_rows(batch: PyTree) -> int:
 
 
 def twice_the_rows(batch: PyTree) -> PyTree:
-    """The shapes of a batch of twice as many rows."""
+    """The shapes of a batch with twice as many rows."""
 
     def double(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype)
@@ -157,7 +157,7 @@ def twice_the_rows(batch: PyTree) -> PyTree:
 
 
 def specs_of(batch: PyTree) -> PyTree:
-    """Rows over data; what is `Replicated` on every device."""
+    """Specs: rows over data, `Replicated` values on every device."""
 
     def spec(x: Any) -> Any:
         return jax.tree.map(lambda _: P(), x) if _is_replicated(x) else P(DATA)
@@ -187,16 +187,16 @@ def unwrapped(batch: PyTree) -> PyTree:
 
 
 def check_packed(batch: Batch, num_stages: int, *, coupled_batch: bool) -> None:
-    """Refuse packs where they can't be.
+    """Raise if packs can't be used.
 
     Args:
       batch: any batch.
-      num_stages: of the pipeline; 1 without.
+      num_stages: stages of the pipeline; 1 without one.
       coupled_batch: as given to `jaxpar.initialize`.
 
     Raises:
-      ValueError: if the batch is packed in part, or goes through a pipeline, or its
-        loss is said to couple packs.
+      ValueError: if only a part of the batch is packed, the mesh has a pipeline, or
+        `coupled_batch` is set.
     """
     is_packed = isinstance(batch, Packed)
     inner = jax.tree.leaves(
@@ -204,8 +204,8 @@ def check_packed(batch: Batch, num_stages: int, *, coupled_batch: bool) -> None:
     )
     if any(isinstance(x, Packed) for x in inner):
         raise ValueError(
-            "sample_batch: jaxpar.Packed is in the batch, but must be the whole of it: "
-            "jaxpar.Packed({...}), every leaf with the packs first."
+            "sample_batch: jaxpar.Packed is inside the batch, but must be around all "
+            "of it: jaxpar.Packed({...}), with packs as every leaf's leading dim."
         )
     if is_packed and num_stages > 1:
         raise ValueError(
@@ -214,8 +214,8 @@ def check_packed(batch: Batch, num_stages: int, *, coupled_batch: bool) -> None:
         )
     if is_packed and coupled_batch:
         raise ValueError(
-            "coupled_batch=True: loss_fn is given each pack of jaxpar.Packed alone, "
-            "and may couple all that is in it; leave coupled_batch out."
+            "coupled_batch=True: loss_fn is called with one pack of jaxpar.Packed at a "
+            "time and may couple everything in it; leave coupled_batch out."
         )
 
 

@@ -1,4 +1,4 @@
-"""What is a loss function to the engine: called by name, its result seen as sums."""
+"""How does the engine call a loss function and read its result as sums?"""
 
 import dataclasses
 import functools
@@ -39,35 +39,35 @@ from jaxpar.types import LossFn, Metrics, PyTree
 OWN_METRICS = frozenset(
     {"loss", "weight", "grad_norm", "skipped", "loss_scale", "learning_rate"}
 )
-"""Names that a loss function's own metrics must leave free."""
+"""Names of the engine's metrics; a loss function's metrics can't use them."""
 
 _BY_NAME = frozenset({"key", "step", "training"})
-"""What a loss function may take besides the model and the batch."""
+"""Arguments that a loss function may take besides the model and the batch."""
 
 _OWN_KEY = 0x10550000
-"""Folded into a micro-batch's key for the loss function's; models fold small ones."""
+"""Folded into a micro-batch's key for the loss function; models fold small numbers."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """What one step adds up besides gradients.
+    """What a step sums besides gradients.
 
     Attributes:
       loss: the loss's total and weight.
-      metrics: the user's metrics, each with how it is combined.
+      metrics: the user's metrics, as `Weighted`, `Sum` or `Max`.
     """
 
     loss: Any
     metrics: dict[str, Any]
 
     def results(self) -> Metrics:
-        """The numbers of all examples."""
+        """The final values, over all examples."""
         named = {"loss": self.loss, **self.metrics}
         return {name: result(value) for name, value in named.items()}
 
     def over_data(self, collectives: Collectives) -> "Sums":
-        """Combine the data shards' numbers."""
+        """Combine the values of all data shards."""
 
         def combine(value: Reduced) -> Reduced:
             over = collectives.largest if isinstance(value, Max) else collectives.total
@@ -78,11 +78,11 @@ class Sums:
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """A user's loss function, given what it asks for.
+    """A user's loss function, and the optional arguments that it takes.
 
     Attributes:
       fn: ``(model, batch, ...) -> loss`` or ``(loss, metrics)``.
-      takes: what it takes of key, step and training.
+      takes: which of key, step and training it takes.
     """
 
     fn: LossFn
@@ -91,7 +91,7 @@ class Loss:
     def __call__(
         self, model: Any, inputs: Inputs, *, key: jax.Array, training: bool
     ) -> Any:
-        """Call it on a micro-batch, with a key that no part of the model draws from."""
+        """Call it on a micro-batch, with a key that the model does not use."""
         by_name = {
             "key": jax.random.fold_in(key, _OWN_KEY) if "key" in self.takes else None,
             "step": inputs.step.value,
@@ -102,16 +102,16 @@ class Loss:
             return self.fn(model, unwrapped(inputs.batch), **given)
 
     def on_sample(self, model: Any, inputs: Inputs) -> Any:
-        """Call it where only its shapes, or its calls of the model, matter."""
+        """Call it to trace its shapes or its calls of the model."""
         return self(model, inputs, key=jax.random.key(0), training=True)
 
 
 def as_losses(loss_fn: LossFn, eval_fn: LossFn | None) -> tuple[Loss, Loss]:
-    """See what the loss functions of training and of evaluation take.
+    """Read which optional arguments the loss functions take.
 
     Raises:
-      TypeError: if one is not callable, or takes anything besides a model, a batch and
-        what `Loss` has by name that has no default.
+      TypeError: if one is not callable, or has a required argument besides a model, a
+        batch, and key, step and training by name.
     """
     loss = _as_loss(loss_fn, "loss_fn")
     return loss, _as_loss(eval_fn, "eval_fn") if eval_fn else loss
@@ -140,7 +140,7 @@ def _as_loss(fn: LossFn, argument: str) -> Loss:
         raise TypeError(
             f"{argument}: it takes {', '.join(unknown)} besides (model, batch); it may "
             "take key, step and training by these names. Put other values in the batch "
-            "(jaxpar.Replicated(x) where they are not rows), or bind them by "
+            "(jaxpar.Replicated(x) if they are not rows), or bind them with "
             "functools.partial."
         )
     return Loss(fn, frozenset(taken))
@@ -185,14 +185,14 @@ def over_packs(
     Args:
       call: ``(key, model_state=, inputs=) -> (Sums, model_state)``.
       model_state: before the first pack.
-      key: any key of the kind that the packs' own are.
+      key: any key of the same kind as the packs' keys.
       inputs: packs with their keys.
 
     Returns:
       The sums, and the state after the last pack.
     """
-    # Where data is automatic every device runs all packs; stated, for else each turn
-    # of the loop fetches its pack from the shard that has it.
+    # Where data is automatic every device runs all packs. Without the constraint each
+    # iteration fetches its pack from the shard that holds it.
     batch = map_rows(constrain, inputs.batch)
 
     def one(index: jax.Array, state: PyTree) -> tuple[Sums, PyTree]:
@@ -214,7 +214,7 @@ def over_packs(
 
 
 def loss_sums(out: Any, inputs: Inputs) -> Sums:
-    """See what a loss function returned for some rows as sums and their weights.
+    """Convert a loss function's result for some rows to sums and weights.
 
     Raises:
       ValueError: if it is not a floating loss, or (loss, metrics), of scalars.
@@ -230,7 +230,7 @@ def loss_sums(out: Any, inputs: Inputs) -> Sums:
 
 
 def _check_floating(loss: Any) -> None:
-    """Refuse a loss whose gradient would silently be zero."""
+    """Raise for a loss whose gradient would silently be zero."""
     dtype = jnp.result_type(loss.total if isinstance(loss, Weighted) else loss)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
@@ -248,7 +248,7 @@ def _loss_and_metrics(out: Any) -> tuple[Any, Mapping[str, Any]]:
         raise ValueError(
             f"loss_fn: it returned a tuple of ({kinds}), but must return a loss, or "
             "(loss, metrics) with metrics a dict of scalars by name. Logits and other "
-            "arrays are not returned; make scalars of them in loss_fn, or call "
+            "arrays can't be returned; reduce them to scalars in loss_fn, or call "
             "engine.model() on a batch."
         )
     taken = sorted(OWN_METRICS & out[1].keys())

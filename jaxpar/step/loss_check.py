@@ -1,14 +1,15 @@
-"""Is the loss what the engine takes it for: a mean over the rows that it is given?
+"""Is the loss a mean over its rows, as the engine assumes?
 
-The engine gives a loss function a shard's rows of a micro-batch, and averages. That is
-the loss of the global batch only if the loss of some rows is the mean of the losses of
-their halves. So it is compared, of rows of every data shard with as many of another
-one, before steps 1, 2, 4, 8 and so on (padding may first appear late): in fp32 where
-that takes no more room, with the same random numbers for a row in both, and on
-parameters with small noise, for behind a head of zeros all rows have the same loss.
+The engine calls a loss function with one shard's rows of a micro-batch, and averages.
+The average equals the loss of the global batch only if the loss of some rows is the
+mean of the losses of their halves. The check compares the two before steps 1, 2, 4, 8
+and so on (padding may first appear late), on rows of every data shard mixed with as
+many rows of another shard. It computes in fp32 where that needs no more memory, with
+the same random numbers for a row in both, and adds small noise to the parameters,
+because with a zero-initialised head all rows have the same loss.
 
-Values are compared, not gradients: what is less than a ten-thousandth of the loss, or
-has no value (a surrogate, which is always zero), is not seen.
+It compares values, not gradients: it does not see a term below a ten-thousandth of the
+loss, or one whose value is always zero (a surrogate).
 """
 
 import dataclasses
@@ -31,22 +32,22 @@ from jaxpar.step.weighted import Weighted, result
 from jaxpar.types import Batch, Params
 
 TOLERANCE, HALF_TOLERANCE = 1e-4, 1e-2
-"""Relative to the largest number of a shard; the second for bf16 and fp16."""
+"""Relative to the largest value of a shard; the second is for bf16 and fp16."""
 
 _NOISES, _FLOOR = (0.1, -0.1, 0.0), 1e-6
-"""Noise relative to a leaf's size, one after another where the one before says too
-little; and the least difference of losses that counts (terms that cancel to nothing,
-as on-policy ratios of 1 do, leave their rounding)."""
+"""Noise relative to a leaf's magnitude, each tried if the one before is inconclusive;
+and the smallest difference of losses that counts (terms that cancel, such as on-policy
+ratios of 1, leave rounding errors)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Numbers of the data shard where they differ most.
+    """The values on the data shard where they differ most.
 
     Attributes:
-      rows: of the rows.
-      halves: on average of their halves.
-      is_sum: whether on every shard the first is twice the second.
+      rows: the value for the rows.
+      halves: the average of the values for their halves.
+      is_sum: whether `rows` is twice `halves` on every shard.
     """
 
     rows: float
@@ -59,7 +60,7 @@ class Queue(Protocol):
     """Programs that may still run: a `jaxpar.engine.run_ahead.RunAhead`."""
 
     def finish_before_others(self) -> None:
-        """Wait for them where another program's collectives would meet theirs."""
+        """Wait for them where another program's collectives could mix with theirs."""
         ...
 
 
@@ -69,19 +70,18 @@ class NoCheck:
     def before_call(
         self, state: Callable[[], TrainState], batch: Batch, queue: Queue
     ) -> None:
-        """As of `LossCheck`."""
+        """See `LossCheck`."""
 
 
 class LossCheck(NoCheck):
-    """Compares when it is due; keeps what was warned of.
+    """Compares when a check is due, and warns once for each metric.
 
     Args:
       argument: "loss_fn" or "eval_fn".
       compare: ``(params, model_state, batch, step, key, noise) -> {name: [2, data]}``:
-        of each number the one of the rows and of their halves, by data shard,
-        replicated.
-      whole: as `compare`, but ``{name: [2]}``: the number of the engine and of the
-        whole batch; None where that may not fit.
+        the value for the rows and for their halves, by data shard, replicated.
+      whole: as `compare`, but ``{name: [2]}``: the engine's value and that of the full
+        batch; None where the full batch may not fit in memory.
       tolerance: relative.
     """
 
@@ -101,16 +101,16 @@ class LossCheck(NoCheck):
         """Compare before calls 1, 2, 4, 8 and so on; waits for the devices.
 
         Args:
-          state: gives what is kept of the state; asked only when a call is checked.
-          batch: the call's, on the mesh.
+          state: returns the packed state; called only when a check is due.
+          batch: the call's batch, on the mesh.
           queue: programs that were dispatched before.
 
         Raises:
-          ValueError: if the loss differs, or fails on half of the rows; nothing has
-            changed then.
+          ValueError: if the loss differs, or fails on half of the rows; the state is
+            unchanged.
 
         Warns:
-          UserWarning: if a metric does, once for each.
+          UserWarning: if a metric differs, once for each metric.
         """
         if (self._calls + 1) & self._calls:
             self._calls += 1
@@ -121,17 +121,17 @@ class LossCheck(NoCheck):
         wrong, noise = self._wrong(given)
         if "loss" in wrong:
             raise ValueError(self._refusal(wrong["loss"], (*given, noise)))
-        self._calls += 1  # A loss that was refused is not waved through next.
+        self._calls += 1  # Not before: a rejected loss is checked again.
         for name in sorted(wrong.keys() - self._warned):
             self._warned.add(name)
             text = _of_metric(self._argument, name, wrong[name])
             warnings.warn(text, stacklevel=3)
 
     def _wrong(self, given: tuple) -> tuple[dict[str, Difference], float]:
-        """By name, the numbers that differ, and do so with another noise; the noise.
+        """The values that differ with two noises, by name; and the last noise.
 
-        One that is near zero by cancellation differs by rounding, and noise may give
-        NaN (of the logarithm of a parameter).
+        A value near zero by cancellation differs by rounding, and noise may give NaN
+        (the logarithm of a parameter).
         """
         wrong: dict[str, Difference] = {}
         names: Collection[str] | None = None
@@ -154,24 +154,24 @@ class LossCheck(NoCheck):
         if self._whole is not None:
             engine, whole = jax.device_get(self._whole(*given)["loss"])
             shown = (
-                f" Of the whole batch it is {whole:.6g}, and what the engine would "
-                f"train on is {engine:.6g}."
+                f" The loss of the full batch is {whole:.6g}, but the engine would "
+                f"train on {engine:.6g}."
             )
         return (
-            f"{self._argument}: the loss is not a mean over the rows that it is given: "
-            f"of rows of two data shards or micro-batches together it is "
-            f"{found.rows:.6g}, but {found.halves:.6g} on average of each alone."
+            f"{self._argument}: the loss is not a mean over the rows of its batch: on "
+            f"rows of two data shards or micro-batches together it is "
+            f"{found.rows:.6g}, but its average over the two is {found.halves:.6g}."
             f"{shown} {_cause(found)} "
-            "Return a mean over the rows (.mean()); for masked or padded rows "
+            "Return a mean over the rows (.mean()); for masked or padded rows return "
             "jaxpar.Weighted(total, weight) of two sums; for a loss that couples "
             "examples pass coupled_batch=True. check_loss=False turns this check off."
         )
 
 
 def _difference(numbers: np.ndarray, tolerance: float) -> Difference | None:
-    """Where the rows' number and the halves' differ most, if they do."""
+    """Where the values for rows and halves differ most; None if they agree."""
     rows, halves = numbers
-    sound = np.isfinite(rows)  # Else they say nothing.
+    sound = np.isfinite(rows)  # The others are not comparable.
     both = numbers[:, sound & np.isfinite(halves)]
     allowed = tolerance * np.abs(both).max(initial=0.0) + _FLOOR
     with np.errstate(invalid="ignore"):
@@ -188,8 +188,8 @@ def _cause(found: Difference) -> str:
     if found.is_sum:
         return "It looks like a sum over the rows (or half of them have no weight)."
     return (
-        "It looks like a mean over unequal weights (a mask, padding), or like "
-        "examples that are coupled (in-batch negatives, numbers of the batch)."
+        "It looks like a mean over unequal weights (a mask, padding), or a loss that "
+        "couples examples (in-batch negatives, batch statistics)."
     )
 
 
@@ -198,14 +198,14 @@ def _of_metric(argument: str, name: str, found: Difference) -> str:
         f"If it is a count or a sum, return jaxpar.Sum({name})."
         if found.is_sum
         else "Return jaxpar.Weighted(total, weight) for a mean over unequal weights, "
-        "jaxpar.Max(x) for a maximum; a function of a mean, such as exp(loss), take of "
-        "the mean that the step returns."
+        "jaxpar.Max(x) for a maximum. Compute a function of a mean, such as exp(loss), "
+        "from the mean that the step returns."
     )
     return (
-        f"{argument}: metric {name!r} is not a mean over the rows that it is given: of "
+        f"{argument}: metric {name!r} is not a mean over the rows of its batch: on "
         f"rows of two data shards or micro-batches together it is {found.rows:.6g}, "
-        f"but {found.halves:.6g} on average of each alone. The step returns the mean "
-        f"over shards and micro-batches. {remedy}"
+        f"but its average over the two is {found.halves:.6g}. The step returns the "
+        f"mean over shards and micro-batches. {remedy}"
     )
 
 
@@ -218,16 +218,16 @@ def compared(
     """Compare rows with their halves, on one data shard.
 
     Args:
-      forward: ``(inputs, parts) -> Sums``, over so many micro-batches.
-      inputs: this shard's.
-      accumulate: micro-batches of a step.
-      neighbour: gives another shard's leaf; this one's own where there is no other.
+      forward: ``(inputs, parts) -> Sums``, over `parts` micro-batches.
+      inputs: this shard's inputs.
+      accumulate: micro-batches a step.
+      neighbour: returns another shard's leaf, or this one's if there is no other.
 
     Returns:
-      By name: [2, 1], the rows' number and the halves'.
+      name -> [2, 1]: the value for the rows, and for their halves.
 
     Raises:
-      ValueError: if the loss function fails on fewer rows than the engine gives it.
+      ValueError: if the loss function fails on half of the rows.
     """
     rows = mixed_rows(inputs, accumulate, neighbour)
     if num_rows(rows) * accumulate == num_rows(inputs):
@@ -248,8 +248,8 @@ def _of_fewer(forward: Callable[..., Sums], rows: Inputs, parts: int) -> Sums:
         return forward(rows, parts)
     except SIZE_ERRORS as error:
         raise ValueError(
-            "loss: it can't be compared with itself on half of the rows, for it "
-            "fails on them (see above). Write no number of rows into it, or pass "
+            "loss: the check that it is a mean calls it on half of the rows, where it "
+            "fails (see above). Don't hard-code the number of rows in it, or pass "
             "check_loss=False."
         ) from error
 
@@ -261,10 +261,10 @@ def _named(sums: Sums) -> dict[str, Any]:
 def mixed_rows(
     inputs: Inputs, accumulate: int, neighbour: Callable[[jax.Array], jax.Array]
 ) -> Inputs:
-    """Rows of this shard's first micro-batch, and another shard's of its second.
+    """Interleave this shard's first micro-batch with another shard's second.
 
-    One after the other in turn, so that each of two micro-batches has those of one; as
-    many as a micro-batch has on a shard, but even, and two where that is one.
+    Split into two micro-batches, each then has the rows of one shard. As many rows as a
+    micro-batch has on a shard, rounded down to an even number, at least two.
     """
     half = max(1, num_rows(inputs) // accumulate // 2)
 
@@ -277,7 +277,7 @@ def mixed_rows(
 
 
 def another_shard(x: jax.Array) -> jax.Array:
-    """The leaf of the data shard half a round away, where data is manual."""
+    """The leaf of the shard half the data axis away, where data is manual."""
     size = jax.lax.axis_size(DATA)
     pairs = [(i, (i + size // 2) % size) for i in range(size)]
     return jax.lax.ppermute(x, DATA, pairs)
@@ -288,8 +288,8 @@ def with_noise(params: Params, amount: jax.Array) -> Params:
 
     Args:
       params: a tree of arrays.
-      amount: the noise's deviation, relative to a leaf's size: its root mean square, or
-        that of an ordinary initialisation.
+      amount: the noise's standard deviation, relative to the larger of the leaf's root
+        mean square and that of a usual initialisation.
     """
     leaves, structure = jax.tree.flatten(params)
 
@@ -303,9 +303,9 @@ def with_noise(params: Params, amount: jax.Array) -> Params:
 
 
 def _hashed(seed: int, shape: tuple[int, ...]) -> jax.Array:
-    """Numbers of variance one that differ from place to place.
+    """Pseudo-random numbers of variance one, from a hash of the position.
 
-    A hash of a few operations: XLA:CPU takes seconds to compile a normal draw a leaf.
+    A cheap hash, because XLA:CPU takes seconds to compile one normal draw a leaf.
     """
     word = jnp.full(shape, (seed + 1) * 0x9E3779B9 % 2**32, jnp.uint32)
     for dim in range(len(shape)):
@@ -324,26 +324,26 @@ def why_not(
     splits: int,
     asked: bool,
 ) -> str | None:
-    """Say why a loss is not checked; None where it is.
+    """The reason why a loss is not checked; None if it is.
 
     Args:
-      draws: of the loss function.
-      rows: what a call of it is given.
+      draws: the loss function's random draws.
+      rows: shapes of the inputs of one call.
       mesh: the mesh.
-      coupled: it is given whole micro-batches.
-      splits: parts that a batch is given in: data shards times micro-batches.
+      coupled: whether it sees full micro-batches.
+      splits: calls a batch: data shards times micro-batches.
       asked: ``check_loss``.
     """
     if not asked:
         return "check_loss=False"
     if not are_present(mesh):
-        return "the mesh's devices are only to compile for"
+        return "the mesh's devices are compile-only"
     if isinstance(rows.batch, OnePack):
-        return "it is given one pack at a time"
+        return "it is called with one pack at a time"
     if coupled:
-        return "it couples examples, and is given whole micro-batches"
+        return "it couples examples and sees full micro-batches"
     if splits == 1:
-        return "it is given the whole batch"
+        return "it sees the full batch"
     if not can_be_of_parts(draws):
         return "it draws random numbers by rejection or inside a custom derivative"
     return None

@@ -1,9 +1,9 @@
-"""How large is the factor that keeps fp16 gradients from underflowing?
+"""How is the loss scaled so that fp16 gradients do not underflow?
 
 The scale halves when gradients overflow and doubles after a window of steps without
-overflow; a small hysteresis forgives single overflows. The same state exists at every
-precision, inert where the loss is not scaled, so that checkpoints do not differ and a
-run in fp32 can go on in fp16.
+overflow; a small hysteresis tolerates single overflows. The state exists at every
+precision, unused where the loss is not scaled, so checkpoints have the same leaves and
+a run in fp32 can continue in fp16.
 
 Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2; the trace is
 that of DeepSpeed's dynamic loss scaler.
@@ -25,12 +25,12 @@ class LossScale:
     """The scaler's state; every field a scalar array.
 
     Attributes:
-      scale: the factor on the loss where losses are scaled.
+      scale: the factor on the loss, where the loss is scaled.
       hysteresis: overflows left before the scale is halved, counting that one.
       iteration: steps seen.
       last_overflow: the iteration of the last overflow; -1 before any.
       skipped: steps skipped so far, for non-finite gradients or a zero weight.
-      exhausted: an overflow came with the scale at its minimum.
+      exhausted: whether gradients overflowed with the scale at its minimum.
     """
 
     scale: Leaf
@@ -94,7 +94,7 @@ def update_loss_scale(
 
 
 def require_scale(exhausted: jax.Array) -> None:
-    """Stop a run whose scale is used up; waits for the step.
+    """Raise if gradients overflowed at the minimal scale; waits for the step.
 
     Args:
       exhausted: a step's `LossScale.exhausted`.

@@ -1,8 +1,8 @@
-"""In which dtype is what computed, reduced and kept?
+"""In which dtypes are arrays stored, computed and reduced?
 
-Parameters rest as fp32 masters at every precision. The compute copy is cast from them
-(before it is gathered), gradients cross the data axis in `reduce_dtype` and are summed
-over micro-batches, clipped and applied in fp32.
+Parameters are stored as fp32 masters at every precision. The compute copy is cast from
+them before it is gathered. Gradients are reduced over data in `reduce_dtype`, and
+summed over micro-batches, clipped and applied in fp32.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ class Precision:
 
     Attributes:
       compute_dtype: of the parameters that the loss function sees.
-      reduce_dtype: of gradients while they cross the data axis.
+      reduce_dtype: of the reduction of gradients over data.
       scales_loss: whether the loss is scaled dynamically, as fp16 needs.
     """
 
@@ -34,9 +34,9 @@ def make_precision(name: str | Precision, reduce_dtype: str | None = None) -> Pr
     """Look a precision up by name.
 
     Args:
-      name: "fp32", "bf16" or "fp16" (with dynamic loss scaling), or a precision, which
-        comes back as it is.
-      reduce_dtype: one of the same names for the gradients' crossing; None for the
+      name: "fp32", "bf16" or "fp16" (with dynamic loss scaling), or a `Precision`,
+        which is returned as it is.
+      reduce_dtype: one of the same names, for the reduction of gradients; None for the
         compute dtype.
 
     Returns:

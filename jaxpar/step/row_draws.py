@@ -1,10 +1,10 @@
-"""How do random numbers not depend on the mesh? A shard draws its rows of all rows'.
+"""How are random numbers made independent of the mesh: a shard draws its own rows.
 
-Partitionable threefry hashes a key and an element's position. A data shard that draws
-for its own rows can so make the very numbers that one device would make for them: the
-same key, and positions in the array of all rows. Which dim counts rows is found by
-tracing at two batch sizes. What has no such dim is drawn as it is, the same on all
-shards; where the dim can't be proved, the shard's number is folded into the key.
+Partitionable threefry hashes a key and an element's position. So a data shard can draw
+the same numbers for its rows as one device would: it uses the same key, and positions
+in the array of all rows. The dim that counts rows is found by tracing at two batch
+sizes. A draw without such a dim is the same on all shards. Where the dim can't be
+proved, the shard's number is folded into the key.
 
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 """
@@ -31,9 +31,9 @@ class ShardKey:
     """A key that all data shards share, and the shard's number.
 
     Attributes:
-      key: of the step, or of a micro-batch of it.
+      key: of the step, or of one of its micro-batches.
       shard: int32 scalar, from 0.
-      step_key: of the step; None where `key` is.
+      step_key: the step's key; None if that is `key`.
       microbatch: its number, an int32 scalar; None for the step.
     """
 
@@ -50,7 +50,7 @@ class ShardKey:
 
 @runtime_checkable
 class Draws(Protocol):
-    """What a loss function's random numbers are."""
+    """How a loss function's random numbers are drawn."""
 
     def call(
         self, fn: Callable[..., Any], key: ShardKey, args: tuple, rows: "Rows"
@@ -61,18 +61,18 @@ class Draws(Protocol):
           fn: takes a key, and `args`.
           key: the micro-batch's.
           args: pytrees of arrays.
-          rows: of `args`.
+          rows: the rows of `args`.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """How many rows arguments have, and the shapes that they have with twice as many.
+    """The number of rows of some arguments, and their shapes with twice as many rows.
 
     Attributes:
       count: rows of this shard's micro-batch.
-      twice: makes `args` as shapes of 2 x `count` rows.
+      twice: returns the shapes of `args` with 2 x `count` rows.
     """
 
     count: int
@@ -81,7 +81,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class AsTraced:
-    """Draw what the function draws: for all rows at once, or for nothing."""
+    """Leave the draws as traced: for all rows at once, or for shapes only."""
 
     def call(
         self, fn: Callable[..., Any], key: ShardKey, args: tuple, rows: Rows
@@ -93,7 +93,7 @@ class AsTraced:
 
 @dataclasses.dataclass(frozen=True)
 class OwnRows:
-    """Draw for this shard's rows what one device would.
+    """Draw the numbers that one device would draw for this shard's rows.
 
     Attributes:
       num_shards: data shards.
@@ -117,7 +117,7 @@ class OwnRows:
             if dim is None:
                 return None
             if dim is UNPROVED:
-                return _apart(draw, ins, key.shard)
+                return _per_shard(draw, ins, key.shard)
             first = key.shard * draw.shape[dim]
             return [_own(draw, ins[0], OfAll(dim, first, 1, self.num_shards))]
 
@@ -126,24 +126,24 @@ class OwnRows:
 
 
 SIZE_ERRORS = (TypeError, ValueError, AssertionError, LookupError, RuntimeError)
-"""What a function raises that has a number of rows written into it, given others."""
+"""Errors of a function with a hard-coded number of rows, called with another."""
 
 _OF_KEYS = ("random_split", "random_fold_in")
-"""Draws that derive keys; all others make numbers."""
+"""Draws that derive keys; all others draw numbers."""
 
 UNPROVED = -1
-"""Stands for a draw's row dim where it can't be proved."""
+"""A draw's row dim where it can't be proved."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OfAll:
-    """Which rows of the array of all rows an array has.
+    """Which rows of the array of all rows an array holds.
 
     Attributes:
       dim: the dim that counts rows.
       first: the first row's number, an int32 scalar.
-      stride: from one row's number to the next one's.
-      times: rows of the whole array, for each row of this one.
+      stride: from one row's number to the next row's.
+      times: rows of the full array for each row of this one.
     """
 
     dim: int
@@ -153,7 +153,7 @@ class OfAll:
 
 
 def _own(draw: Draw, key: jax.Array, of_all: OfAll) -> jax.Array:
-    """The rows of a draw of all rows."""
+    """This shard's rows of a draw of all rows."""
     draw_one = functools.partial(
         own_bits if _has_bits(draw) else own_keys, shape=draw.shape, of_all=of_all
     )
@@ -185,9 +185,9 @@ def row_dims(
       rows: the rows.
 
     Returns:
-      By path: the dim, None for a draw without one, or `UNPROVED`. Empty if no draw
-      can be proved: the function can't be traced at twice the rows, draws otherwise
-      then, or draws where nothing can be put in its place.
+      path -> the dim, None for a draw without one, or `UNPROVED`. Empty if no draw can
+      be proved: the function can't be traced at twice the rows, draws differently then,
+      or has draws that can't be replaced.
     """
     if not draws or any(draw.is_hidden for draw in draws):
         return {}
@@ -196,7 +196,7 @@ def row_dims(
     except SIZE_ERRORS:
         return {}
     others = find_draws(wide.jaxpr)
-    # Not by place: of one row some operations are left out.
+    # Not by position: with one row JAX leaves out some operations.
     if [_kind(draw) for draw in draws] != [_kind(draw) for draw in others]:
         return {}
     return {
@@ -212,7 +212,7 @@ def _kind(draw: Draw) -> tuple[str, int]:
 def random_notes(
     draws: Sequence[Draw], dims: dict[Path, int | None]
 ) -> tuple[str, ...]:
-    """Say which draws depend on the mesh, a line each.
+    """Report which draws depend on the mesh, a line each.
 
     Args:
       draws: of a function.
@@ -222,9 +222,9 @@ def random_notes(
         return ()
     if not dims:
         return (
-            "random: the rows of no draw can be proved, so that every number depends "
-            "on the data axis: the loss can't be traced at twice the rows, draws "
-            "otherwise there, or draws inside a custom derivative.",
+            "random: the row dim of no draw can be proved, so all random numbers "
+            "depend on the data axis: the loss can't be traced at twice the rows, "
+            "draws differently then, or draws inside a custom derivative.",
         )
     unproved = [draw for draw in draws if dims[draw.path] is UNPROVED]
     if not unproved:
@@ -234,16 +234,16 @@ def random_notes(
         )
     return tuple(
         f"random: {draw.eqn.primitive.name} of shape {draw.shape} {draw.where} "
-        "depends on the data axis, for the dim of its rows can't be proved"
+        "depends on the data axis, because its row dim can't be proved"
         + ("." if is_keyed(draw) else "; every shard draws the same numbers.")
         for draw in unproved
     )
 
 
 def _row_dim(draw: Draw, wide: Draw, count: int) -> int | None:
-    """The dim of a draw that has `count` elements, and twice as many with more rows."""
+    """The dim of a draw that has `count` elements, and twice that at twice the rows."""
     if len(draw.shape) != len(wide.shape) or draw.lengths != wide.lengths:
-        return UNPROVED  # A scan over rows draws by its turns.
+        return UNPROVED  # A scan over rows draws once an iteration.
     sizes = list(zip(draw.shape, wide.shape, strict=True))
     grown = [dim for dim, (one, other) in enumerate(sizes) if one != other]
     if not grown:
@@ -261,8 +261,8 @@ def _has_bits(draw: Draw) -> bool:
     return draw.eqn.primitive.name == "random_bits"
 
 
-def _apart(draw: Draw, ins: Sequence[Any], shard: jax.Array) -> Sequence[Any]:
-    """The draw with the shard's number in its key (or in those that it derives)."""
+def _per_shard(draw: Draw, ins: Sequence[Any], shard: jax.Array) -> Sequence[Any]:
+    """Draw with the shard's number folded into the key (or into derived keys)."""
 
     def fold(key: jax.Array) -> jax.Array:
         folded = functools.partial(jax.random.fold_in, data=shard)
@@ -276,7 +276,7 @@ def _apart(draw: Draw, ins: Sequence[Any], shard: jax.Array) -> Sequence[Any]:
 
 
 def is_keyed(draw: Draw) -> bool:
-    """Whether it draws from a key, and not from a generator's raw state."""
+    """Whether it draws from a key, not from a generator's raw state."""
     return jnp.issubdtype(shape_of(draw.eqn.invars[0]).dtype, jax.dtypes.prng_key)
 
 
@@ -284,7 +284,7 @@ def own_bits(key: jax.Array, *, shape: tuple[int, ...], of_all: OfAll) -> jax.Ar
     """Some rows of ``jax.random.bits(key, all_rows)``, by threefry.
 
     Returns:
-      uint32 of `shape`, the shape of these rows; of narrower bits the lower ones count.
+      uint32 of `shape`, the shape of these rows; narrower dtypes use the lower bits.
     """
     one, other = _hashed(key, shape, of_all)
     return one ^ other
@@ -297,13 +297,13 @@ def own_keys(key: jax.Array, *, shape: tuple[int, ...], of_all: OfAll) -> jax.Ar
 
 
 def _hashed(key: jax.Array, shape: tuple[int, ...], of_all: OfAll) -> list[jax.Array]:
-    # Scalars: XLA:CPU carries what is broadcast through the rounds' loop.
+    # Scalars: XLA:CPU carries broadcast keys through the loop of rounds.
     k1, k2 = jax.random.key_data(key)
     return threefry2x32_p.bind(k1, k2, *_positions(shape, of_all))
 
 
 def _positions(shape: tuple[int, ...], of_all: OfAll) -> tuple[jax.Array, jax.Array]:
-    """Each element's number in the array of all rows, as two words of 32 bits."""
+    """Each element's position in the array of all rows, as two 32-bit words."""
     dim = of_all.dim
     whole = [size * of_all.times if i == dim else size for i, size in enumerate(shape)]
     is_small = math.prod(whole) <= 2**32
@@ -337,17 +337,17 @@ def _product_high(index: jax.Array, stride: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class OfParts:
-    """Draw for each row the same numbers, in however many micro-batches rows are given.
+    """Draw the same numbers for each row, for any number of micro-batches.
 
-    Of the step's key, those of one micro-batch of all rows. Where the rows of a draw
-    can't be proved every number is the same instead: a uniform one 1/16 (dropout keeps)
-    and a normal one -1.5.
+    They are the numbers of the step's key for one micro-batch of all rows. Where a
+    row dim can't be proved all draws are constant instead: a uniform one is 1/16 (which
+    dropout keeps), a normal one -1.5.
 
     Attributes:
       parts: micro-batches; the rows of one are `parts` apart.
       num_shards: data shards.
-      constant: whether every number is to be the same, proved or not.
-      record: told, of a function that draws numbers, whether all were proved.
+      constant: whether all draws are constant, proved or not.
+      record: called, for a function that draws numbers, with whether all are proved.
     """
 
     parts: int
@@ -381,7 +381,7 @@ class OfParts:
 
 
 def _constant(draw: Draw, ins: Sequence[Any]) -> Sequence[Any] | None:
-    """The same number everywhere; None for keys, which stay what they are."""
+    """A constant for a draw of numbers; None for keys, which are not replaced."""
     name, out = draw.eqn.primitive.name, shape_of(draw.eqn.outvars[-1])
     if name == "random_gamma":  # 1, or its logarithm.
         value = 0.0 if draw.eqn.params["log_space"] else 1.0
@@ -394,5 +394,5 @@ def _constant(draw: Draw, ins: Sequence[Any]) -> Sequence[Any] | None:
 
 
 def can_be_of_parts(draws: Sequence[Draw]) -> bool:
-    """Whether `OfParts` reaches all draws, and no rejection waits for another."""
+    """Whether `OfParts` can replace all draws; constants never end a rejection loop."""
     return not any(draw.is_hidden or draw.is_in_while for draw in draws)

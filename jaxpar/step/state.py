@@ -1,8 +1,8 @@
-"""What is carried from step to step: one logical tree, whatever the mesh.
+"""What is the train state: one logical tree, the same for every mesh.
 
 `TrainState` has the same leaves and the same logical shapes for every mesh, ZeRO stage
-and precision; only shardings differ. So any checkpoint restores anywhere. An optimizer
-may keep it in another form (`jaxpar.step.update`).
+and precision; only shardings differ. So any checkpoint restores on any mesh. An
+optimizer may store it in packed form (`jaxpar.step.update`).
 """
 
 import dataclasses
@@ -26,15 +26,15 @@ from jaxpar.types import Leaf, Params, PyTree
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """The whole state of a training run on its devices.
+    """The full state of a training run on its devices.
 
     Attributes:
-      step: steps taken, skipped ones too; int32 scalar.
+      step: steps taken, including skipped ones; int32 scalar.
       params: fp32 masters; a nested dict.
-      model_state: what the model changes besides (batch statistics); a nested dict.
-      opt_state: the optimizer's.
-      key: the run's key; every step folds its own number in.
-      loss_scale: the loss scaler's state, inert outside fp16.
+      model_state: mutable state of the model (batch statistics); a nested dict.
+      opt_state: the optimizer's state.
+      key: the run's key; every step folds in its number.
+      loss_scale: the loss scaler's state, unused outside fp16.
     """
 
     step: Leaf
@@ -69,30 +69,30 @@ def make_init(
 
 
 def _as_array(path: tuple, leaf: Any) -> jax.Array:
-    """A leaf of an optimizer's state; numbers become arrays of a strong type, for a
-    step that met another type than it was compiled for would compile again."""
+    """A leaf of an optimizer's state. Numbers become strongly typed arrays: a step
+    called with another type than it was compiled for would recompile."""
     try:
         return jax.lax.convert_element_type(leaf, jnp.asarray(leaf).dtype)
     except TypeError as error:
         raise TypeError(
             f"optimizer: leaf {tree.path_name(path)} of its state is "
             f"{type(leaf).__name__}, but must be an array, a number or a PRNG key. "
-            "Keep it outside of the state that init returns."
+            "Hold it outside of the state that init returns."
         ) from error
 
 
 def cast_model_state(after: PyTree, before: PyTree) -> PyTree:
-    """Take what a model made of its state, in the dtypes that the state has.
+    """Cast a model's new mutable state to the dtypes of the old one.
 
     Args:
-      after: the mutable state that a call of the model left.
-      before: the one that it was given.
+      after: the mutable state after a call of the model.
+      before: the state before it.
 
     Returns:
       `after`, cast.
 
     Raises:
-      ValueError: if a leaf has come, gone or changed its shape.
+      ValueError: if a leaf was added, removed or changed its shape.
     """
     new, old = (
         {name: jnp.shape(leaf) for name, leaf in tree.named_leaves(state).items()}
@@ -107,15 +107,15 @@ def cast_model_state(after: PyTree, before: PyTree) -> PyTree:
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise ValueError(
             "model: a training step changes the shape of its state: "
-            f"{', '.join(changed[:3])}{more}. Every step runs the same program: make "
-            "the state in its final shape, which can't have a dim of the batch's rows, "
-            "and write into it (x.at[i].set(...))."
+            f"{', '.join(changed[:3])}{more}. Every step runs the same program: "
+            "initialise the state in its final shape, without a dim of the batch's "
+            "rows, and write into it (x.at[i].set(...))."
         )
     return jax.tree.map(lambda x, like: x.astype(like.dtype), after, before)
 
 
 def pack_state(update: Update, state: TrainState) -> TrainState:
-    """Lay a logical state out as an optimizer keeps it."""
+    """Convert a logical state to the optimizer's packed form."""
     params, opt_state = update.pack(state.params, state.opt_state)
     return dataclasses.replace(state, params=params, opt_state=opt_state)
 
@@ -129,15 +129,15 @@ def unpack_state(update: Update, packed: TrainState) -> TrainState:
 def packed_structs(
     update: Update, abstract: TrainState, shardings: TrainState
 ) -> TrainState:
-    """Say what is kept of a logical state.
+    """Describe the packed state.
 
     Args:
       update: the optimizer.
       abstract: the logical state's shapes.
-      shardings: where it would rest.
+      shardings: the logical state's shardings.
 
     Returns:
-      Shapes, dtypes and shardings of what `pack_state` makes.
+      Shapes, dtypes and shardings of the result of `pack_state`.
     """
     places = update.shardings(shardings.params, shardings.opt_state)
     placed = dataclasses.replace(shardings, params=places[0], opt_state=places[1])
@@ -155,16 +155,16 @@ def state_shardings(
     zero: ZeroStage,
     mesh: Mesh,
 ) -> TrainState:
-    """Say where every leaf of the state rests.
+    """Choose the sharding of every leaf of the state.
 
     An optimizer leaf whose path ends with a parameter's and whose shape is the same
-    mirrors that parameter and follows it (masked and nested transformations too); any
-    other (Adafactor's rows and columns, say) goes by the same shape rule. Typed PRNG
-    keys are replicated.
+    has that parameter's sharding (masked and nested transformations too); any other
+    (such as Adafactor's rows and columns) is sharded by the same rules. Typed PRNG keys
+    are replicated.
 
     Args:
       abstract: the state's shapes.
-      leaf_shardings: parameter name -> plan.
+      leaf_shardings: parameter name -> sharding.
       zero: the row of the ZeRO table.
       mesh: the mesh.
 
@@ -198,21 +198,21 @@ def state_shardings(
 
 
 def filled_in(read: TrainState, own: TrainState) -> TrainState:
-    """A state of which some leaves were read, with its own where they are structs."""
+    """A partly read state, with `own` leaves where `read` has structs."""
     return jax.tree.map(
         lambda new, old: new if isinstance(new, jax.Array) else old, read, own
     )
 
 
 def require_sound(state: TrainState) -> None:
-    """Refuse a state that no training can go on from; waits for the devices.
+    """Raise if training can't continue from a state; waits for the devices.
 
     Args:
       state: the state.
 
     Raises:
-      FloatingPointError: if a parameter is not finite, or another leaf is NaN (an
-        infinity may stand there for "none yet").
+      FloatingPointError: if a parameter is not finite, or another leaf is NaN (other
+        leaves may use an infinity for "none yet").
     """
     leaves = {
         name: leaf
@@ -231,7 +231,7 @@ def require_sound(state: TrainState) -> None:
 
 @jax.jit
 def _unsound(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Leaf name -> whether it holds what it must not."""
+    """Leaf name -> whether it is not finite, or NaN outside of params."""
 
     def is_bad(name: str, leaf: jax.Array) -> jax.Array:
         is_param = name.startswith("params/")

@@ -1,8 +1,8 @@
-"""What does one training step do: the one function that is compiled.
+"""What does one training step do: the function that is compiled.
 
 Gradients (`jaxpar.step.gradients`), then in automatic mode: unscale, norm, clip, the
-optimizer, and one global decision whether all of it counts. A technique changes what
-the parts do, not this file.
+optimizer, and one global decision whether the step is applied. A technique changes the
+functions called here, not this file.
 """
 
 import dataclasses
@@ -32,18 +32,18 @@ def make_train_step(
 ) -> TrainStep:
     """Make the pure function ``(state, batch) -> (state, metrics)``.
 
-    A step whose gradients are not finite, or whose loss has weight zero, changes
-    nothing but the counters. A norm that overflows fp32 counts as not finite.
+    A step whose gradients are not finite, or whose loss has weight zero, changes only
+    the counters. A norm that overflows fp32 counts as not finite.
 
     Args:
-      gradients: as `jaxpar.step.gradients.make_gradients` gives it.
-      update: the optimizer; the step's state is what it keeps.
+      gradients: as `jaxpar.step.gradients.make_gradients` returns it.
+      update: the optimizer; the step takes and returns its packed state.
       clip_norm: the largest global norm of the gradients; None for no clipping.
       scales_loss: whether the loss is scaled dynamically.
 
     Returns:
       The step; its metrics are loss, grad_norm (before clipping), skipped (steps so
-      far), loss_scale, learning_rate where the optimizer tells it, and the user's own.
+      far), loss_scale, learning_rate if the optimizer reports it, and the user's own.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -88,7 +88,7 @@ def make_train_step(
 
 
 def _global_norm(grads: PyTree) -> jax.Array:
-    """In fp32, whatever dtype they crossed data in."""
+    """The norm in fp32, for gradients of any dtype."""
     return optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), grads))
 
 

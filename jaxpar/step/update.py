@@ -1,8 +1,9 @@
-"""How does a step change parameters, and how do they and the optimizer's state lie?
+"""How does a step update parameters, and in which form is the state stored?
 
-The *logical* state has one leaf a parameter and is what users see and checkpoints hold.
-What is *kept* from step to step may lie in another way: an `Update` says how, and takes
-the step on it. Any optax transformation keeps the logical state itself.
+The *logical* state has one leaf a parameter; users see it and checkpoints hold it. The
+*packed* state is the one that steps carry, possibly in another form: an `Update`
+converts between the two and updates the packed one. For optax transformations both are
+the same.
 """
 
 from typing import Protocol, runtime_checkable
@@ -18,7 +19,7 @@ class Update(Protocol):
     """An optimizer on a mesh."""
 
     def pack(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-        """Lay the logical parameters and optimizer's state out as they are kept."""
+        """Convert the logical parameters and optimizer state to the packed form."""
         ...
 
     def unpack(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
@@ -26,15 +27,15 @@ class Update(Protocol):
         ...
 
     def shardings(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-        """Where what is kept rests, by where the logical state would."""
+        """The packed state's shardings, from those of the logical state."""
         ...
 
     def compute_params(self, params: PyTree) -> Params:
-        """The parameters, or copies in the compute dtype, from what is kept."""
+        """The parameters, or copies in the compute dtype, from the packed ones."""
         ...
 
     def pack_grads(self, grads: Params) -> PyTree:
-        """Gradients of parameters as `apply` takes them; their norm is the same."""
+        """Convert gradients to the form that `apply` takes; the norm is unchanged."""
         ...
 
     def apply(
@@ -50,22 +51,22 @@ class Update(Protocol):
         """Take a step.
 
         Args:
-          grads: by `pack_grads`, of any floating dtype.
-          params: as kept.
-          opt_state: as kept.
-          factor: on the gradients: one over the loss's scale, times what clips them.
-          applied: whether the step counts; nothing changes where it does not.
-          loss: of the step.
+          grads: from `pack_grads`, of any floating dtype.
+          params: packed.
+          opt_state: packed.
+          factor: multiplies the gradients: the clipping factor over the loss scale.
+          applied: whether to apply the step; if not, nothing changes.
+          loss: the step's loss.
 
         Returns:
-          Parameters and the optimizer's state, as kept, and what there is to tell.
+          The packed parameters and optimizer state, and metrics.
         """
         ...
 
     def with_shardings(self, leaf_shardings: tuple[LeafSharding, ...]) -> "Update":
-        """The same of leaves that are laid out in another way, in flattening order."""
+        """The same optimizer for other leaf shardings, in flattening order."""
         ...
 
     def notes(self) -> tuple[str, ...]:
-        """What there is to say of how the state is kept, a line each."""
+        """Notes on how the state is stored, a line each."""
         ...

@@ -1,4 +1,4 @@
-"""How does a number of some examples become the number of the global batch?
+"""How are values of some examples combined into the value of the global batch?
 
 The mean over a shard of a masked batch is not the mean over the batch. A loss given
 as `Weighted` is summed and divided over the global batch, so it is exact under every
@@ -41,10 +41,10 @@ class Weighted:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """A metric that is added up over the global batch, such as a count.
+    """A metric that is summed over the global batch, such as a count.
 
     Attributes:
-      value: of the examples given; a scalar.
+      value: the sum over the examples given; a scalar.
     """
 
     value: Any
@@ -53,32 +53,32 @@ class Sum:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Max:
-    """A metric that is the largest over the global batch.
+    """A metric that is the maximum over the global batch.
 
     Attributes:
-      value: of the examples given; a scalar.
+      value: the maximum over the examples given; a scalar.
     """
 
     value: Any
 
 
 Reduced = Weighted | Sum | Max
-"""A number of some examples that is combined with that of others."""
+"""A value of some examples that can be combined with that of others."""
 
 
 def as_weighted(value: Any, name: str, num_rows: int) -> Weighted:
-    """See a mean over examples as their sum, with their number as the weight; fp32.
+    """Convert a mean over examples to their sum and number, in fp32.
 
     Args:
       value: a scalar or a `Weighted`.
-      name: what it is, for the error.
-      num_rows: the examples that a plain scalar is the mean of.
+      name: its name, for the error.
+      num_rows: the number of examples that a plain scalar is the mean of.
 
     Returns:
       A `Weighted` of two fp32 scalars.
 
     Raises:
-      ValueError: if `value` is not made of scalars.
+      ValueError: if `value` is not a scalar, or not made of scalars.
     """
     if not isinstance(value, Weighted):
         _require_scalars(name, value)
@@ -87,14 +87,14 @@ def as_weighted(value: Any, name: str, num_rows: int) -> Weighted:
 
 
 def as_reduced(value: Any, name: str, num_rows: int) -> Reduced:
-    """As `as_weighted`, but leave a `Sum` or a `Max` what it is."""
+    """As `as_weighted`, but a `Sum` or a `Max` stays one."""
     if isinstance(value, Sum | Max):
         return _as_fp32(name, value)
     return as_weighted(value, name, num_rows)
 
 
 def merged(numbers: Any, others: Any) -> Any:
-    """Combine the numbers of some examples with those of others.
+    """Combine the values of some examples with those of others.
 
     Args:
       numbers: a pytree of `Weighted`, `Sum` and `Max`.
@@ -109,7 +109,7 @@ def merged(numbers: Any, others: Any) -> Any:
 
 
 def of_no_examples(shapes: Any) -> Any:
-    """What changes nothing when it is merged.
+    """The values for no examples, which `merged` leaves out.
 
     Args:
       shapes: a pytree of `Weighted`, `Sum` and `Max` of shapes or arrays.
@@ -123,12 +123,12 @@ def of_no_examples(shapes: Any) -> Any:
 
 
 def is_reduced(value: Any) -> bool:
-    """Whether a value says how it is combined."""
+    """Whether a value is a `Weighted`, a `Sum` or a `Max`."""
     return isinstance(value, Weighted | Sum | Max)
 
 
 def result(value: Reduced) -> jax.Array:
-    """The number itself, when all examples are in."""
+    """The final value, after all examples are merged."""
     return mean(value) if isinstance(value, Weighted) else value.value
 
 

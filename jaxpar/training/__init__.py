@@ -1,1 +1,1 @@
-"""How a run goes on by itself: the loop, its folder, its logs, and its recovery."""
+"""How is a run trained unattended: the loop, its folder, its logs, and its recovery."""

@@ -1,7 +1,7 @@
-"""How much of a run's time went into steps that count, and what took the rest?
+"""How much of a run's time went into useful steps, and what took the rest?
 
-Every start of a run keeps an account of its own in ``goodput.json``, rewritten as it
-goes, so that one that is killed leaves its own too.
+Every start of a run writes its own account to ``goodput.json`` and updates it while it
+runs, so that a killed start has one too.
 """
 
 import contextlib
@@ -24,20 +24,20 @@ FILE = "goodput.json"
 
 _WRITE_SECONDS = 1.0
 _WORDS = {
-    "step": "steps that count",
-    "lost": "steps done again",
+    "step": "useful steps",
+    "lost": "repeated steps",
     "start": "start",
     "restore": "restore",
     "compile": "compile (first steps)",
     "data": "waiting for data",
-    "save": "held by saves",
+    "save": "blocked by saves",
     "evaluate": "evaluations",
-    "down": "between one start and the next",
+    "down": "between starts",
 }
 
 
 class Clock:
-    """Accounts for the time of this start of a run, and tells its pulse.
+    """Accounts for the time of this start of a run, and writes its heartbeat.
 
     Args:
       folder: of the run.
@@ -57,11 +57,11 @@ class Clock:
         self._marks: dict[int, float] = {}
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Be at something else from now on.
+        """Enter a phase.
 
         Args:
           phase: one of `jaxpar.launch.heartbeat.PHASES`.
-          step: the step that it is at; None for the one before.
+          step: the current step; None for the one before.
         """
         self._heartbeat.enter(phase, step)
         self._count()
@@ -72,7 +72,7 @@ class Clock:
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Be at something within the block, and at what was before after it."""
+        """Be in a phase within the block, and return to the previous one after it."""
         before = self._phase
         self.enter(phase)
         try:
@@ -81,12 +81,12 @@ class Clock:
             self.enter(before)
 
     def saved(self, step: int) -> None:
-        """Remember that a step was saved: what was done by then is not done again."""
+        """Record that a step was saved: the steps until then are not repeated."""
         self._count()
         self._marks[step] = self._seconds.get("step", 0.0)
 
     def resume(self, step: int) -> None:
-        """Go on from a step: at the start, or back after trouble."""
+        """Continue from a step: at the start, or after a rollback."""
         self._count()
         if self._resumed is None:
             self._resumed = step
@@ -100,7 +100,7 @@ class Clock:
         self._heartbeat.resume(step)
 
     def write(self) -> None:
-        """Write the account down, on process 0."""
+        """Write the account, on process 0."""
         if not self._writes:
             return
         self._count()
@@ -132,14 +132,14 @@ def read_account(folder: Path) -> list[dict[str, Any]]:
 
 
 def seconds_at(account: Mapping[str, Any], step: int) -> float:
-    """Seconds of steps that a start had done when it had done a step.
+    """Seconds that a start had spent in steps when it reached a step.
 
     Args:
       account: of the start.
-      step: between the one that it went on from and its last.
+      step: between the one that it resumed from and its last.
 
     Returns:
-      As marked; between marks in proportion to the steps.
+      The marked value; between marks, interpolated over the steps.
     """
     done = account["seconds"].get("step", 0.0)
     first = account["resumed"] if account["resumed"] is not None else step
@@ -158,13 +158,13 @@ def seconds_at(account: Mapping[str, Any], step: int) -> float:
 
 
 def total(accounts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Add up the starts of a run.
+    """Sum the accounts of a run's starts.
 
     Args:
       accounts: oldest first; at least one.
 
     Returns:
-      Seconds of each kind, all of them together the time from the first start to now.
+      Seconds of each kind; their sum is the time from the first start to now.
     """
     sums: dict[str, float] = {}
     for account, later in zip(accounts, [*accounts[1:], None], strict=True):

@@ -1,8 +1,8 @@
-"""How does a run go on by itself: through signals, bad numbers and failed saves.
+"""How does a run continue unattended: through signals, bad numbers and failed saves.
 
-The numbers of a step are judged when the next one is dispatched, and before anything is
-saved, so that no checkpoint holds a step that is found bad. What goes wrong is written
-to ``events.jsonl`` in the run's folder.
+The metrics of a step are checked when the next one is dispatched, and before anything
+is saved, so that no checkpoint holds a bad step. Problems are written to
+``events.jsonl`` in the run's folder.
 """
 
 import collections
@@ -31,12 +31,12 @@ from jaxpar.types import Batch, Metrics
 
 @dataclasses.dataclass(frozen=True)
 class Taken:
-    """A step that was dispatched, and is not judged yet.
+    """A step that was dispatched and is not checked yet.
 
     Attributes:
       step: its number.
-      ordinal: of its batch, counted over all that the run has drawn.
-      batch: what it was.
+      ordinal: number of its batch, counted over all batches that the run has drawn.
+      batch: the batch.
       metrics: on the device.
     """
 
@@ -67,18 +67,18 @@ def train(
     tokens_per_step: int | None = None,
     tensorboard: bool = False,
 ) -> float | None:
-    """Train to a step, from where the run's folder stands.
+    """Train to a step, from the newest checkpoint in the run's folder.
 
     Args:
-      engine: the engine; its state is taken from the run's newest sound checkpoint,
-        where there is one.
+      engine: the engine; its state is restored from the run's newest valid checkpoint,
+        if there is one.
       data: an iterator over batches with ``get_state()`` and ``set_state(state)``.
       run: the run's folder, by `jaxpar.training.run.open_run`.
       steps: the last step.
       save_every: steps between checkpoints; the last step is saved too.
-      keep: which checkpoints stay.
-      evaluate: gives the held-out loss; called at the start and before each save.
-      recovery: what is done about what goes wrong; None for the defaults.
+      keep: which checkpoints to keep.
+      evaluate: returns the held-out loss; called at the start and before each save.
+      recovery: rules for bad numbers and failures; None for the defaults.
       tokens_per_step: of a global batch, for tokens/s.
       tensorboard: also write TensorBoard events.
 
@@ -141,7 +141,7 @@ class _Loop:
             goodput.show(self.run.folder, self.console)
 
     def begin(self) -> int:
-        """Take up the newest sound checkpoint; save the beginning where none is."""
+        """Restore the newest valid checkpoint; without one, save the initial state."""
         self.left_out = self.run.batches_left_out()
         with self.clock.during("restore"):
             start = self.run.resume(self.engine, self.data)
@@ -163,7 +163,7 @@ class _Loop:
         logger: MetricsLogger,
         signals: StopSignals,
     ) -> int | None:
-        """Train to the last step; or to trouble, and say where to go on from."""
+        """Train to the last step, or return the step to roll back to."""
         try:
             for step in range(start + 1, steps + 1):
                 self._step(step, logger)
@@ -174,7 +174,7 @@ class _Loop:
                 if is_due or asked:
                     self._judge(logger)
                     self.heldout = None
-                    if not asked:  # Who asks for an end does not wait for long.
+                    if not asked:  # A stop signal leaves little time.
                         self._evaluate(step)
                     self._save()
                 if asked:
@@ -185,7 +185,7 @@ class _Loop:
         return None
 
     def _step(self, step: int, logger: MetricsLogger) -> None:
-        """Dispatch a step, then judge the one before."""
+        """Dispatch a step, then check the previous one."""
         began = time.monotonic()
         self.clock.enter("data", step)
         batch = self._draw()
@@ -209,14 +209,14 @@ class _Loop:
                 return batch
 
     def _judge(self, logger: MetricsLogger) -> None:
-        """Read the numbers of the step dispatched last, log them, and judge them."""
+        """Read the metrics of the last dispatched step, log them, and check them."""
         taken, self.unjudged = self.unjudged, None
         if taken is None:
             return
         values = jax.device_get(taken.metrics)
         of_workers, slow = self.stragglers.hear()
         logger.log(taken.step, {**values, **of_workers})
-        logger.flush()  # A checkpoint never has steps that the log has not.
+        logger.flush()  # A checkpoint never has steps that the log lacks.
         for each in slow:
             times = round(each.times, 2)
             self._tell(
@@ -240,7 +240,7 @@ class _Loop:
         return {"batch": taken.ordinal, "batch_xxh3": digest(taken.batch)}
 
     def _roll_back(self, error: _BadNumbersError | FloatingPointError) -> int:
-        """Go back to the last good step, with the bad batches left out."""
+        """Return to the last good step, without the bad batches."""
         why = str(error)
         ordinals = getattr(error, "ordinals", [self.drawn - 1])
         self.rollbacks += 1
@@ -254,20 +254,20 @@ class _Loop:
         self._wait_for_saves()
         with self.clock.during("restore"):
             start = self.run.resume(self.engine, self.data)
-        assert start is not None, "begin saved the beginning"
+        assert start is not None, "begin saved the initial state"
         self._take_up(start)
         self._tell("rolled back", start, why=why, left_out=sorted(ordinals))
         return start
 
     def _take_up(self, start: int) -> None:
-        """Know what the run knew at a step."""
+        """Restore what the run knew at a step."""
         self.clock.resume(start)
         self.drawn = self.run.batches_drawn(start)
         window = self.recovery.window
         self.monitor.begin_after(self.run.numbers_before(start, window))
 
     def _save(self) -> None:
-        """Save; a save before this one that failed is told here."""
+        """Save; report a previous save that failed."""
         try:
             self._wait_for_saves()
             with self.clock.during("save"):
@@ -311,7 +311,8 @@ class _Loop:
     def _stop_at(self, step: int, signal_name: str) -> None:
         self._wait_for_saves()
         self._stop(
-            STOPPED, f"{signal_name} came; step {step} is saved: start again to go on"
+            STOPPED,
+            f"{signal_name} received; step {step} is saved: restart to resume",
         )
 
     def _stop(self, code: int, why: str) -> None:

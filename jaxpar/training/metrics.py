@@ -1,7 +1,7 @@
 """How does a run go? Its numbers, to the console, to JSONL and to TensorBoard.
 
-The numbers of step n are read only when those of step n + 1 are logged, by which time
-the device already has that step to work on: logging never leaves it idle.
+The metrics of step n are read only when those of step n + 1 are logged; the device is
+already working on that step, so logging never leaves it idle.
 """
 
 import collections
@@ -32,13 +32,13 @@ _EVENTS_FLUSH_S = 10
 
 
 class MetricsLogger:
-    """Writes a run's metrics, from process 0; on other processes it does nothing.
+    """Writes a run's metrics on process 0; does nothing on other processes.
 
     ``metrics.jsonl`` gets one line per call of `log`: a JSON object of ``step``,
-    ``time`` (seconds since 1970) and the metrics as floats. JSON has no word for a
-    number that isn't finite: those are the strings ``"nan"``, ``"inf"`` and
-    ``"-inf"``, which `read_metrics` turns back. The console shows one live line, or on
-    anything but a terminal a plain line every 5 seconds and every tenth of the run.
+    ``time`` (seconds since 1970) and the metrics as floats. JSON has no non-finite
+    numbers: they are the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which
+    `read_metrics` converts back. A terminal shows one live line; any other console gets
+    a plain line every 5 seconds and every tenth of the run.
 
     Example:
       >>> import tempfile
@@ -61,7 +61,7 @@ class MetricsLogger:
         append: bool = False,
         resume_at: int | None = None,
     ):
-        """Open the files; those of another run are never touched.
+        """Open the files; those of another run are never modified.
 
         Args:
           folder: where ``metrics.jsonl`` (and ``tensorboard/``) go; made if missing.
@@ -69,9 +69,9 @@ class MetricsLogger:
           tokens_per_step: tokens of a global batch, for tokens/s; None to leave out.
           tensorboard: also write TensorBoard event files, complete after `close`.
           console: True for standard output, False for none, or a rich console.
-          append: go on with the file in `folder`, if there is one.
-          resume_at: with `append`, the step that the run goes on from: what the file
-            says of later steps is dropped, for it happens again. None keeps all.
+          append: continue the file in `folder`, if there is one.
+          resume_at: with `append`, the step that the run resumes from: records of later
+            steps are dropped, because those steps are repeated. None keeps all.
 
         Raises:
           FileExistsError: if `folder` holds metrics and `append` is False.
@@ -81,7 +81,7 @@ class MetricsLogger:
         """
         if resume_at is not None and not append:
             raise ValueError(
-                f"resume_at={resume_at} is for append=True; give both to go on with a "
+                f"resume_at={resume_at} needs append=True; give both to resume a "
                 "run, or neither to start one."
             )
         self._pending: tuple[int, Mapping[str, ArrayLike]] | None = None
@@ -100,7 +100,7 @@ class MetricsLogger:
                 str(path.parent / "tensorboard"),
                 purge_step=None if resume_at is None else resume_at + 1,
                 flush_secs=_EVENTS_FLUSH_S,
-                # Names go by the second: a run resumed at once would overwrite.
+                # Names have a resolution of one second: a quick resume would overwrite.
                 filename_suffix=f".{time.time_ns()}",
             )
         if console:
@@ -118,11 +118,12 @@ class MetricsLogger:
         return self._progress.tokens_per_second
 
     def log(self, step: int, metrics: Mapping[str, ArrayLike]) -> None:
-        """Take a step's metrics, and write those taken before.
+        """Take a step's metrics, and write the previous ones.
 
         Args:
-          step: the step that they are of.
-          metrics: one number each; arrays still being computed are not waited for.
+          step: their step.
+          metrics: one number each; the call does not wait for arrays still being
+            computed.
 
         Raises:
           ValueError: if a metric is not a single number or is called ``step`` or
@@ -142,20 +143,20 @@ class MetricsLogger:
             if np.shape(value) != ():
                 raise ValueError(
                     f"metrics: {name!r} has shape {np.shape(value)}, but a metric is "
-                    "one number; reduce it, or log its parts under names of their own."
+                    "one number; reduce it, or log its elements under separate names."
                 )
         earlier, self._pending = self._pending, (step, dict(metrics))
         if earlier is not None:
             self._write(*earlier)
 
     def flush(self) -> None:
-        """Write what was logged last, waiting for it to be computed."""
+        """Write the last logged metrics; waits until they are computed."""
         earlier, self._pending = self._pending, None
         if earlier is not None:
             self._write(*earlier)
 
     def close(self) -> None:
-        """Write what was logged last and close the files; safe to call twice."""
+        """Write the last logged metrics and close the files; safe to call twice."""
         try:
             self.flush()
         finally:
@@ -190,7 +191,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Returns:
       One dict per line: ``step`` as an integer, everything else as floats. A last
-      line that a crash cut short is left out, with a warning.
+      line that a crash truncated is dropped, with a warning.
 
     Raises:
       ValueError: if any other line is not a record.
@@ -199,7 +200,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 class _Progress:
-    """What the console line says: the latest values, the rate and the time left."""
+    """The text of the console line: the latest values, the rate and the time left."""
 
     def __init__(self, total_steps: int | None, tokens_per_step: int | None):
         self.step = 0
@@ -215,7 +216,7 @@ class _Progress:
             self._marks.clear()
         if not self._marks or step > self.step:
             self._marks.append((now, step))
-        # Steps longer than the window are measured too: the last two marks stay.
+        # The last two marks stay, so that steps longer than the window are measured.
         while len(self._marks) > 2 and now - self._marks[0][0] > _RATE_WINDOW_S:
             self._marks.popleft()
         self.step = step
@@ -256,7 +257,7 @@ class _Progress:
 
 
 class _Display:
-    """Shows the progress: one line redrawn in place, or plain lines now and then."""
+    """Shows the progress: one line redrawn in place, or plain lines at intervals."""
 
     def __init__(self, console: Console):
         self._console = console
@@ -315,7 +316,7 @@ def _import_tensorboard() -> Any:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "tensorboard=True needs tensorboardX, which is not installed; run pip "
-            "install 'jaxpar[tensorboard]', or leave tensorboard out.",
+            "install 'jaxpar[tensorboard]', or drop tensorboard=True.",
             name=error.name,
         ) from error
 
@@ -345,7 +346,7 @@ def _to_record(line: bytes) -> dict[str, Any] | None:
 
 
 def _read_lines(path: pathlib.Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """List a file's lines with what they say, without a last line cut short."""
+    """List a file's lines with their records, without a truncated last line."""
     lines = path.read_bytes().split(b"\n")
     if not lines[-1]:
         lines.pop()
@@ -354,7 +355,7 @@ def _read_lines(path: pathlib.Path) -> list[tuple[bytes, dict[str, Any]]]:
         is_torn = _to_record(lines[-1]) is None
     if is_torn:
         warnings.warn(
-            f"{path}: the last line was cut short and is left out: {lines.pop()!r}",
+            f"{path}: the last line was truncated and is dropped: {lines.pop()!r}",
             stacklevel=3,
         )
     read = []
@@ -363,20 +364,20 @@ def _read_lines(path: pathlib.Path) -> list[tuple[bytes, dict[str, Any]]]:
         if record is None:
             raise ValueError(
                 f"{path}: line {number} is not a record of metrics: {line[:80]!r}; "
-                "mend or remove that line."
+                "repair or remove that line."
             )
         read.append((line, record))
     return read
 
 
 def _prepare_file(path: pathlib.Path, append: bool, resume_at: int | None) -> None:
-    """Leave in the file what the run goes on from, or refuse to mix two runs."""
+    """Keep the records that the run resumes from, or refuse to mix two runs."""
     if not path.exists() or not path.stat().st_size:
         return
     if not append:
         raise FileExistsError(
             f"folder: '{path.parent}' holds the metrics of another run; give another "
-            "folder, or append=True to go on with that run."
+            "folder, or append=True to resume that run."
         )
     kept = b"".join(
         line + b"\n"

@@ -1,4 +1,4 @@
-"""When has a run gone wrong? The rules by which a step's numbers are judged."""
+"""When has a run gone wrong? The rules that check a step's metrics."""
 
 import collections
 import dataclasses
@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 _MAD_TO_SIGMA = 1.4826
-"""Of a normal distribution, its standard deviation over its median deviation."""
+"""Standard deviation of a normal distribution over its median absolute deviation."""
 _LEAST_SPREAD = 0.01
-"""Of the median: a loss that hardly moves is not judged by its last digits."""
+"""Fraction of the median: the least deviation, for a loss that hardly changes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,13 +18,13 @@ class Recovery:
     """What a run does about bad numbers, failed saves and corrupt replicas."""
 
     spike: float = 10.0
-    """A loss so many robust standard deviations above the median of the last ones is a
-    spike: the run rolls back and leaves its batch out. 0: never."""
+    """A loss this many robust standard deviations above the median of the last ones is
+    a spike: the run rolls back and skips its batch. 0: never."""
     window: int = 64
-    """Losses that the rule looks back on; it begins with half of them."""
+    """Losses that the rule looks back on; it starts with half of them."""
     nonfinite: int = 3
-    """Steps in a row without finite numbers, each skipped, after which the run rolls
-    back and leaves their batches out."""
+    """Consecutive steps without finite numbers, each skipped, after which the run rolls
+    back and skips their batches."""
     rollbacks: int = 3
     """Rollbacks after which a run stops instead."""
     probe_every: int = 100
@@ -32,10 +32,10 @@ class Recovery:
     compare_every: int = 4
     """Steps between comparisons of the workers' speed. 0: never."""
     slow: float = 1.5
-    """A worker that takes so many times as long as the others' median, in three
-    comparisons in a row, is named."""
+    """A worker that takes this many times the others' median, in three consecutive
+    comparisons, is reported."""
     on_failed_save: Literal["stop", "warn"] = "stop"
-    """What follows a save that failed: an end with code 74, or a warning."""
+    """After a failed save: exit with code 74, or a warning."""
 
     def __post_init__(self):
         for name, least in (
@@ -53,11 +53,11 @@ class Recovery:
 
 
 class StepMonitor:
-    """Judges the numbers of one step after the other.
+    """Checks the metrics of one step after the other.
 
     Args:
       recovery: the rules.
-      scales_loss: whether gradients that overflow are the loss scale's business.
+      scales_loss: whether the loss scale handles gradients that overflow.
     """
 
     def __init__(self, recovery: Recovery, *, scales_loss: bool):
@@ -68,30 +68,30 @@ class StepMonitor:
         self.in_a_row = 0
 
     def begin_after(self, steps: Iterable[Sequence[float]]) -> None:
-        """Forget all, and take in (loss, grad_norm) of the steps before, in order."""
+        """Reset, and take in (loss, grad_norm) of the previous steps, in order."""
         self._losses.clear()
         self._losses.extend(loss for loss, norm in steps if self.is_finite(loss, norm))
         self.in_a_row = 0
 
     def is_finite(self, loss: float, grad_norm: float) -> bool:
-        """Whether a step's numbers are; the step skipped itself where not."""
+        """Whether a step's metrics are finite; if not, the step skipped its update."""
         return math.isfinite(loss) and (self._scales_loss or math.isfinite(grad_norm))
 
     def judge(self, loss: float, grad_norm: float) -> str | None:
-        """Take a step's numbers in.
+        """Take in a step's metrics.
 
         Args:
           loss: of the step.
           grad_norm: before clipping.
 
         Returns:
-          Why the run must roll back; None if it goes on.
+          Why the run must roll back; None if it continues.
         """
         if not self.is_finite(loss, grad_norm):
             self.in_a_row += 1
             if self.in_a_row < self._recovery.nonfinite:
                 return None
-            return f"{self.in_a_row} steps in a row without finite numbers"
+            return f"{self.in_a_row} consecutive steps without finite numbers"
         self.in_a_row = 0
         score = self.score(loss)
         if score is not None and 0 < self._recovery.spike < score:
@@ -104,7 +104,7 @@ class StepMonitor:
         return None
 
     def score(self, loss: float) -> float | None:
-        """Robust z-score of a loss among the last ones; None while they are few."""
+        """Robust z-score of a loss among the last ones; None if there are too few."""
         if len(self._losses) < self._recovery.window // 2:
             return None
         median = statistics.median(self._losses)

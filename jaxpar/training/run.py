@@ -1,8 +1,8 @@
-"""What belongs to one run: its folder, and what it must have in common with a resume.
+"""What belongs to a run: its folder, and what must match when it is resumed.
 
 ``run.json`` records command, config, data identity, versions and commit at the first
-start. A folder that holds another run is refused, and nothing in it is touched.
-``events.jsonl`` tells what went wrong, and what was done about it.
+start. A folder that holds another run is refused and not modified. ``events.jsonl``
+records problems, and what was done about them.
 """
 
 import dataclasses
@@ -31,16 +31,16 @@ from jaxpar.types import Batch
 
 _FILE, _EVENTS = "run.json", "events.jsonl"
 _LAUNCH = "launch"
-"""The folder of who launched it."""
+"""The launcher's folder."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run's folder, claimed.
+    """A run's folder, checked to belong to it.
 
     Attributes:
-      folder: everything that the run writes is in it.
-      record: what ``run.json`` says.
+      folder: holds everything that the run writes.
+      record: the content of ``run.json``.
     """
 
     folder: Path
@@ -48,15 +48,15 @@ class Run:
 
     @property
     def checkpoints(self) -> Path:
-        """Where its checkpoints are."""
+        """The folder of its checkpoints."""
         return self.folder / "checkpoints"
 
     def resume(self, engine: Engine, data: Any = None) -> int | None:
-        """Take up the newest sound checkpoint.
+        """Restore the newest valid checkpoint.
 
         Args:
-          engine: takes the state.
-          data: takes the position in the data; None to leave it.
+          engine: restores the state.
+          data: restores the position in the data; None to leave it.
 
         Returns:
           Its step; None if the run has none yet.
@@ -86,18 +86,18 @@ class Run:
         return from_first(lambda: _read_events(self.folder / _EVENTS))
 
     def numbers_before(self, step: int, most: int) -> list[list[float]]:
-        """[loss, grad_norm] of the last steps logged up to one, on every process."""
+        """[loss, grad_norm] of the last steps logged before one, on every process."""
         path = self.folder / "metrics.jsonl"
         return from_first(lambda: _read_numbers(path, step)[-most:])
 
     def batches_left_out(self) -> set[int]:
-        """Batches, counted from the start, that rollbacks have left out."""
+        """Numbers, counted from the start, of batches that rollbacks have skipped."""
         lists = (event.get("left_out", ()) for event in self.events())
         return {ordinal for each in lists for ordinal in each}
 
 
 def digest(batch: Batch) -> str:
-    """This process's rows of a batch as 128 bits, to know it again by."""
+    """A 128-bit hash of this process's rows of a batch, to recognize it."""
     own = xxhash.xxh3_128()
     for leaf in jax.tree.leaves(batch):
         own.update(np.ascontiguousarray(leaf).tobytes())
@@ -112,7 +112,7 @@ def _read_numbers(path: Path, step: int) -> list[list[float]]:
 
 
 def _read_events(path: Path) -> list[dict[str, Any]]:
-    """Whole lines; the last may have been cut short."""
+    """Complete lines; the last one may be truncated."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 
@@ -128,20 +128,20 @@ def open_run(
     *,
     may_change: Iterable[str] = MAY_CHANGE,
 ) -> Run:
-    """Start a run in a folder, or find that it is the one to resume.
+    """Start a run in a folder, or resume the run that it holds.
 
     Args:
-      folder: where everything that the run writes goes; made if missing.
+      folder: for everything that the run writes; made if missing.
       config: the run's config, a dataclass of JSON values.
-      identity: what else must be the same to resume (the corpus's sha256).
-      may_change: fields of the config that may be others than at the first start.
+      identity: what else must match to resume (the corpus's sha256).
+      may_change: fields of the config that may differ from the first start.
 
     Returns:
       The run.
 
     Raises:
-      ValueError: if the folder holds another run, or files but no run, or is a file;
-        if the processes of the run have other configs, code, data or versions.
+      ValueError: if the folder holds another run, or files but no run, or is a file; if
+        the processes of the run differ in config, code, data or versions.
       PermissionError: if the folder can't be written.
     """
     wanted = json.loads(
@@ -174,7 +174,7 @@ def _claim(
     unfinished = record.with_suffix(".tmp")
     if folder.exists() and set(folder.iterdir()) - {unfinished, folder / _LAUNCH}:
         raise ValueError(
-            f"out={str(folder)!r} has files but no {_FILE}, so it is no run of ours. "
+            f"out={str(folder)!r} has files but no {_FILE}, so it is not a jaxpar run. "
             "Choose an empty or a new folder (--out)."
         )
     folder.mkdir(parents=True, exist_ok=True)
@@ -188,7 +188,7 @@ def _claim(
 
 
 def _commit() -> str | None:
-    """The commit of the script's repository, "+" if files differ; None if none."""
+    """The commit of the script's repository, "+" if files differ; None without one."""
     where = Path(sys.argv[0]).absolute().parent
     try:
         said = subprocess.run(
@@ -230,23 +230,23 @@ def check_reopened(
     Args:
       engine: of the same model, on any mesh.
       run: the run.
-      batches: what `loss` was evaluated on.
-      loss: of the engine that saved.
+      batches: the batches that `loss` was evaluated on.
+      loss: from the engine that saved.
 
     Returns:
-      A line that says how far apart the two are.
+      A line with the relative difference of the two losses.
 
     Raises:
-      SystemExit: if they are further apart than rounding takes them.
+      SystemExit: if they differ by more than rounding.
     """
     engine.restore(run.checkpoints)
     again = mean_loss(engine, batches)
     differs = abs(again - loss) / loss
-    # Half-precision activations round differently where rows are split otherwise.
+    # Half-precision activations round differently when rows are split differently.
     is_half = engine.spec.precision.compute_dtype.itemsize < 4
     if differs > (5e-3 if is_half else 1e-6):
         raise SystemExit(
-            f"The reopened checkpoint gives another loss, {again:.6f} for {loss:.6f}."
+            f"The reopened checkpoint has another loss, {again:.6f} for {loss:.6f}."
         )
     count = engine.mesh.devices.size
     devices = "one device" if count == 1 else f"{count} devices"

@@ -1,7 +1,7 @@
-"""When must a run end early: at a signal, by all processes at the same step.
+"""When must a run end early: at a signal, on all processes at the same step.
 
-SIGTERM is what schedulers send before they take a machine away; SIGUSR1 what Slurm is
-told to send some time before (``--signal=USR1@120``).
+Schedulers send SIGTERM before they take a machine away; Slurm can be configured to send
+SIGUSR1 some time before (``--signal=USR1@120``).
 """
 
 import os
@@ -15,12 +15,12 @@ from jax.experimental import multihost_utils
 
 
 class RunStopped(SystemExit):
-    """A run ended before its last step; scripts end with its code.
+    """A run ended before its last step; scripts exit with its code.
 
     Attributes:
-      code: of `jaxpar.exit_codes`: `STOPPED` (saved at a signal: start it again to go
-        on), `SAVE_FAILED`, `CORRUPT` or `DIVERGED`.
-      why: in words.
+      code: of `jaxpar.exit_codes`: `STOPPED` (saved at a signal: start it again to
+        resume), `SAVE_FAILED`, `CORRUPT` or `DIVERGED`.
+      why: the reason, as text.
     """
 
     def __init__(self, code: int, why: str):
@@ -32,12 +32,12 @@ class RunStopped(SystemExit):
 
 
 class StopSignals:
-    """Notices signals that ask for an end, within a ``with`` block.
+    """Notices signals that request an end, within a ``with`` block.
 
     In one process the handlers are Python's. In several, jax's coordination service
-    listens to SIGTERM and agrees on a step; SIGUSR1 is passed on as SIGTERM. Outside
-    the main thread, where Python takes no handlers, SIGUSR1 is left alone, and SIGTERM
-    in one process.
+    listens to SIGTERM and agrees on a step; SIGUSR1 is forwarded as SIGTERM. Outside
+    the main thread Python allows no handlers: there SIGUSR1 is ignored, and in a single
+    process SIGTERM too.
     """
 
     def __init__(self):
@@ -69,7 +69,7 @@ class StopSignals:
           step: the step that was taken.
 
         Returns:
-          The signal's name; None to go on.
+          The signal's name; None to continue.
         """
         if self._alone:
             return self._asked

@@ -1,9 +1,9 @@
 """Is one worker slower than the others?
 
-In a synchronous run all take as long as the slowest, so their step times tell nothing.
-What each would take alone is put together: how long it waited for its data, and the
-common rest in proportion to how long its devices take for one and the same small piece
-of work.
+In a synchronous run all workers take as long as the slowest, so step times don't show
+who is slow. The time that each worker alone would take is estimated from two parts: its
+wait for data, and the common rest in proportion to its devices' time for a fixed small
+piece of work.
 """
 
 import collections
@@ -22,14 +22,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 FIELDS: tuple[str, ...] = ("step_seconds", "data_seconds", "work_seconds", "memory_gb")
-"""What every worker tells: of a step, of its wait for data, of the same work."""
+"""What every worker reports: step time, wait for data, time of the fixed work."""
 
-# Width and turns of the piece of work; on a CPU so narrow that it takes one core.
+# Width and turns of the piece of work; on a CPU narrow enough to take one core.
 _PIECES = {"cpu": (64, 2048)}
 _PIECE = (2048, 8)
 
 _SHARING = 8
-"""CPU workers at most that share a host, and would slow each other's piece down."""
+"""Most CPU workers that may share a host; more would slow each other's work down."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Slow:
 
     Attributes:
       worker: its index.
-      times: as long as the others' median, of its own part.
-      why: what of it is slow.
+      times: its time over the others' median.
+      why: the slow part.
     """
 
     worker: int
@@ -48,16 +48,16 @@ class Slow:
 
 
 class StragglerDetector:
-    """Measures this worker, hears of the others, and finds the slow one.
+    """Measures this worker, receives the others' numbers, and finds the slow one.
 
-    All workers call its methods in the same order. Nothing is measured or told where
-    there is one process.
+    All workers call its methods in the same order. With one process nothing is measured
+    or sent.
 
     Args:
       every: steps between comparisons.
-      factor: as slow as this, against the median, is slow.
-      lasting: comparisons in a row that make it persistent: it is slow in their mean,
-        and at least half as much slower in each of them.
+      factor: a worker is slow if it takes this many times the median.
+      lasting: consecutive comparisons that make it persistent: it is slow in their
+        mean, and exceeds half of that slowdown in each of them.
     """
 
     def __init__(self, every: int, factor: float, lasting: int = 3):
@@ -76,16 +76,16 @@ class StragglerDetector:
 
         Args:
           step: its number.
-          waited: for its batch, in seconds.
+          waited: seconds it waited for its batch.
 
         Returns:
-          Whether to `tell`, once nothing is under way on the devices.
+          Whether to `tell`, once the devices are idle.
         """
         self._steps, self._waited = self._steps + 1, self._waited + waited
         return self._every > 0 and step % self._every == 0
 
     def tell(self) -> None:
-        """Measure, and send it to the others; nothing is waited for."""
+        """Measure, and send it to the others, without waiting."""
         now = time.monotonic()
         steps = max(self._steps, 1)
         mine = {
@@ -98,11 +98,11 @@ class StragglerDetector:
         self._waited, self._steps, self._since = 0.0, 0, time.monotonic()
 
     def hear(self) -> tuple[dict[str, float], list[Slow]]:
-        """Take what was told last.
+        """Take the numbers that were sent last.
 
         Returns:
-          Each field's least, median and greatest, for the metrics; and the workers that
-          have become persistently slow. Empty where nothing was told.
+          Each field's minimum, median and maximum, for the metrics; and the workers
+          that have become persistently slow. Empty if nothing was sent.
         """
         told, self._told = self._told, None
         if told is None:
@@ -137,7 +137,7 @@ class StragglerDetector:
         return numbers, slow
 
     def _is_slow(self, worker: int, times: float) -> bool:
-        """Take one more comparison; whether the worker is persistently slow by now."""
+        """Take one more comparison; whether the worker is now persistently slow."""
         recent = self._recent[worker]
         recent.append(times)
         lasts = len(recent) == recent.maxlen and min(recent) > (1 + self._factor) / 2
@@ -145,10 +145,10 @@ class StragglerDetector:
 
 
 def own_times(workers: Sequence[Mapping[str, float]]) -> list[float]:
-    """How long each worker would take alone, against the median of all.
+    """Time that each worker alone would take, over the median of all.
 
     Args:
-      workers: of each, `FIELDS`.
+      workers: `FIELDS` of each.
 
     Returns:
       1 for the median worker, 2 for one that takes twice as long.
@@ -159,7 +159,7 @@ def own_times(workers: Sequence[Mapping[str, float]]) -> list[float]:
 
 
 def _own_parts(workers: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
-    """Seconds of a step that each worker alone would wait, and work."""
+    """Seconds per step that each worker alone would wait, and work."""
     rests = [each["step_seconds"] - each["data_seconds"] for each in workers]
     common = max(min(rests), 0.0)
     usual = statistics.median_low([each["work_seconds"] for each in workers])
@@ -173,7 +173,7 @@ def _own_parts(workers: Sequence[Mapping[str, float]]) -> list[dict[str, float]]
 
 
 def _reason(workers: Sequence[Mapping[str, float]], worker: int) -> str:
-    """What of a slow worker takes most above the median."""
+    """The part of a slow worker that exceeds the median most."""
     words = {
         "data_seconds": "waiting for its data",
         "work_seconds": "the same work on its devices",
@@ -199,7 +199,7 @@ def _piece_of_work() -> Any:
 
 
 def _alone_seconds() -> float:
-    """As `_work_seconds`, while other workers of this host keep still."""
+    """As `_work_seconds`, while other workers of this host are idle."""
     if jax.local_devices()[0].platform != "cpu":
         return _work_seconds()
     sharing = min(jax.process_count(), _SHARING)
@@ -212,12 +212,12 @@ def _alone_seconds() -> float:
 
 @functools.cache
 def _turn_seconds() -> float:
-    """What this process takes for the same work, with some to spare."""
+    """Time reserved for this process's work, with a margin."""
     return 1.5 * min(_work_seconds() for _ in range(3))
 
 
 def _work_seconds() -> float:
-    """The longest that one of this process's devices takes for the same work."""
+    """The longest time that one of this process's devices takes for the work."""
     work, longest = _piece_of_work(), 0.0
     for device in jax.local_devices():
         piece, turns = _piece(device.id)
@@ -232,20 +232,20 @@ def _piece(device_id: int) -> tuple[jax.Array, int]:
     device = next(d for d in jax.local_devices() if d.id == device_id)
     width, turns = _PIECES.get(device.platform, _PIECE)
     piece = jax.device_put(np.eye(width, dtype=np.float32), device)
-    # Compiles, which must not count.
+    # Compiles first, so that compilation is not measured.
     jax.block_until_ready(_piece_of_work()(piece, turns))
     return piece, turns
 
 
 def _memory_bytes() -> float:
-    """The most that one device has held; of CPU devices, what the process holds."""
+    """Peak memory of one device; for CPU devices, memory of the process."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [each.get("peak_bytes_in_use", 0) for each in stats]
     return max(peaks) or psutil.Process().memory_info().rss
 
 
 def _gathered(row: np.ndarray) -> jax.Array:
-    """Every process's row, on every process, when it is asked for."""
+    """Every process's row, on every process, computed asynchronously."""
     sharding, gather = _gather()
     mine = np.repeat(row[None], jax.local_device_count(), axis=0)
     return gather(jax.make_array_from_process_local_data(sharding, mine))
@@ -262,7 +262,7 @@ def _gather() -> tuple[NamedSharding, Any]:
 
 
 def describe(slow: Slow) -> str:
-    """A slow worker, in words."""
+    """A slow worker, as text."""
     return (
         f"worker {slow.worker} is {slow.times:.1f} times as slow as the others: "
         f"{slow.why}"

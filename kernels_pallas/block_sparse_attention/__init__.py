@@ -1,6 +1,6 @@
-"""Attention that works out the blocks of a layout and no others.
+"""Attention that computes only the active blocks of a block layout.
 
-Names are loaded when they are first used: a layout needs no JAX.
+Names are loaded at first use: a layout needs no JAX.
 """
 
 import lazy_loader

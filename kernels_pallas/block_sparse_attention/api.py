@@ -1,4 +1,4 @@
-"""What do users call: block-sparse attention with its arguments checked."""
+"""What do users call: block-sparse attention with checked arguments."""
 
 import dataclasses
 import math
@@ -15,10 +15,10 @@ from kernels_pallas.block_sparse_attention.plan import Plan, Tile
 from kernels_pallas.block_sparse_attention.vjp import Implementation, attend
 
 Segments = Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]]
-"""Of each token, or of each query and each key."""
+"""One array for all tokens, or a pair for queries and keys."""
 
 SIZES = (64, 128)
-"""Of heads that the kernels have; smaller ones are filled up."""
+"""Head sizes of the kernels; smaller heads are padded."""
 
 KERNEL_TILE, LEAST_BLOCK = Tile(128, 128), 16
 
@@ -70,34 +70,34 @@ def block_sparse_attention(
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
     """Attend to the active blocks of a layout.
 
-    The softmax of the scores that the plan's layout, its causality and the limits
-    leave; scores of other blocks are not worked out. A query that sees nothing gives
-    0, and takes a gradient of 0. Sums are in fp32. Call it under `jax.jit`: the kernels
-    are compiled anew at each call outside of one.
+    Scores that the layout, causality and the limits exclude don't enter the softmax;
+    scores of inactive blocks are not computed. A query that sees nothing gives 0, with
+    a gradient of 0. Sums are in fp32. Call it under `jax.jit`: outside of one, the
+    kernels are compiled again at each call.
 
     Args:
       q: queries.
-      k: keys, in the dtype of `q`; K divides N, and each key's head serves N / K heads
-        of queries.
+      k: keys, in the dtype of `q`; K divides N, and each key head serves N / K query
+        heads.
       v: values, in the dtype of `q`.
       plan: the active blocks of T queries and S keys, by `make_plan`.
       scale: of the scores, above 0; None for 1 / sqrt(H).
-      segment_ids: a query sees only keys of its own segment; a pair where queries and
-        keys have different ones.
-      kv_seq_lens: keys of each sequence that are there, the first ones; None for all,
-        as is any number above S.
-      first_head: where `q` has some of the plan's heads, the number of the first; None
-        where it has all.
-      return_lse: give the logarithm of each softmax's sum as well.
-      implementation: who works it out; None for the fastest that runs here.
+      segment_ids: a query sees only keys of its own segment; a pair if queries and keys
+        have different ones.
+      kv_seq_lens: valid keys of each sequence, the first ones; None for all, like any
+        number above S.
+      first_head: if `q` has only some of the plan's heads, the number of the first;
+        None if it has all.
+      return_lse: also return the logarithm of each softmax's sum.
+      implementation: the name of one; None for the fastest that runs here.
 
     Returns:
-      The result, in the dtype of `q`; and, where asked for, the logarithms, in fp32,
+      The result, in the dtype of `q`; with `return_lse` also the logarithms, in fp32,
       -inf for a query that sees nothing.
 
     Raises:
-      ValueError: if shapes or dtypes do not belong together, or not to the plan, or the
-        implementation asked for is none, or does not run here.
+      ValueError: if shapes or dtypes do not match each other or the plan, or the
+        requested implementation is unknown or does not run here.
 
     Example:
       >>> import numpy as np
@@ -114,7 +114,7 @@ def block_sparse_attention(
     limits = dataclasses.replace(limits, first_head=first_head)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if not 0 < scale < math.inf:
-        raise ValueError(f"scale={scale}: must be above 0; negate q for less.")
+        raise ValueError(f"scale={scale}: must be above 0; otherwise negate q.")
     choice = choose(
         "block_sparse_attention",
         implementation,
@@ -132,14 +132,14 @@ def block_sparse_attention(
 def _implementation(choice: Choice) -> Implementation:
     if choice == "reference":
         return Implementation(reference.forward, reference.backward)
-    # Mosaic is not there in every jax.
+    # Some jax versions have no Mosaic GPU.
     from kernels_pallas.block_sparse_attention.mosaic import api  # noqa: PLC0415
 
     return Implementation(api.forward, api.backward)
 
 
 def _unsupported(q: jax.Array, plan: Plan) -> str | None:
-    """Why the kernels can't do it; None if they can."""
+    """Why the kernels can't compute this; None if they can."""
     if q.shape[3] > max(SIZES):
         return f"heads of {q.shape[3]} are larger than {max(SIZES)}"
     if plan.tile != KERNEL_TILE:
@@ -150,7 +150,7 @@ def _unsupported(q: jax.Array, plan: Plan) -> str | None:
 
 
 def _filled_up(x: jax.Array) -> jax.Array:
-    """With heads of a size that the kernels have; what is added is 0."""
+    """Pad heads with zeros to a size of the kernels."""
     size = min(size for size in SIZES if size >= x.shape[3])
     missing = size - x.shape[3]
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else x
@@ -188,13 +188,13 @@ def _check_heads(q: jax.Array, k: jax.Array, plan: Plan, *, is_part: bool) -> No
     if q.shape[2] % k.shape[2]:
         raise ValueError(
             f"q and k: {q.shape[2]} heads of queries can't share {k.shape[2]} heads of "
-            "keys; the number of the former must be a multiple."
+            "keys; the former must be a multiple of the latter."
         )
     fits = is_part and plan.num_heads % q.shape[2] == 0
     if plan.num_heads not in (1, q.shape[2]) and not fits:
         raise ValueError(
             f"plan: of a layout of {plan.num_heads} heads, but q has {q.shape[2]}; "
-            "make the layout for as many, or for one head that all share."
+            "make the layout for that many, or for one head that all share."
         )
 
 
@@ -215,7 +215,7 @@ def _limits(
         if x is not None and x.shape != of.shape[:2]:
             raise ValueError(
                 f"segment_ids: has shape {x.shape} for {name} of shape {of.shape}; it "
-                f"must be [batch, tokens], {of.shape[:2]}. Give a pair where queries "
+                f"must be [batch, tokens], {of.shape[:2]}. Give a pair if queries "
                 "and keys differ."
             )
     if kv_seq_lens is not None and kv_seq_lens.shape != k.shape[:1]:

@@ -8,14 +8,14 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockLayout:
-    """The blocks of attention's T x S matrix that are worked out.
+    """The blocks of attention's T x S matrix that are computed.
 
-    Two layouts are the same only if they are one object, so that a layout can be a
-    static argument of a jitted function.
+    Block layouts are compared by identity, so that one can be a static argument of a
+    jitted function.
 
     Attributes:
-      blocks: [N, Q, K], for each head, block of queries and block of keys, whether it
-        is active; one head where all heads share it. Two dims are taken for that.
+      blocks: [N, Q, K] booleans, whether a block is active, by head, block of queries
+        and block of keys; one head if all heads share it. [Q, K] means that too.
       block: tokens along each side of a block.
 
     Raises:
@@ -51,12 +51,12 @@ class BlockLayout:
 
     @property
     def num_heads(self) -> int:
-        """Heads that it was made for; 1 also where it is for any number."""
+        """Heads that it was made for; 1 if it is for any number."""
         return self.blocks.shape[0]
 
     @functools.cached_property
     def distinct(self) -> np.ndarray:
-        """The array with one head only where all have the same blocks."""
+        """The array, with a single head if all have the same blocks."""
         first = self.blocks[:1]
         is_shared = self.blocks.strides[0] == 0 or (self.blocks == first).all()
         return first if is_shared else self.blocks

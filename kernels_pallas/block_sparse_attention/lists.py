@@ -1,7 +1,7 @@
-"""In which order are the active tiles worked on: lists of work for a grid.
+"""In which order are the active tiles computed: lists of work for a grid.
 
-A row of a tiled matrix has the active tiles that lie in it. A program of the grid
-takes one *item*: a row, or a piece of a row that is so long that it would outlast the
+A row of a tiled matrix has a list of active tiles. A program of the grid computes one
+*item*: a row, or a piece of a row that is so long that it would run longer than the
 rest of the grid.
 """
 
@@ -14,23 +14,21 @@ import numpy as np
 class Lists:
     """Items, and the active tiles of each.
 
-    The first dim G of every array is 1 where all heads have the same tiles, else the
-    number of heads. Heads with fewer items or tiles than others are filled up.
+    The first dim G of every array is 1 if all heads have the same tiles, otherwise the
+    number of heads. Heads with fewer items or tiles than others are padded.
 
     Attributes:
-      row: [G, I], the row of each item, the longest items first; -1 where a head has
-        no more.
-      start: [G, I], where its tiles begin among the head's.
-      count: [G, I], how many it has; 0 for a row without active tiles.
+      row: [G, I], the row of each item, the longest items first; -1 for padding.
+      start: [G, I], the first of its tiles in the head's list.
+      count: [G, I], the number of its tiles; 0 for a row without active tiles.
       full: [G, I], how many of them, the first ones, need no mask.
-      part: [G, I], which partial result it makes; -1 where the item is a whole row.
-      part_row: [G, P], which of the split rows each partial result is of; Z where a
-        head has no more.
-      split_row: [G, Z], the rows that are split; R where a head has no more.
-      tile_row: [G, E], the row of each tile, in order; R, one more than there are,
-        where a head has no more tiles.
+      part: [G, I], the partial result that it computes; -1 if the item is a full row.
+      part_row: [G, P], the split row of each partial result; Z for padding.
+      split_row: [G, Z], the rows that are split; R for padding.
+      tile_row: [G, E], the row of each tile, in order; R, the number of rows, for
+        padding.
       column: [G, E], the column of each tile.
-      mask: [G, E], which of the plan's masks a tile has.
+      mask: [G, E], the plan's mask of each tile.
     """
 
     row: np.ndarray
@@ -59,10 +57,10 @@ def make_lists(
       active: [G, R, C] booleans.
       full: [G, R, C], which of them need no mask.
       mask: [G, R, C], the number of each tile's mask.
-      longest: tiles of an item at most; None for twice the mean row, and 16 at least.
+      longest: most tiles of an item; None for twice the mean row, and at least 16.
 
     Returns:
-      The lists; in each row full tiles come first, each kind from left to right.
+      The lists; in each row full tiles come first, both kinds from left to right.
     """
     if longest is None:
         longest = max(16, int(np.ceil(2 * active.sum(-1).mean())))
@@ -97,7 +95,7 @@ def _list_head(
     pieces = np.maximum(1, -(-counts // longest))
     row = np.repeat(np.arange(len(counts)), pieces)
     first = np.cumsum(pieces) - pieces
-    # Pieces of a row are as long as each other, within one.
+    # Pieces of a row differ by at most one tile.
     piece, of = np.arange(len(row)) - first[row], pieces[row]
     begin = counts[row] * piece // of
     count = counts[row] * (piece + 1) // of - begin

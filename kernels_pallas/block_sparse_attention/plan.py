@@ -1,4 +1,4 @@
-"""How is a layout worked off on tiles: what each program of the kernels is given."""
+"""How is a block layout mapped to tiles: the work of each program of the kernels."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ COARSE = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Tokens that a step of a kernel takes along each side of the matrix.
+    """Tokens per step of a kernel, along each side of the matrix.
 
     Attributes:
       q: queries.
@@ -32,21 +32,21 @@ class Tile:
 class Plan:
     """The work of block-sparse attention, fixed before anything is compiled.
 
-    Two plans are the same only if they are one object, so that a plan can be a static
-    argument of a compiled function.
+    Plans are compared by identity, so that one can be a static argument of a jitted
+    function.
 
     Attributes:
-      rows: for each tile of queries the tiles of keys: the forward pass and dq.
-      columns: for each tile of keys the tiles of queries: dk and dv.
+      rows: for each tile of queries its tiles of keys, for the forward pass and dq.
+      columns: for each tile of keys its tiles of queries, for dk and dv.
       masks: [M, tile.q / b, tile.k / b] booleans, the blocks of a tile that are active,
-        with b the smaller of tile and block; the first is of all.
+        with b the smaller of tile and block; the first has all blocks active.
       seq_q: queries, T.
       seq_k: keys, S.
       causal: whether a query sees only keys at or before its own position.
       tile: the tiles of the lists.
       block: tokens along each side of the layout's blocks.
-      active_blocks: active blocks, in the past where causal, over all blocks.
-      active_tiles: active tiles over all tiles.
+      active_blocks: fraction of blocks that are active, in the past if causal.
+      active_tiles: fraction of tiles that are active.
     """
 
     rows: Lists
@@ -62,7 +62,7 @@ class Plan:
 
     @property
     def num_heads(self) -> int:
-        """Heads that the plan is of; 1 where it is of any number."""
+        """Heads of the plan; 1 if it is for any number."""
         return self.rows.row.shape[0]
 
     @property
@@ -88,25 +88,25 @@ def make_plan(
     """Plan block-sparse attention.
 
     Args:
-      layout: the active blocks; its last block may go beyond the sequence.
+      layout: the active blocks; its last block may exceed the sequence.
       seq_q: queries, T.
       seq_k: keys, S.
-      causal: a query sees no key after its own position; T and S are then equal.
-      tile: what a step takes; None for 128 x 128 where the kernels run, and for 64 x 64
-        elsewhere, which is the fastest on a CPU.
-      longest: active tiles in a row, or column, above which it is shared out among
-        several programs; None for twice the mean, and 16 at least.
+      causal: whether a query sees no key after its own position; requires T = S.
+      tile: tokens per step; None for 128 x 128 where the kernels run, and otherwise for
+        64 x 64, the fastest on a CPU.
+      longest: active tiles in a row, or column, above which it is split among several
+        programs; None for twice the mean, and at least 16.
 
     Returns:
       The plan; the same object for the same arguments.
 
     Raises:
-      ValueError: if the layout is not of these lengths, or blocks and tiles do not
+      ValueError: if the layout does not have these lengths, or blocks and tiles do not
         nest, or `longest` is below 1.
 
     Warns:
       UserWarning: if the active tiles are more than twice the active blocks: the
-        kernels work out whole tiles.
+        kernels compute full tiles.
 
     Example:
       >>> layout = BlockLayout(np.tri(4, dtype=bool), block=64)
@@ -192,11 +192,11 @@ class _Tiles:
         return self.pieces.any((2, 4))
 
     def masks(self, active: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """List the distinct masks, that of all blocks first; which one a tile has."""
+        """List the distinct masks, the full one first, and the mask of each tile."""
         by_tile = self.pieces.swapaxes(2, 3)
         shape = by_tile.shape[3:]
         found = by_tile[active].reshape(-1, math.prod(shape))
-        # Complemented, so that the mask of all blocks is the first in the order.
+        # Complemented, so that the mask of all blocks sorts first.
         nothing_hidden = np.zeros_like(found[:1], shape=(1, found.shape[1]))
         hidden = np.concatenate([nothing_hidden, ~found])
         distinct, inverse = np.unique(hidden, axis=0, return_inverse=True)
@@ -227,8 +227,8 @@ def _check(
             )
     if causal and seq_q != seq_k:
         raise ValueError(
-            f"causal=True with seq_q={seq_q} and seq_k={seq_k}: positions of queries "
-            "and keys are the same ones; give equal lengths."
+            f"causal=True with seq_q={seq_q} and seq_k={seq_k}: queries and keys have "
+            "the same positions; give equal lengths."
         )
     for name, size in (("q", tile.q), ("k", tile.k)):
         if size < 1 or (size % layout.block and layout.block % size):
@@ -249,8 +249,8 @@ def _warn_if_coarse(plan: Plan) -> None:
     if plan.active_tiles > COARSE * plan.active_blocks:
         warnings.warn(
             f"blocks of {plan.block} on tiles of {plan.tile.q} x {plan.tile.k}: "
-            f"{plan.active_blocks:.1%} of blocks are active, but they lie in "
-            f"{plan.active_tiles:.1%} of tiles, and whole tiles are worked out; larger "
-            "blocks, or a smaller tile, leave less to do.",
+            f"{plan.active_blocks:.1%} of blocks are active, but "
+            f"{plan.active_tiles:.1%} of tiles, and full tiles are computed; larger "
+            "blocks, or a smaller tile, reduce the work.",
             stacklevel=4,
         )

@@ -1,8 +1,8 @@
-"""Block-sparse attention in plain JAX: for any device, and what the kernels must equal.
+"""Block-sparse attention in plain JAX: for any device, and the kernels' reference.
 
-Active tiles are gathered, a chunk of them at a time, and multiplied as one batch; an
-online softmax joins those of a row. So work grows with the active tiles, and memory
-with the sequence: nothing of T x S is made.
+Active tiles are gathered, one chunk at a time, and multiplied as one batch; an online
+softmax combines those of a row. Work grows with the active tiles, and memory with the
+sequence: no array of T x S is made.
 
 Source: Dao et al., "FlashAttention" (2022), for the softmax and the backward pass.
 """
@@ -19,18 +19,18 @@ from kernels_pallas.block_sparse_attention.operands import Limits
 from kernels_pallas.block_sparse_attention.plan import Plan
 
 _NEVER = -1e30
-"""A score that no score is below, and that can be subtracted from itself."""
+"""A minimum for scores that can be subtracted from itself."""
 
 
 class _Keys(NamedTuple):
-    """Of one head: [tiles, B, tokens of a tile, H]."""
+    """Arrays of one head: [tiles, B, tokens of a tile, H]."""
 
     k: jax.Array
     v: jax.Array
 
 
 class _Chunk(NamedTuple):
-    """Some active tiles, E of them: where they lie, and which mask each has."""
+    """Some active tiles, E of them: their positions and masks."""
 
     row: jax.Array | np.ndarray
     column: jax.Array | np.ndarray
@@ -38,7 +38,7 @@ class _Chunk(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """Of one head: what the backward pass needs of each query [tiles, B, tile]."""
+    """What the backward pass needs of each query of one head: [tiles, B, tile]."""
 
     lse: jax.Array
     delta: jax.Array
@@ -59,7 +59,7 @@ def forward(
       q_BTNH: queries.
       k_BSKH: keys, of K heads that divide N.
       v_BSKH: values.
-      limits: what else is hidden.
+      limits: further limits on what a query sees.
       plan: the work, for T and S.
       scale: of the scores.
 
@@ -85,29 +85,29 @@ def backward(
     delta_BNT: jax.Array,
     do_BTNH: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Work out the cotangents of queries, keys and values.
+    """Compute the cotangents of queries, keys and values.
 
     Args:
       q_BTNH: queries.
       k_BSKH: keys.
       v_BSKH: values.
-      limits: what else is hidden.
+      limits: further limits on what a query sees.
       plan: the work.
       scale: of the scores.
-      lse_BNT: what `forward` gave.
+      lse_BNT: from `forward`.
       delta_BNT: the product of result and cotangent, summed over H, less the
         cotangent of `lse_BNT`.
       do_BTNH: the cotangent of the result.
 
     Returns:
-      dq, dk and dv, in the dtype of what they are of.
+      dq, dk and dv, in the dtypes of q, k and v.
     """
     heads = _Heads(q_BTNH, k_BSKH, v_BSKH, plan, limits.first_head)
     of_rows = [x.swapaxes(1, 2) for x in (lse_BNT, delta_BNT)]
     saved = _Saved(*(heads.tile(x, plan.tile.q) for x in (*of_rows, do_BTNH)))
     head = functools.partial(_backward_head, limits=_tiled_limits(limits, plan))
     dq, dk, dv = heads.map(functools.partial(head, plan=plan, scale=scale), saved)
-    # Query heads that share a key's head are the second dim.
+    # Query heads that share a key head are the second dim.
     dk, dv = (x.sum(1, keepdims=True) for x in (dk, dv))
     return (
         heads.untile(dq, plan.seq_q).astype(q_BTNH.dtype),
@@ -117,7 +117,7 @@ def backward(
 
 
 class _Heads:
-    """Tiled operands, and the map of a head's function over all heads.
+    """Tiled operands, and the map of one head's function over all heads.
 
     Arrays are [K, N / K, tiles, B, tile, ...]; of keys and values [K, tiles, ...].
     """
@@ -138,7 +138,7 @@ class _Heads:
         self._keys = _Keys(*(self.tile(x, plan.tile.k)[:, 0] for x in (k, v)))
 
     def tile(self, x: jax.Array, size: int) -> jax.Array:
-        """Tile [B, T, N, ...]; what is missing of the last tile is 0."""
+        """Tile [B, T, N, ...]; the last tile is padded with 0."""
         batch, tokens, heads, *rest = x.shape
         tiles = -(-tokens // size)
         padding = [(0, 0)] * x.ndim
@@ -155,7 +155,7 @@ class _Heads:
         return x.reshape(batch, tiles * size, kv_heads * group, *rest)[:, :tokens]
 
     def map(self, function: Callable[..., Any], *of_queries: _Saved) -> Any:
-        """Call for every head; lists that all heads share are handed on as they are."""
+        """Call for every head; lists that all heads share are passed unchanged."""
         tiles = _Chunk(self._lists.tile_row, self._lists.column, self._lists.mask)
         over_lists = None
         if len(tiles.row) > 1:
@@ -169,7 +169,7 @@ class _Heads:
         return every(self._q, self._keys, tiles, *of_queries)
 
     def _own_heads(self, lists: np.ndarray) -> jax.Array:
-        """Of lists [all heads, E], those of the heads that are here."""
+        """From lists [all heads, E], those of the present heads."""
         first = 0 if self._first_head is None else self._first_head
         count = self._kv_heads * self._group
         own = jax.lax.dynamic_slice_in_dim(lists, first, count)
@@ -244,7 +244,7 @@ def _scores(
     plan: Plan,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Scores [E, B, tile.q, tile.k], and which of them count ([E, 1 or B, ...])."""
+    """Scores [E, B, tile.q, tile.k], and which are visible ([E, 1 or B, ...])."""
     scores = scale * _product("ebqh,ebkh->ebqk", _rows(q, chunk.row), k[chunk.column])
     is_visible = _visible(chunk, limits, plan)
     return jnp.where(is_visible, scores, _NEVER), is_visible
@@ -270,20 +270,20 @@ def _visible(chunk: _Chunk, limits: Limits, plan: Plan) -> jax.Array:
 
 
 def _exp(scores: jax.Array, of_row: jax.Array, is_visible: jax.Array) -> jax.Array:
-    """Of scores less a number of their row, which is -inf where it sees nothing."""
+    """exp of scores minus a number of their row, which is -inf if it sees nothing."""
     of_row = jnp.where(jnp.isfinite(of_row), of_row, 0.0)
     return jnp.where(is_visible, jnp.exp(scores - of_row[..., None]), 0.0)
 
 
 def _rows(x: jax.Array, row: jax.Array | np.ndarray) -> jax.Array:
-    """Take rows; what a tile that only fills a chunk up takes is not used."""
+    """Take rows; those of a chunk's padding tiles are not used."""
     return x.at[row].get(mode="clip")
 
 
 def _product(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
     """Multiply with fp32 sums."""
     if x.dtype == jnp.float16:
-        # XLA:CPU has no fp16 products with fp32 sums (jax 0.10.2 to 0.12.0.1).
+        # XLA:CPU has no fp16 matmuls with fp32 sums (jax 0.10.2 to 0.12.0.1).
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     return jnp.einsum(formula, x, y, preferred_element_type=jnp.float32)
 
@@ -306,7 +306,7 @@ def _tiled_limits(limits: Limits, plan: Plan) -> Limits:
 
 
 def _chunks(tiles: _Chunk, q: jax.Array, plan: Plan) -> _Chunk:
-    """Cut the tiles into chunks whose scores are about as large as the queries."""
+    """Split the tiles into chunks whose scores are about as large as the queries."""
     count = tiles.row.shape[-1]
     size = plan.tiles_q * q.shape[-1] // plan.tile.k
     size = min(max(1, size), max(1, count))

@@ -13,7 +13,7 @@ from kernels_pallas.block_sparse_attention.plan import Plan
 
 
 class Implementation(NamedTuple):
-    """The two functions that `reference` documents; static, so compared by identity."""
+    """The two functions documented in `reference`; static, so compared by identity."""
 
     forward: Callable[..., tuple[jax.Array, jax.Array]]
     backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
@@ -35,10 +35,10 @@ def attend(
       q_BTNH: queries.
       k_BSKH: keys.
       v_BSKH: values.
-      limits: what is hidden besides the plan's.
+      limits: limits on what a query sees, besides the plan's.
       plan: the work.
       scale: of the scores.
-      implementation: who works it out.
+      implementation: the two functions to use.
 
     Returns:
       The result, [B, T, N, H], and the logarithm of each softmax's sum, [B, N, T].
@@ -84,7 +84,7 @@ def _attend_backward(
         delta_BNT - dlse_BNT,
         do_BTNH,
     )
-    # Integers have cotangents of a dtype of their own.
+    # Integers have cotangents of a special dtype.
     none = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), limits)
     return dq, dk, dv, none
 

@@ -1,6 +1,6 @@
-"""Optimizers that take their step on flat buckets, in one pass over memory.
+"""Optimizers that update flat buckets in one pass over memory.
 
-Names are loaded when they are first used.
+Names are loaded at first use.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""What do users call: an optimizer's step on a bucket, its arguments checked."""
+"""What do users call: an optimizer's step on a bucket, with checked arguments."""
 
 import dataclasses
 import functools
@@ -30,13 +30,13 @@ from kernels_pallas.fused_optimizers.tiles import (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Numbers:
-    """Of one step; scalars on the device, or Python's.
+    """The numbers of one step; scalars on the device, or Python's.
 
     Attributes:
       learning_rate: at this step.
-      count: the step's, from 1.
-      factor: on the gradients: one over the loss's scale, times what clips them.
-      applied: whether the step counts; nothing is changed where it does not.
+      count: number of the step, from 1.
+      factor: on the gradients: one over the loss scale, times the clipping factor.
+      applied: whether the step is applied; otherwise nothing changes.
     """
 
     learning_rate: Any
@@ -48,12 +48,12 @@ class Numbers:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Updated:
-    """What a step leaves.
+    """The bucket after a step.
 
     Attributes:
       params: [elements], in fp32.
       moments: by name.
-      copies: the parameters in the dtype of the copies given; None without.
+      copies: the parameters in the dtype of the given copies; None without.
     """
 
     params: Any
@@ -76,11 +76,11 @@ def fused_update(
 ) -> Updated:
     """Take an optimizer's step on a bucket of parameters, in one pass.
 
-    Unscales and clips the gradients, advances the moments, decays the weights, goes
-    down and rounds a copy. On a Hopper GPU this is one kernel (two with trust ratios),
-    which changes its arguments in place where the program donates them. A bucket is
-    whole tiles of `TILE` elements, each of one leaf and filled up with zeros, which
-    stay.
+    Unscales and clips the gradients, updates the moments, decays the weights, updates
+    the parameters and rounds a copy. On a Hopper GPU this is one kernel (two with trust
+    ratios), which updates its arguments in place if the program donates them. A bucket
+    consists of full tiles of `TILE` elements, each of one leaf and padded with zeros,
+    which stay zero.
 
     Args:
       rule: the optimizer.
@@ -89,18 +89,18 @@ def fused_update(
       moments: fp32 [elements], or in 8 bits, by the rule's names; see `init_moments`.
       numbers: of the step.
       decays: the weight decay, or each tile's; fp32, [tiles].
-      copies: the parameters in the dtype of computing, [elements], to be made anew;
-        None for no copies.
-      leaves: whose the tiles are; needed for trust ratios, and else not looked at.
-      implementation: who works it out; None for the fastest that runs here.
+      copies: the parameters in the compute dtype, [elements], to be overwritten; None
+        for no copies.
+      leaves: the leaf of each tile; needed for trust ratios, otherwise ignored.
+      implementation: the name of one; None for the fastest that runs here.
       interpret: for the kernels on a CPU: ``plgpu.InterpretGPUParams()``.
 
     Returns:
       The bucket after the step.
 
     Raises:
-      ValueError: if arrays have another shape or dtype than they must, or the
-        implementation asked for is none, or does not run here.
+      ValueError: if an array has a wrong shape or dtype, or the requested
+        implementation is unknown or does not run here.
 
     Example:
       >>> from kernels_pallas.fused_optimizers import AdamW, init_moments
@@ -112,7 +112,7 @@ def fused_update(
     """
     _check(rule, params, grads, moments, numbers, decays, copies, leaves)
     num_tiles = params.size // TILE
-    if not num_tiles:  # A GPU has no launch of nothing.
+    if not num_tiles:  # A GPU has no empty launch.
         return Updated(params, dict(moments), copies)
     corrections = rule.corrections(jnp.asarray(numbers.count, jnp.int32))
     applied = jnp.asarray(numbers.applied).astype(jnp.float32)
@@ -149,17 +149,17 @@ def init_moments(
     Args:
       rule: the optimizer.
       num_elements: of the bucket; a multiple of `TILE`.
-      bits: 32, or 8 an element.
+      bits: 32 or 8, per element.
 
     Raises:
-      ValueError: for other bits, or elements that are no whole tiles.
+      ValueError: for other bits, or elements that are not full tiles.
     """
     if bits not in (8, 32):
         raise ValueError(f"bits={bits} must be 32 (fp32), or 8 (codes).")
     _check_tiles("num_elements", num_elements)
 
     def zeros() -> jax.Array:
-        """An array for each moment: a program can be given every one to keep."""
+        """A separate array for each moment, so that a program can donate every one."""
         return jnp.zeros(num_elements, jnp.float32)
 
     if bits == 32:
@@ -173,10 +173,10 @@ def quantize(name: str, moment: jax.Array) -> Quantized:
 
     Args:
       name: of the moment; "nu" has no sign.
-      moment: fp32, whole tiles.
+      moment: fp32, full tiles.
 
     Returns:
-      Codes and scales; what `dequantize` makes of them gives the same ones again.
+      Codes and scales; they survive `dequantize` and `quantize` unchanged.
     """
     coded = as_coded(name, moment).reshape(-1, TILE)
     scales = jnp.max(jnp.abs(coded), axis=1)
@@ -186,7 +186,7 @@ def quantize(name: str, moment: jax.Array) -> Quantized:
 
 @functools.partial(jax.jit, static_argnames="name")
 def dequantize(name: str, moment: Quantized) -> jax.Array:
-    """Undo `quantize`, but for the rounding; fp32."""
+    """Undo `quantize`, up to rounding; fp32."""
     scaled = code_of(name).decode(moment.codes.reshape(-1, TILE))
     return from_coded(name, (scaled * moment.scales[:, None]).reshape(-1))
 
@@ -194,14 +194,14 @@ def dequantize(name: str, moment: Quantized) -> jax.Array:
 def _implementation(asked: Choice | None, interpret: Any) -> Callable[..., Any]:
     if interpret is None and choose("fused optimizers", asked) == "reference":
         return reference.run
-    # Mosaic is not there in every jax.
+    # Some jax versions have no Mosaic GPU.
     from kernels_pallas.fused_optimizers import mosaic  # noqa: PLC0415
 
     return mosaic.run
 
 
 def _ratios(of_params: jax.Array, of_direction: jax.Array, leaves: Leaves) -> jax.Array:
-    """Each tile's: its leaf's norm over that of its direction, 1 where one is 0."""
+    """Each tile's ratio: its leaf's norm over its direction's, 1 where one is 0."""
 
     params, direction = map(jnp.sqrt, map(leaves.total, (of_params, of_direction)))
     is_zero = (params == 0) | (direction == 0)
@@ -243,7 +243,7 @@ def _check(
     if tuple(moments) != rule.moments:
         raise ValueError(
             f"moments: {list(moments)} were given, but {type(rule).__name__} has "
-            f"{list(rule.moments)}; make them by init_moments."
+            f"{list(rule.moments)}; make them with init_moments."
         )
     if isinstance(numbers.count, int) and numbers.count < 1:
         raise ValueError(f"count={numbers.count}: the first step is number 1.")
@@ -285,7 +285,7 @@ def _check_array(
 def _check_leaves(leaves: Leaves | None, num_tiles: int) -> None:
     if leaves is None:
         raise ValueError(
-            "leaves: trust ratios are of leaves; say whose the tiles are, by Leaves."
+            "leaves: trust ratios are per leaf; give the leaf of each tile, as Leaves."
         )
     owners = leaves.of_tiles
     if owners.shape != (num_tiles,):
@@ -298,13 +298,13 @@ def _check_leaves(leaves: Leaves | None, num_tiles: int) -> None:
     ):
         raise ValueError(
             f"leaves.of_tiles: must be numbers from 0 to num - 1 = {leaves.num - 1}, "
-            "and never fall: a leaf's tiles lie side by side."
+            "in ascending order: a leaf's tiles are contiguous."
         )
 
 
 def _check_tiles(argument: str, num_elements: int) -> None:
     if num_elements % TILE:
         raise ValueError(
-            f"{argument}: {num_elements} elements are no whole tiles of {TILE}; fill "
-            "each leaf up with zeros."
+            f"{argument}: {num_elements} elements are not full tiles of {TILE}; pad "
+            "each leaf with zeros."
         )

@@ -1,14 +1,14 @@
-"""How does a moment fit into 8 bits an element: dynamic codes, scaled tile by tile.
+"""How does a moment fit into 8 bits an element: dynamic codes, scaled per tile.
 
 An element is divided by the largest of its tile, and rounded to the nearest of a grid
 that is linear within each power of 16: 2^E steps from 16^(E-1-top) to 16^(E-top), so
-that large elements keep the most bits and small ones are not lost. Code q of 2^E + j
+that large elements have the most bits and small ones are not lost. Code q of 2^E + j
 stands for the end of the j-th step; 0 stands for 0, the largest code for 1.
 
 Source: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", section 2.
-Differs: powers of 16 for those of 10, so that all but the rounding is arithmetic of
-exponents; the grid holds 0 and both ends, so that what was decoded gets the same codes
-again; no element but 0 becomes 0 in a second moment, which is kept as its root.
+Differs: powers of 16 instead of 10, so that everything but the rounding is arithmetic
+of exponents; the grid has 0 and both ends, so that decoded values get the same codes
+again; no element but 0 becomes 0 in a second moment, which is stored as its root.
 """
 
 import dataclasses
@@ -39,11 +39,11 @@ class Code:
           Codes, of the same shape.
         """
         size = jnp.abs(x) if self.is_signed else x
-        # Of the power below: 16^k with k of 4 bits of the exponent, rounded down.
+        # The power below: 16^k with k from 4 bits of the exponent, rounded down.
         below = (_exponent(size) >> 2) + 1 + self.top
         power = jnp.clip(below, 0, self.top)
         lifted = size * _two_to(4 * (self.top - power))
-        # 2^E + j, and half; never below 0, so that cutting off rounds to the nearest.
+        # 2^E + j, plus a half; never below 0, so that truncation rounds to the nearest.
         code = _two_to(power) * (lifted * (16 / 15) + 14 / 15) - 0.5
         code = code.astype(jnp.int32)
         if self.is_signed:
@@ -53,7 +53,7 @@ class Code:
         return code.astype(self.dtype)
 
     def decode(self, codes: jax.Array) -> jax.Array:
-        """Undo `encode`, but for the rounding; fp32."""
+        """Undo `encode`, up to rounding; fp32."""
         given = codes.astype(jnp.int32).astype(jnp.float32)
         q = jnp.abs(given) if self.is_signed else given
         power = _exponent(q)
@@ -69,12 +69,12 @@ class Code:
 
 
 def _exponent(x: jax.Array) -> jax.Array:
-    """The power of 2 at or below a number that is not negative; int32."""
+    """The largest power of 2 that is not above a non-negative number; int32."""
     return (jax.lax.bitcast_convert_type(x, jnp.int32) >> 23) - 127
 
 
 def _two_to(power: jax.Array) -> jax.Array:
-    """2 to an integer that fp32 has; not checked."""
+    """2 to an integer power in fp32's range; not checked."""
     return jax.lax.bitcast_convert_type((power + 127) << 23, jnp.float32)
 
 

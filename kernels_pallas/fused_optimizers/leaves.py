@@ -1,4 +1,4 @@
-"""Whose are a bucket's tiles, and how are numbers of tiles added up for each leaf?"""
+"""Which leaf does a tile belong to, and how are tiles' numbers summed per leaf?"""
 
 import dataclasses
 
@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 
 ROW = 256
-"""Numbers that are added up at a time."""
+"""Numbers that are summed at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaves:
-    """Whose tiles are whose, for trust ratios.
+    """The leaf of each tile, for trust ratios.
 
     Attributes:
-      of_tiles: the leaf's number of each tile, which never falls; integers, [tiles].
+      of_tiles: the leaf number of each tile, ascending; integers, [tiles].
       num: leaves.
-      axes: mesh axes that leaves are split over, where a bucket is one device's part:
+      axes: mesh axes that leaves are sharded over, if a bucket is one device's shard:
         squares are summed over them, in manual mode.
     """
 
@@ -26,16 +26,16 @@ class Leaves:
     axes: tuple[str, ...] = ()
 
     def total(self, numbers: jax.Array) -> jax.Array:
-        """Add numbers up over each leaf's tiles, on all devices.
+        """Sum numbers over each leaf's tiles, on all devices.
 
         In rows of 256, in the same order on every device and in every run: a scatter
-        would add in any order on a GPU, and replicas would drift apart.
+        would add in any order on a GPU, and replicas would diverge.
 
         Args:
-          numbers: one of each tile; fp32, [tiles].
+          numbers: one per tile; fp32, [tiles].
 
         Returns:
-          A number for each leaf; 0 for one without tiles. fp32, [num].
+          One number per leaf; 0 for a leaf without tiles. fp32, [num].
 
         Example:
           >>> Leaves(np.array([0, 0, 2]), 3).total(jnp.array([1.0, 2.0, 3.0]))

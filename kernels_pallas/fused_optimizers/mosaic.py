@@ -1,7 +1,7 @@
-"""The passes as one kernel each, for Hopper GPUs: in place, a program a tile.
+"""The passes as one kernel each, for Hopper GPUs: in place, one program per tile.
 
-What is changed is handed over as references, so that the compiler gives the kernel the
-arguments' own memory; a step that does not count ends at its first line.
+Updated arrays are passed as references, so that the compiler gives the kernel the
+arguments' own memory; a step that is not applied ends at its first line.
 """
 
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ from kernels_pallas.fused_optimizers.reference import Pass
 from kernels_pallas.fused_optimizers.rules import Rule
 from kernels_pallas.fused_optimizers.tiles import APPLIED, TILE
 
-# Four elements a thread at a time: 16 bytes of fp32, 512 in a row for a warp.
+# Four elements per thread at a time: 16 bytes of fp32, 512 contiguous ones for a warp.
 _LAYOUT = plgpu.Layout.WG_STRIDED((TILE,), vec_size=4)
 
 
 class OneTile:
-    """A program's tile.
+    """The tile of a program.
 
     Args:
       refs: operands by name, [tiles, TILE] or [tiles], and "numbers".
@@ -91,7 +91,7 @@ def run(
             one_pass(OneTile(by_name, interprets=interpret is not None), rule)
 
     def in_tiles(array: jax.Array) -> jax.Array:
-        """A tile a row: numbers of elements may need more than 32 bits."""
+        """One tile per row: element indices may need more than 32 bits."""
         return array if array.shape == (num_tiles,) else array.reshape(num_tiles, TILE)
 
     own = {name: jax.new_ref(in_tiles(array)) for name, array in changed.items()}
@@ -102,7 +102,8 @@ def run(
         grid_names=("tile",),
         kernel_name=f"fused_{type(rule).__name__.lower()}_{one_pass.__name__}",
         compiler_params=plgpu.CompilerParams(
-            # Beside codes, the last bits of roots don't count, and their time does.
+            # With 8-bit codes, the last bits of roots don't matter, but their time
+            # does.
             approx_math=any(name.endswith("/codes") for name in names),
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),

@@ -13,7 +13,7 @@ Pass = Callable[[Tile, Rule], None]
 
 
 class AllTiles:
-    """A bucket's operands as [tiles, TILE], and what is written to them.
+    """A bucket's operands as [tiles, TILE], and the values written to them.
 
     Args:
       given: operands by name, [elements] or [tiles].
@@ -70,17 +70,17 @@ def run(
     """Run a pass over a bucket.
 
     Args:
-      one_pass: of `tiles`.
+      one_pass: a function of `tiles`.
       rule: the optimizer.
       numbers: of the step, in fp32.
       given: operands that are read; by name, [elements] or [tiles].
-      changed: operands that are read and changed, likewise.
-      made: names of numbers that the pass makes for each tile.
+      changed: operands that are updated, likewise.
+      made: names of numbers that the pass computes for each tile.
       interpret: for the kernels, how to run without a GPU.
 
     Returns:
-      What was changed and made, by name. Where the step does not count, what was
-      changed is as before; what was made is then not to be used.
+      The updated and computed operands, by name. If the step is not applied, the
+      updated ones are unchanged, and the computed ones must not be used.
     """
     del interpret
     tiles = AllTiles({**given, **changed}, numbers)
@@ -91,7 +91,7 @@ def run(
         for name, old in changed.items()
     }
     if "copies" in kept:
-        # Rounded from what is kept, to the bit, and not from its sum worked out anew.
+        # Rounded from the stored value, bit for bit, and not from a recomputed sum.
         kept["params"] = jax.lax.optimization_barrier(kept["params"])
         kept["copies"] = kept["params"].astype(kept["copies"].dtype)
     return kept | {name: tiles.written[name] for name in made}

@@ -1,4 +1,4 @@
-"""What does an optimizer do with an element: its moments, and which way it goes."""
+"""What does an optimizer compute per element: its moments, and its direction."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 Moments = dict[str, jax.Array]
-"""By name, in fp32."""
+"""Moments by name, in fp32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,15 +38,15 @@ class AdamW:
         if not self.eps > 0 or not self.eps_root >= 0:
             raise ValueError(
                 f"eps={self.eps} must be positive, and eps_root={self.eps_root} not "
-                "negative: buckets are filled up with zeros, which they divide by."
+                "negative: buckets are padded with zeros, which are divided by them."
             )
 
     def corrections(self, count: jax.Array) -> tuple[jax.Array, ...]:
-        """What makes up for the moments' start at 0: factors on them."""
+        """Bias corrections: factors on the moments."""
         return 1 / (1 - self.b1**count), 1 / (1 - self.b2**count)
 
     def advance(self, grads: jax.Array, moments: Moments) -> Moments:
-        """Move the moments towards the gradient and its square."""
+        """Update the moments with the gradient and its square."""
         mu = (1 - self.b1) * grads + self.b1 * moments["mu"]
         nu = (1 - self.b2) * (grads * grads) + self.b2 * moments["nu"]
         return {"mu": mu, "nu": nu}
@@ -54,7 +54,7 @@ class AdamW:
     def direction(
         self, grads: Any, before: Moments, after: Moments, corrections: list
     ) -> jax.Array:
-        """The mean over the root of the mean square."""
+        """The first moment over the root of the second."""
         del grads, before
         mu, nu = after["mu"] * corrections[0], after["nu"] * corrections[1]
         return mu / (jnp.sqrt(nu + self.eps_root) + self.eps)
@@ -68,8 +68,8 @@ class Lion:
     algorithm 2.
 
     Attributes:
-      b1: of the mean whose sign is taken.
-      b2: of the mean that is kept.
+      b1: of the interpolation whose sign is taken.
+      b2: of the mean that is stored.
     """
 
     b1: float = 0.9
@@ -87,13 +87,13 @@ class Lion:
         return ()
 
     def advance(self, grads: jax.Array, moments: Moments) -> Moments:
-        """Move the mean towards the gradient."""
+        """Update the mean with the gradient."""
         return {"mu": (1 - self.b2) * grads + self.b2 * moments["mu"]}
 
     def direction(
         self, grads: Any, before: Moments, after: Moments, corrections: list
     ) -> jax.Array:
-        """The sign, of the mean before."""
+        """The sign of the interpolation with the previous mean."""
         del after, corrections
         return jnp.sign((1 - self.b1) * grads + self.b1 * before["mu"])
 
@@ -110,6 +110,6 @@ def _check_rates(b1: float, b2: float) -> None:
     for name, rate in (("b1", b1), ("b2", b2)):
         if not 0 <= rate < 1:
             raise ValueError(
-                f"{name}={rate} must be at least 0 and below 1: it is how much of a "
-                "moment stays in a step."
+                f"{name}={rate} must be at least 0 and below 1: it is the part of a "
+                "moment that remains after a step."
             )

@@ -1,7 +1,7 @@
-"""What is done to a tile of a bucket, in which order: written once, for every device.
+"""What is computed on a tile of a bucket, in which order: one source for all devices.
 
-A tile is what a program of the kernel has in its registers; plain JAX does all tiles at
-once. `Tile` is how either reads and writes.
+A program of the kernel has one tile in registers; plain JAX computes all tiles at once.
+`Tile` is the interface through which both read and write.
 """
 
 import dataclasses
@@ -17,10 +17,10 @@ TILE = 1024
 """Elements that share the scale of their codes, and belong to one leaf."""
 
 APPLIED, FACTOR, RATE, CORRECTIONS = 0, 1, 2, 3
-"""Places of a step's numbers."""
+"""Indices of a step's numbers."""
 
 SQUARES = ("squares_of_params", "squares_of_direction")
-"""What the first pass adds up in each tile."""
+"""Sums that the first pass computes for each tile."""
 
 
 @jax.tree_util.register_dataclass
@@ -46,7 +46,7 @@ class Tile(Protocol):
         ...
 
     def write(self, name: str, value: jax.Array) -> None:
-        """An operand's elements anew; rounded to its dtype."""
+        """Replace an operand's elements; rounded to its dtype."""
         ...
 
     def read_one(self, name: str) -> Any:
@@ -54,7 +54,7 @@ class Tile(Protocol):
         ...
 
     def write_one(self, name: str, value: Any) -> None:
-        """An operand's number for the tile anew."""
+        """Replace an operand's number for the tile."""
         ...
 
     def number(self, place: int) -> Any:
@@ -66,16 +66,16 @@ class Tile(Protocol):
         ...
 
     def largest(self, value: jax.Array) -> Any:
-        """Of the tile."""
+        """The maximum over the tile."""
         ...
 
     def total(self, value: jax.Array) -> Any:
-        """Of the tile."""
+        """The sum over the tile."""
         ...
 
 
 def step(tile: Tile, rule: Rule) -> None:
-    """Do all of a step in one pass."""
+    """Run a full step in one pass."""
     before, after, _, grads = _advanced(tile, rule)
     params = tile.read("params")
     direction = _direction(tile, rule, params, grads, before, after)
@@ -83,9 +83,9 @@ def step(tile: Tile, rule: Rule) -> None:
 
 
 def advance(tile: Tile, rule: Rule) -> None:
-    """Do the first pass of a step with trust ratios: moments, and sums of squares.
+    """Run the first pass of a step with trust ratios: moments, and sums of squares.
 
-    Of the direction that `descend` will go, by moments as they are kept.
+    The squares of the direction are those of `descend`, from the moments as stored.
     """
     before, _, kept, grads = _advanced(tile, rule)
     params = tile.read("params")
@@ -95,7 +95,7 @@ def advance(tile: Tile, rule: Rule) -> None:
 
 
 def descend(tile: Tile, rule: Rule) -> None:
-    """Do the second pass: go down, by each leaf's ratio."""
+    """Run the second pass: update the parameters, by each leaf's ratio."""
     after = {name: _read_moment(tile, name) for name in rule.moments}
     params = tile.read("params")
     direction = _direction(tile, rule, params, None, {}, after)
@@ -104,12 +104,12 @@ def descend(tile: Tile, rule: Rule) -> None:
 
 
 def code_of(name: str) -> Code:
-    """How a moment is coded."""
+    """The code of a moment."""
     return ROOTS if name == "nu" else SIGNED
 
 
 def as_coded(name: str, value: jax.Array) -> jax.Array:
-    """What of a moment is coded: itself, or the root of one without sign."""
+    """The encoded form of a moment: itself, or the root of one without sign."""
     return jnp.sqrt(value) if code_of(name) is ROOTS else value
 
 
@@ -124,7 +124,7 @@ def inverse(scale: Any) -> Any:
 
 
 def _advanced(tile: Tile, rule: Rule) -> tuple[Moments, Moments, Moments, jax.Array]:
-    """The moments before, after and as they are kept, which are written; gradients."""
+    """Moments before, after, and as stored (they are written); gradients."""
     grads = tile.read("grads").astype(jnp.float32) * tile.number(FACTOR)
     before = {name: _read_moment(tile, name) for name in rule.moments}
     after = rule.advance(grads, before)
@@ -160,7 +160,7 @@ def _read_moment(tile: Tile, name: str) -> jax.Array:
 
 
 def _write_moment(tile: Tile, name: str, value: jax.Array) -> jax.Array:
-    """Write a moment; gives what will be read."""
+    """Write a moment; returns the value that will be read."""
     if tile.has(name):
         tile.write(name, value)
         return value

@@ -123,7 +123,7 @@ def test_file_that_was_not_saved_is_damage(pristine: Path, tmp_path: Path) -> No
     folder = tmp_path / "damaged"
     shutil.copytree(pristine, folder)
     (files.step_path(folder, 2) / "arrays" / "more").write_text("x")
-    with pytest.raises(DamagedError, match="arrays/more: is no file of the step"):
+    with pytest.raises(DamagedError, match="arrays/more: is not a file of the step"):
         files.choose(folder, 2)
 
 

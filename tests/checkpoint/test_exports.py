@@ -99,7 +99,7 @@ def test_damaged_step_is_not_exported(saved: Any, tmp_path: Path) -> None:
     ("options", "text"),
     [
         ({"dtype": "fp8"}, "dtype='fp8' must be one of fp32, bf16"),
-        ({"only": ["nothing/*"]}, "fits no leaf"),
+        ({"only": ["nothing/*"]}, "matches no leaf"),
         ({"file_bytes": 0}, "file_bytes=0 must be at least 1"),
     ],
 )
@@ -109,21 +109,21 @@ def test_wrong_exports_are_refused(
     with pytest.raises(ValueError, match=text):
         export(saved[0], tmp_path / "out", **options)
     (tmp_path / "there").mkdir()
-    with pytest.raises(ValueError, match="is there already; name a new folder"):
+    with pytest.raises(ValueError, match="exists already; name a new folder"):
         export(saved[0], tmp_path / "there")
 
 
 def test_wrong_imports_are_refused(tmp_path: Path) -> None:
     array = np.ones(2, np.float32)
-    with pytest.raises(ValueError, match="is no file and no folder"):
+    with pytest.raises(ValueError, match="is not a file or a folder"):
         import_safetensors([tmp_path / "none"], tmp_path / "x")
-    with pytest.raises(ValueError, match="no safetensors are there"):
+    with pytest.raises(ValueError, match="has no safetensors files"):
         import_safetensors([tmp_path], tmp_path / "x")
     (tmp_path / "a.safetensors").write_bytes(b"\x08" + bytes(7) + b"not json")
     with pytest.raises(DamagedError, match=r"a\.safetensors' is not safetensors"):
         import_safetensors([tmp_path], tmp_path / "x")
     save_file({"a": array, "a.b": array}, tmp_path / "a.safetensors")
-    with pytest.raises(ValueError, match=r"lies below another|can't be a leaf's name"):
+    with pytest.raises(ValueError, match=r"is nested below|can't be a leaf's name"):
         import_safetensors([tmp_path], tmp_path / "x")
     save_file({"a": array}, tmp_path / "a.safetensors")
     save_file({"a": array}, tmp_path / "b.safetensors")

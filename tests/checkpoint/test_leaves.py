@@ -36,7 +36,7 @@ def test_an_array_of_one_process_of_several_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match=r"tree leaf 'a' lives on .* one process of 2"):
+    with pytest.raises(ValueError, match=r"leaf 'a' is only on .* one process of 2"):
         leaves.require_global({"a": jnp.ones(2)})
 
 

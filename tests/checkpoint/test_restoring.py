@@ -160,7 +160,7 @@ def test_a_checkpoint_of_another_model_is_refused_leaf_by_leaf(
         "    dtype: bfloat16[2], in the checkpoint float32[2]",
         "    key: key<rbg>[], in the checkpoint key<threefry2x32>[]",
         "    shape: float32[3,2], in the checkpoint float32[2,3]",
-        "Build the same model and optimizer, read some leaves only (only=, reset=, "
+        "Build the same model and optimizer, read only some leaves (only=, reset=, "
         "rename=), or restore from another folder",
     ]
     checkpoints.close()
@@ -233,7 +233,7 @@ def test_a_folder_with_nothing_sound_left_names_every_damage(
 ) -> None:
     for step in (1, 2, 3):
         os.truncate(folder / f"step_{step:08d}" / "manifest.json", 0)
-    with pytest.raises(DamagedError, match="no other step is left") as raised:
+    with pytest.raises(DamagedError, match="there is no other step") as raised:
         checkpoints.restore(tree)
     for step in (1, 2, 3):
         assert f"step_{step:08d}/manifest.json' is damaged" in str(raised.value)

@@ -97,7 +97,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     file = next((step / "arrays").rglob("d/*"))
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(DamagedError, match=f"{file.name}: is a link or no plain file"):
+    with pytest.raises(DamagedError, match=f"{file.name}: is a link or not a regular"):
         Checkpoints(tmp_path / "a").restore(mutations.target())
 
 

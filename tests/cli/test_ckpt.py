@@ -39,7 +39,7 @@ def test_steps_are_listed_with_size_and_metric(folder, capsys, monkeypatch):
     assert [(row[0], row[4]) for row in rows] == [("1", "-"), ("2", "0.25")]
     damage(folder, 1, -1)
     said = called(capsys, "ckpt", "ls", str(folder))
-    assert "files are missing or of another size" in said
+    assert "files are missing or have another size" in said
 
 
 def test_list_verifies_where_asked(folder, capsys, monkeypatch):
@@ -87,7 +87,7 @@ def test_parameters_are_exported_and_imported(folder, capsys, tmp_path):
 
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify"])
 def test_folder_that_is_none_is_refused(command, capsys, tmp_path):
-    assert "is no folder" in refused(capsys, "ckpt", command, str(tmp_path / "none"))
+    assert "is not a folder" in refused(capsys, "ckpt", command, str(tmp_path / "none"))
     if command != "ls":
         said = refused(capsys, "ckpt", command, str(tmp_path))
         assert "holds no checkpoints" in said

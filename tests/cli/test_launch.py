@@ -56,7 +56,7 @@ def test_dry_run_prints_contracts_and_commands(script, capsys) -> None:
         (("local", "--tls=none", "SCRIPT"), "--tls 'none' has no ca.pem"),
         (("local", "--processes=3", "--gpus", "0", "1", "--", "SCRIPT"), ""),
         (("local", "--limits.step=-1", "SCRIPT"), "limits: step=-1 must be seconds"),
-        (("slurm", "SCRIPT"), "this is in no Slurm allocation"),
+        (("slurm", "SCRIPT"), "this is not in a Slurm allocation"),
         (("slurm", "--batch.nodes=2", "--sbatch=x", "SCRIPT"), "--tls DIR"),
         (("slurm", "--batch.nodes=0", "--sbatch=x", "SCRIPT"), "--batch.nodes 0"),
     ],
@@ -67,7 +67,7 @@ def test_what_cant_be_done_is_said_before_anything_starts(
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     if "--gpus" in args:
         args = ("local", "--processes=3", script, "--gpus", "0", "1")
-        match = "--processes 3: 2 GPUs can't be shared out evenly"
+        match = "--processes 3: 2 GPUs can't be divided evenly"
     told = refused(capsys, *(script if each == "SCRIPT" else each for each in args))
     assert match in told
 
@@ -105,7 +105,7 @@ def test_script_that_refuses_is_told_once_and_not_tried_again(tmp_path: Path) ->
     ran = run("--processes=1", str(script), out=tmp_path / "run")
     assert ran.returncode == 78
     assert ran.stdout.count("launch: ValueError: --rows 3: must be even") == 1
-    assert "starting again" not in ran.stdout
+    assert "restarting" not in ran.stdout
     attempt = json.loads((tmp_path / "run" / "launch" / "attempt.json").read_text())
     assert (attempt["number"], attempt["state"]) == (1, "over")
 
@@ -138,7 +138,7 @@ def test_budget_ends_in_a_report(tmp_path: Path) -> None:
     report = (tmp_path / "run" / "launch" / "report.txt").read_text()
     assert report.count("was killed by SIGSEGV") >= 2
     assert report.count("| dying") == 2
-    assert "1 restarts within an hour are used" in report
+    assert "1 restarts of this hour are used" in report
 
 
 @pytest.mark.multiprocess

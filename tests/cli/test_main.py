@@ -59,9 +59,9 @@ def test_command_prints_the_chart_its_cost_and_what_is_kept():
         "F forward, B backward; a number is a micro-batch",
         "",
         "ticks 14, total time 33, bubble 27.3%",
-        "a micro-batch on a stage takes: forward 1, backward 2",
+        "time of a micro-batch on a stage: forward 1, backward 2",
         "",
-        "kept at once, at most, in micro-batches:",
+        "held at once, at most, in micro-batches:",
         "stage  inputs  cotangents",
         "0           7           1",
         "1           5           1",
@@ -144,7 +144,7 @@ def test_cli_itself_imports_neither_jax_nor_matplotlib():
 )  # fmt: skip
 def test_schedule_is_timed_by_the_flags(capsys, args, times, cost):
     printed = called(capsys, "schedule", *args, *RIGHT[2:])
-    assert f"takes: {times}\n" in printed
+    assert f"on a stage: {times}\n" in printed
     assert cost in printed
 
 
@@ -181,8 +181,8 @@ def test_chart_wider_than_the_terminal_goes_on_below(capsys, monkeypatch):
          r"^jaxpar: schedule='gpipe:3': only 'interleaved' has chunks"),
         (("interleaved", *RIGHT[2:], "--chunks", "0"), r"'0' must be a number of chun"),
         (("1f1b", *RIGHT[2:], "--weight", "1"),
-         r"^jaxpar: --weight 1: 1f1b makes the gradients of weights in its backward; "
-         r"leave --weight out and give --backward the time of both\.$"),
+         r"^jaxpar: --weight 1: 1f1b computes weight gradients in its backward; "
+         r"omit --weight and give --backward the time of both\.$"),
         (("1f1b", *RIGHT[2:], "--forward", "0"),
          r"^jaxpar: --forward 0 must be a time above 0\.$"),
         (("1f1b", *RIGHT[2:], "--backward", "nan"), r"--backward nan must be a time"),

@@ -226,7 +226,7 @@ def _cast_after_gather() -> Iterator[None]:
     def prepare(self: Partition, shards: list) -> list:
         whole = [
             self.collectives.gather(p, x)
-            for p, x in zip(self.plans, shards, strict=True)
+            for p, x in zip(self.leaves, shards, strict=True)
         ]
         return [x.astype(self.precision.compute_dtype) for x in whole]
 

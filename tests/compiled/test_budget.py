@@ -154,7 +154,7 @@ def test_all_reduce_stands_for_a_reduce_scatter_on_cpus_and_where_said(
 
 
 def test_leaf_that_rests_larger_than_its_share_is_named_with_its_reason():
-    why = "whole over data: no dim divides by 4"
+    why = "replicated over data: 4 divides no dim"
     leaves = (
         leaf("params/a/w", 32),
         leaf("params/b/w", 256, spec="(None,)", why=why),
@@ -162,11 +162,11 @@ def test_leaf_that_rests_larger_than_its_share_is_named_with_its_reason():
     )
     (said,) = check(allowed(state_bytes=96), measured(leaves=leaves))
     assert said.splitlines()[:3] == [
-        "state: 544 bytes per device at rest, but the budget is 96.",
-        "  - params/b/w (float32[64]) rests as (None,): 256 bytes, 32 if spread over "
-        f"8 devices ({why})",
-        "  - opt_state/0/mu/b/w (float32[64]) rests as (None,): 256 bytes, 32 if "
-        f"spread over 8 devices ({why})",
+        "state: 544 bytes per device, but the budget is 96.",
+        "  - params/b/w (float32[64]) is stored as (None,): 256 bytes, 32 if "
+        f"sharded over all 8 devices ({why})",
+        "  - opt_state/0/mu/b/w (float32[64]) is stored as (None,): 256 bytes, 32 "
+        f"if sharded over all 8 devices ({why})",
     ]
     assert "params/a/w" not in said
     assert not check(allowed(state_bytes=519), measured(leaves=leaves))
@@ -174,7 +174,7 @@ def test_leaf_that_rests_larger_than_its_share_is_named_with_its_reason():
 
 def test_state_that_grew_though_all_of_it_is_spread_is_said_to_be_so():
     (said,) = check(allowed(state_bytes=30), measured())
-    assert "every leaf is spread over all devices: the state itself is larger" in said
+    assert "every leaf is sharded over all devices: the state itself is larger" in said
 
 
 def test_peak_is_held_where_one_is_given():
@@ -265,9 +265,8 @@ def test_design_counts_the_micro_batches_that_the_engine_was_given():
     engine = make_engine(zero=2, accumulate=4)
     engine.verify()
     engine.spec = dataclasses.replace(engine.spec, accumulate=1)
-    once = engine.closed_form_budget()
     with pytest.raises(jaxpar.BudgetExceeded, match=r"\(4\.0 times as much\)"):
-        engine.verify(once)
+        engine.verify(engine.closed_form_budget())
 
 
 @pytest.mark.parametrize(("zero", "num_blocks"), [(0, 4), (3, 3)])
@@ -362,14 +361,13 @@ def test_planted_collective_is_named_by_its_line(zero):
 
 
 def test_optimizer_state_left_whole_is_named(monkeypatch):
-    def whole_moments(placement):
-        given = placement.abstract, placement.leaves, placement.zero, placement.mesh
-        shardings = state_shardings(*given)
+    def whole_moments(own):
+        shardings = state_shardings(own.abstract, own.leaves, own.zero, own.mesh)
         adam = shardings.opt_state[0]
-        nowhere = jax.sharding.NamedSharding(placement.mesh, P())
+        nowhere = jax.sharding.NamedSharding(own.mesh, P())
         whole = adam._replace(mu=jax.tree.map(lambda _: nowhere, adam.mu))
-        opt_state = (whole, *shardings.opt_state[1:])
-        return dataclasses.replace(shardings, opt_state=opt_state)
+        states = whole, *shardings.opt_state[1:]
+        return dataclasses.replace(shardings, opt_state=states)
 
     monkeypatch.setattr(Placement, "shardings", property(whole_moments))
     engine = make_engine()
@@ -378,9 +376,9 @@ def test_optimizer_state_left_whole_is_named(monkeypatch):
     said = caught.value.violations[0]
     for kernel, shape in (("up", [IN, MIDDLE]), ("down", [MIDDLE, IN])):
         assert (
-            f"opt_state/0/mu/{kernel}/kernel (float32{shape}) rests as (): "
-            f"{IN * MIDDLE * 4:,} bytes, {IN * MIDDLE * 4 // 8:,} if spread over 8 "
-            "devices"
+            f"opt_state/0/mu/{kernel}/kernel (float32{shape}) is stored as (): "
+            f"{IN * MIDDLE * 4:,} bytes, {IN * MIDDLE * 4 // 8:,} if sharded over all "
+            "8 devices"
         ) in said
     assert "opt_state/0/nu" not in said
 
@@ -395,7 +393,8 @@ def test_model_that_outgrew_its_record_is_told_which_leaves_do_not_divide():
 
     with pytest.raises(
         jaxpar.BudgetExceeded,
-        match=r"params/kernel \(float32\[65, 65\]\) rests as \(None, None\): 16,900 "
-        r"bytes, 2,113 if spread over 8 devices \(whole over data: no dim divides by 8",
+        match=r"params/kernel \(float32\[65, 65\]\) is stored as \(None, None\): "
+        r"16,900 bytes, 2,113 if sharded over all 8 devices \(replicated over data: "
+        r"8 divides no dim",
     ):
         of_width(65).verify(of_width(64).budget())

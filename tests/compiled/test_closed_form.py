@@ -30,7 +30,7 @@ COMPUTED = 2048 + 512 + 6
 
 def expected(zero: int, plans=PLANS, **change) -> Budget:
     right = {
-        "stage": zero_stage(zero),
+        "zero": zero_stage(zero),
         "precision": make_precision("bf16", reduce_dtype="fp32"),
         "accumulate": ACCUMULATE,
         "sizes": SIZES,

@@ -20,6 +20,6 @@ def test_it_explains_its_step(said):
 
 @pytest.mark.parametrize("call", ["step", "evaluate", "save", "restore", "model"])
 def test_it_says_why_it_does_not_run(said, call):
-    assert "mesh is of 8 NVIDIA H200 that are not here" in said[call]
+    assert "mesh has 8 compile-only NVIDIA H200" in said[call]
     assert "explain()" in said[call]
     assert not Path("never-made").exists()

@@ -86,7 +86,7 @@ def test_every_parameter_says_why_and_its_moments_rest_beside_it():
     )
     for moment in ("mu", "nu"):
         assert rows[f"opt_state/0/{moment}/up/kernel"].spec == "('data', 'tensor')"
-    assert rows["params/norm/scale"].why == "kept whole over data: 256 B is under 1024"
+    assert rows["params/norm/scale"].why == "replicated over data: 256 B is under 1024"
     assert rows["model_state/norm/mean"].shape == (64,)
 
 
@@ -112,7 +112,7 @@ def test_coupled_batch_says_that_the_compiler_reduces():
 
 def test_one_device_on_data_crosses_nothing():
     report, *_ = explained(2, data=1)
-    assert report.closed_form[0] == "data: one device, nothing crosses."
+    assert report.closed_form[0] == "data: one device, no communication."
 
 
 @pytest.fixture(scope="module")

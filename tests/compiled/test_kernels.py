@@ -68,7 +68,7 @@ def test_split_over_a_mesh_moves_no_more_than_dense_attention(tmp_path: Path) ->
     )
     assert done.returncode == 0, done.stderr[-3000:]
     plan = json.loads(path.read_text())
-    assert any("kernels take the place" in note for note in plan["notes"])
+    assert any("kernels replace" in note for note in plan["notes"])
     gathered = [
         row
         for row in plan["collectives"]

@@ -78,5 +78,5 @@ def test_muon_exchanges_matrices_once(compiled, case, zero):
 @pytest.mark.slow
 def test_plan_tells_of_the_buckets_and_of_cudnns_attention(compiled):
     notes = " ".join(compiled(plan_notes, Run(hosts=1, optimizer="fused")))
-    assert "leaves lie in buckets (over_data)" in notes
-    assert "attention is a call of the bytes and operations of cuDNN's" in notes
+    assert "leaves are in buckets (over_data)" in notes
+    assert "attention is a call with the bytes and FLOPs of cuDNN's" in notes

@@ -53,8 +53,7 @@ def test_124m_on_64_gpus_holds_and_moves_what_stage_3_does(compiled):
     again = found["flops_per_step"] / found["model_flops_per_step"]
     assert 1.12 < again < 1.25
     assert (
-        "attention is a call of the bytes and operations of cuDNN's"
-        in (found["notes"][0])
+        "attention is a call with the bytes and FLOPs of cuDNN's" in (found["notes"][0])
     )
     own = found["estimate"]
     assert own["tokens_per_second"] == pytest.approx(tokens / own["step_seconds"])

@@ -274,7 +274,7 @@ def test_negative_seed_raises():
 
 def test_batch_that_does_not_divide_raises():
     with pytest.raises(
-        ValueError, match=r"batch_size=7 must divide by process_count=2.*take 6 or 8"
+        ValueError, match=r"batch_size=7 must be a multiple of .*=2.*take 6 or 8"
     ):
         Loader(
             make_tokens(33), batch_size=7, seq_len=4, process_index=0, process_count=2

@@ -104,7 +104,7 @@ ARGUMENTS = {
     ),
     "parameter of no element": (
         {"model": lambda rngs: Annotated(None, (0, 6)), "loss_fn": of_nothing},
-        r"model: parameter w has shape \(0, 6\), without an element",
+        r"model: parameter w has shape \(0, 6\) and no elements",
     ),
     "more devices than there are": (
         {"mesh": jaxpar.MeshShape(data=16)},
@@ -164,7 +164,7 @@ ARGUMENTS = {
     "logical name that no rule knows": (
         {"model": lambda rngs: Annotated(("embed", "mlpp"))},
         r"rules: the model gives dims names that no rule knows: 'mlpp' \(w; did you "
-        r"mean 'mlp'\?\)\. Pass rules=\{'mlpp': None\} to keep those dims whole",
+        r"mean 'mlp'\?\)\. Pass rules=\{'mlpp': None\} to leave those dims unsharded",
     ),
     "more names than dims": (
         {"model": lambda rngs: Annotated((None, None, "mlp"))},
@@ -179,7 +179,7 @@ ARGUMENTS = {
         {"model": lambda rngs: Annotated(None, (513, 513)),
          "loss_fn": lambda model, batch: model.w.sum()},
         r"zero=1: w \(shape \(513, 513\), 1\.0 MiB\) has no dim that data=4 divides, "
-        r"so every device would hold it whole\. Pad .*, or pass allow_whole=\('w',\)",
+        r"so every device would hold all of it\. Pad .*, or pass allow_whole=\('w',\)",
     ),
     "allow_whole that matches nothing": (
         {"allow_whole": ("kernle",)},
@@ -215,7 +215,7 @@ ARGUMENTS = {
     "logits beside the loss": (
         {"loss_fn": lambda model, batch: (loss(model, batch), model(batch["x"]))},
         r"loss_fn: it returned a tuple of \(float32\[\], float32\[4, 6\]\), but must .*"
-        r"Logits and other arrays are not returned; make scalars of them in loss_fn",
+        r"Logits and other arrays can't be returned; reduce them to scalars in loss_fn",
     ),
     "three results": (
         {"loss_fn": lambda model, batch: (loss(model, batch), {}, {})},
@@ -229,7 +229,7 @@ ARGUMENTS = {
     "weight that depends on parameters": (
         {"loss_fn": weight_by_parameters},
         r"loss_fn: the weight of loss depends on the parameters; jaxpar\.Weighted\("
-        r"total, weight\) needs a weight made of the batch alone .* Divide inside",
+        r"total, weight\) needs a weight computed from the batch alone .* Divide in",
     ),
     "weight that depends on parameters through a scan": (
         {"loss_fn": weight_through_a_scan},
@@ -250,12 +250,12 @@ ARGUMENTS = {
     ),
     "sample batch of lists": (
         {"sample_batch": {"x": sample()["x"].tolist()}},
-        r"sample_batch: leaf x is a list of numbers, not an array; pass np\.asarray",
+        r"sample_batch: leaf x is a list of numbers, not an array; convert it with np",
     ),
     "integer parameter": (
         {"model": Counted},
         r"model: parameter count is int32, but a parameter must be floating to be "
-        r"trained\. Keep it in another nnx\.Variable, or in another Linen collection",
+        r"trained\. Make it another kind of nnx\.Variable, or put it into another Lin",
     ),
     "no parameter": (
         {"model": lambda rngs: nnx.Dropout(0.5, rngs=rngs)},
@@ -271,7 +271,7 @@ MODELS = {
     ),
     "model already made": (
         {"model": nnx.Linear(4, 6, rngs=nnx.Rngs(0))},
-        r"model=Linear\(\.\.\.\) is already made, whole on one device; pass a factory",
+        r"model=Linear\(\.\.\.\) is already made, on one device; pass a factory",
     ),
     "no model": ({"model": None}, r"model=None must be an NNX factory \(lambda rngs: "),
     "factory of a Linen module": (
@@ -391,4 +391,4 @@ def test_large_leaf_may_be_allowed_whole():
     )
     (row,) = (x for x in engine.explain().leaves if x.name == "params/w")
     assert row.bytes_per_device == 513 * 513 * 4
-    assert "whole over data: no dim divides by 4" in row.why
+    assert "replicated over data: 4 divides no dim" in row.why

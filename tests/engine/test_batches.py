@@ -144,7 +144,7 @@ def test_no_rows_raise(spec, batch):
         (lambda b: b | {"extra": b["tokens"]}, "batch: its structure .* differs from"),
         (lambda b: b | {"mask": list(b["mask"])}, "batch: its structure .* differs"),
         (lambda b: b | {"tokens": b["tokens"].tolist()}, r"batch: leaf tokens is a "
-         r"list of numbers, not an array; pass np\.asarray of it"),
+         r"list of numbers, not an array; convert it with np"),
         (lambda b: b | {"mask": (b["mask"][0], tuple(b["mask"][1]))}, "batch: leaf "
          r"mask/1 is a tuple of numbers, not an array"),
         (lambda b: make_batch(8), r"batch: leaf mask/0 is bool\[8\], but must be "
@@ -156,7 +156,7 @@ def test_no_rows_raise(spec, batch):
         (lambda b: b | {"tokens": b["tokens"].astype(np.int64)[:8]}, r"batch: leaf "
          r"tokens is int32\[8, 3\], but must be int32\[16, 3\]"),
         (lambda b: b | {"tokens": 3}, r"batch: leaf tokens is int, not an array of "
-         r"numbers; make it one by np\.asarray, or leave it out"),
+         r"numbers; convert it with np\.asarray, or leave it out"),
         (lambda b: b | {"tokens": np.array(["a"])}, r"batch: leaf tokens is <U1, not"),
     ],
 )  # fmt: skip
@@ -225,7 +225,7 @@ def test_rows_that_do_not_divide_raise(mesh, rows, accumulate):
     ],
 )
 def test_leaf_that_is_no_array_of_numbers_raises(mesh, leaf, found):
-    message = rf"sample_batch: leaf {found}.*, not an array of numbers; make it one by"
+    message = rf"sample_batch: leaf {found}.*, not an array of numbers; convert it with"
     with pytest.raises(ValueError, match=message):
         make_batch_spec({"x": leaf}, mesh, 1)
 
@@ -241,7 +241,7 @@ def test_leaf_that_is_no_array_of_numbers_raises(mesh, leaf, found):
     ],
 )
 def test_list_of_numbers_raises(mesh, leaf, found):
-    message = rf"sample_batch: leaf {found} of numbers, not an array; pass np\.asarray"
+    message = rf"sample_batch: leaf {found} of numbers, not an array; convert it with"
     with pytest.raises(ValueError, match=message):
         make_batch_spec({"x": leaf}, mesh, 1)
 
@@ -304,13 +304,13 @@ def test_tensor_of_a_dtype_that_numpy_lacks_is_taken(mesh, dtype):
 @pytest.mark.parametrize(
     ("leaf", "message"),
     [
-        (Tensor(np.ones(8), kind=2), r"Tensor on a device of CUDA, but the mesh's "
-         r"devices are cpu; pass it in the host's memory \(tensor\.cpu\(\)\)"),
-        (Tensor(np.ones(8), kind=7), "Tensor on a device of DLPack's kind 7, but"),
-        (Watched(np.ones(8)), r"Watched of torch\.float32 that can't be taken by "
-         r"DLPack \(Can't export tensors that require gradient\)\. Pass one that is"),
-        (Tensor(np.ones(8, np.longdouble)), "Tensor of its dtype that can't be taken "
-         r"by DLPack \(.*\)\. Pass one .* of a dtype that JAX has, or a NumPy array"),
+        (Tensor(np.ones(8), kind=2), r"Tensor on a CUDA device, but the mesh's "
+         r"devices are cpu; move it to host memory \(tensor\.cpu\(\)\)"),
+        (Tensor(np.ones(8), kind=7), "Tensor on a DLPack kind 7 device, but"),
+        (Watched(np.ones(8)), r"Watched of torch\.float32 that DLPack can't convert "
+         r"\(Can't export tensors that require gradient\)\. Pass one that is"),
+        (Tensor(np.ones(8, np.longdouble)), "Tensor of its dtype that DLPack can't "
+         r"convert \(.*\)\. Pass one .* of a dtype that JAX supports, or a NumPy"),
     ],
 )  # fmt: skip
 def test_tensor_that_can_not_be_taken_is_named(mesh, leaf, message):

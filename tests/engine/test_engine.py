@@ -62,7 +62,7 @@ BATCHES = {
         sample(dtype=np.int32),
         r"leaf x is int32\[16, 4\], but must be",
     ),
-    "a number": ({"x": 1.0}, r"batch: leaf x is float, not an array of numbers; make"),
+    "a number": ({"x": 1.0}, r"batch: leaf x is float, not an array of numbers; con"),
 }
 
 
@@ -130,7 +130,7 @@ def test_engine_prints_what_it_is(engine):
 
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy])
 def test_engine_is_not_pickled_or_copied(engine, copied):
-    with pytest.raises(TypeError, match=r"Write its state by engine\.save\(folder\)"):
+    with pytest.raises(TypeError, match=r"Write its state with engine\.save\(folder\)"):
         copied(engine)
 
 

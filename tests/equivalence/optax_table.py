@@ -128,7 +128,7 @@ GIVEN: dict[str, Callable[[], Made]] = {
 TAKE_VALUE = {"momo", "momo_adam", "polyak_sgd", "reduce_on_plateau", "scale_by_polyak"}
 """Those whose update is passed the loss."""
 
-ASKS = r"optimizer: its update asks for {}, which a training step does not have: .*"
+ASKS = r"optimizer: its update needs {}, which a training step does not have: .*"
 REFUSED: dict[str, tuple[Callable[[], Made], str]] = {
     "differentially_private_aggregate": (
         lambda: contrib.differentially_private_aggregate(1.0, 0.1, jax.random.key(1)),

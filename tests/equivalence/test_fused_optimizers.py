@@ -289,14 +289,14 @@ def test_train_step_and_evaluate_and_probe_see_leaves() -> None:
 def test_explanation_tells_of_the_buckets() -> None:
     text = str(make_engine(fused_adamw(1e-3, bits=8), precision="bf16").explain())
     assert "opt_state/0/mu/over_data/codes" in text
-    assert "8 leaves lie in buckets (whole, over_data)" in text
-    assert "leaf by leaf as well, 1.4e-05 GB more on a device" in text
+    assert "8 leaves are in buckets (whole, over_data)" in text
+    assert "leaf by leaf, 1.4e-05 GB more on a device" in text
 
 
 def test_inside_another_transformation_it_is_optaxs_and_says_so() -> None:
     given = {"learning_rate": 1e-3, "weight_decay": 0.1}
     plain = make_engine(optax.chain(optax.clip(0.1), optax.adamw(**given)))
-    with pytest.warns(UserWarning, match="inside another .* hand it to jaxpar.init"):
+    with pytest.warns(UserWarning, match="inside another .* pass it directly to jax"):
         chained = make_engine(optax.chain(optax.clip(0.1), fused_adamw(**given)))
     with pytest.warns(UserWarning, match="inside another"):
         chained.step(batches()[0])

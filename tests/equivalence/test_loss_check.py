@@ -143,11 +143,11 @@ REFUSED = {
     "sum": (total, "It looks like a sum over the rows"),
     "sum by a constant": (total_by_constant, "It looks like a sum over the rows"),
     "mask": (masked, "It looks like a mean over unequal weights"),
-    "negatives": (negatives, "examples that are coupled"),
-    "normalised by the batch": (normalised, "examples that are coupled"),
-    "largest": (largest, "examples that are coupled"),
-    "mixup": (mixed_up, "examples that are coupled"),
-    "bootstrap": (drawn_rows, "examples that are coupled"),
+    "negatives": (negatives, ", or a loss that couples"),
+    "normalised by the batch": (normalised, ", or a loss that couples"),
+    "largest": (largest, ", or a loss that couples"),
+    "mixup": (mixed_up, ", or a loss that couples"),
+    "bootstrap": (drawn_rows, ", or a loss that couples"),
 }
 
 
@@ -174,9 +174,9 @@ def numbers_in(text: str) -> list[float]:
 
 def test_refusal_shows_the_number_of_the_whole_batch() -> None:
     engine = make_engine(total, zero=3)
-    with pytest.raises(ValueError, match="Of the whole batch it is") as caught:
+    with pytest.raises(ValueError, match="The loss of the full batch is") as caught:
         engine.step(BATCH)
-    text = str(caught.value).split("Of the whole batch")[1].split("It looks")[0]
+    text = str(caught.value).split("of the full batch")[1].split("It looks")[0]
     whole, ours = numbers_in(text)
     assert whole == pytest.approx(8 * ours, rel=1e-5), "a sum over eight shards"
 
@@ -277,7 +277,7 @@ def test_loss_that_fails_on_half_the_rows_says_so() -> None:
         return token_losses(model, batch).reshape(2, 6).mean()
 
     engine = make_engine(of_two)
-    with pytest.raises(ValueError, match=r"on half of the rows, for it fails on them"):
+    with pytest.raises(ValueError, match=r"it on half of the rows, where it fails"):
         engine.step(BATCH)
     make_engine(of_two, check_loss=False).step(BATCH)
 
@@ -350,7 +350,7 @@ def test_metric_that_is_no_mean_warns_once_and_says_what_to_return() -> None:
     assert ["metric 'count'" in said[0], "metric 'perplexity'" in said[1]] == [True] * 2
     assert len(said) == 2
     assert "return jaxpar.Sum(count)" in said[0]
-    assert "such as exp(loss), take of the mean" in said[1]
+    assert "such as exp(loss), from the mean" in said[1]
     engine.step(BATCH)
 
 

@@ -245,12 +245,12 @@ def test_a_pack_draws_the_same_numbers_on_every_mesh() -> None:
     ("change", "message"),
     [
         ({"sample_batch": {"graphs": jaxpar.Packed(make_packs(0))}}, "sample_batch: "
-         r"jaxpar\.Packed is in the batch, but must be the whole of it"),
-        ({"sample_batch": jaxpar.Packed(jaxpar.Packed(make_packs(0)))}, "must be the"),
+         r"jaxpar\.Packed is inside the batch, but must be around all of it"),
+        ({"sample_batch": jaxpar.Packed(jaxpar.Packed(make_packs(0)))}, "be around"),
         ({"sample_batch": jaxpar.Packed(make_packs(0, packs=6))}, "sample_batch: 6 "
          r"rows must be a multiple of data x accumulate = 4 x 1"),
-        ({"coupled_batch": True}, r"coupled_batch=True: loss_fn is given each pack of "
-         r"jaxpar\.Packed alone, and may couple all that is in it; leave coupled_"),
+        ({"coupled_batch": True}, r"coupled_batch=True: loss_fn is called with one "
+         r"pack of jaxpar\.Packed at a time and may couple everything in it; leave"),
         ({"mesh": (2, 1, 2)}, r"a jaxpar\.Packed can't go through a pipeline, "
          r"but pipe=2; use a mesh of data and tensor"),
     ],

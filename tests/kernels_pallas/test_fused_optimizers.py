@@ -327,10 +327,10 @@ def test_kernel_lowers_for_cuda(name: str, bits: int, dtype: str, copies: Any) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"params": jnp.ones(100)}, "params: 100 elements are no whole tiles of 1024"),
+        ({"params": jnp.ones(100)}, "params: 100 elements are not full tiles of 1024"),
         ({"params": jnp.ones(TILE, jnp.bfloat16)}, "bfloat16; it must be float32"),
         ({"grads": jnp.ones(2 * TILE)}, r"grads: has shape \(2048,\)"),
-        ({"moments": {}}, r"AdamW has \['mu', 'nu'\]; make them by init_moments"),
+        ({"moments": {}}, r"AdamW has \['mu', 'nu'\]; make them with init_moments"),
         ({"copies": jnp.ones(1)}, r"copies: has shape \(1,\)"),
         (
             {"moments": {"mu": jnp.ones(TILE), "nu": jnp.ones(8)}},
@@ -346,7 +346,7 @@ def test_kernel_lowers_for_cuda(name: str, bits: int, dtype: str, copies: Any) -
         ),
         ({"decays": np.zeros(2)}, r"decays: has shape \(2,\); .* needs \(1,\)"),
         ({"numbers": Numbers(0.1, count=0)}, "count=0: the first step is number 1"),
-        ({"rule": RULES["lamb"]}, "leaves: trust ratios are of leaves"),
+        ({"rule": RULES["lamb"]}, "leaves: trust ratios are per leaf"),
         (
             {"rule": RULES["lamb"], "leaves": LEAVES},
             r"leaves.of_tiles: has shape \(4,\); the bucket has 1 tiles",

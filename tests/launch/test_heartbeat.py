@@ -8,7 +8,7 @@ from jaxpar.launch.limits import Limits
 
 
 def test_reader_sees_phase_step_and_since_when(tmp_path: Path) -> None:
-    path = tmp_path / "pulse"
+    path = tmp_path / "heartbeat"
     heartbeat = Heartbeat(path)
     assert str(read_heartbeat(path)) == "start"
     heartbeat.resume(4)
@@ -28,7 +28,7 @@ def test_worker_that_has_not_said_anything_has_no_pulse(tmp_path: Path) -> None:
 
 
 def test_half_written_pulse_is_not_believed(tmp_path: Path) -> None:
-    path = tmp_path / "pulse"
+    path = tmp_path / "heartbeat"
     Heartbeat(path).enter("step", 3)
     content = bytearray(path.read_bytes())
     content[0] |= 1  # As while the fields are written.

@@ -177,7 +177,7 @@ def test_second_launcher_of_a_run_is_refused(script: Path) -> None:
     out = script.parent / "out"
     with (
         only_one(Board(out / "launch", 0, 1, "")),
-        pytest.raises(BlockingIOError, match="another launcher is at the run"),
+        pytest.raises(BlockingIOError, match="another launcher runs the run"),
     ):
         launch_ray(Ray(script, out=out))
 

@@ -104,7 +104,7 @@ def test_warning_before_a_task_listens_does_not_kill_it() -> None:
         ({"warn_seconds": -1}, "must be at least 0"),
         (
             {"partition": "a\n#SBATCH --wrap=x"},
-            "--batch.partition .* must be of letters",
+            "--batch.partition .* may have letters",
         ),
     ],
 )

@@ -52,7 +52,7 @@ def test_lost_worker_is_refused_before_its_script_runs(lost: Worker) -> None:
     assert done.returncode == REFUSED, done.stderr
     assert "trains" not in done.stdout
     error = json.loads(lost.error.read_text())["error"]
-    assert "worker 1 is one of 2 and is told of no coordinator" in error
+    assert "worker 1 is one of 2 and has no coordinator" in error
 
 
 def test_script_runs_as_if_it_had_been_started_itself(lost: Worker) -> None:

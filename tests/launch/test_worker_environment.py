@@ -34,7 +34,7 @@ def test_no_launcher_no_contract() -> None:
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"tls": null, "gpus": null}'])
 def test_what_is_no_contract_is_named(text: str) -> None:
-    with pytest.raises(ValueError, match=f"{VARIABLE} is no contract of a worker"):
+    with pytest.raises(ValueError, match=f"{VARIABLE} is not a worker environment"):
         current({VARIABLE: text})
 
 

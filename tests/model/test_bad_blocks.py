@@ -114,25 +114,25 @@ PARTS = {
     "block that computes something else": (
         {"block": [Block, Block, relu_block]},
         r"PipelineModel: block 2 computes something else than block 0 with parameters "
-        r"of equal shapes; all blocks run as block 0 does, and only their initialisat",
+        r"of equal shapes; all blocks run block 0's program, and only their init",
     ),
     "state in the embedding": (
         {"embed": nn.Sequential([nn.Embed(VOCAB, WIDTH), nn.BatchNorm(False)])},
-        r"PipelineModel: embed keeps state besides parameters \(batch_stats/layers_1/"
-        r"mean, batch_stats/layers_1/var\), which a pipeline has no order for; use "
-        r"layers without it \(a LayerNorm for a BatchNorm\)",
+        r"PipelineModel: embed has state besides parameters \(batch_stats/layers_1/"
+        r"mean, batch_stats/layers_1/var\), which a pipeline can't update in order; "
+        r"use layers without it \(a LayerNorm for a BatchNorm\)",
     ),
     "state in a block": (
         {"block": Counting},
-        r"PipelineModel: block keeps state besides parameters \(norm/mean, norm/var\)",
+        r"PipelineModel: block has state besides parameters \(norm/mean, norm/var\)",
     ),
     "state in a later block": (
         {"block": [Block, CountingQuietly, Block]},
-        r"PipelineModel: block keeps state besides parameters \(calls\)",
+        r"PipelineModel: block has state besides parameters \(calls\)",
     ),
     "state in the head": (
         {"head": Counting},
-        r"PipelineModel: head keeps state besides parameters \(norm/mean, norm/var\)",
+        r"PipelineModel: head has state besides parameters \(norm/mean, norm/var\)",
     ),
     "tied path that the embedding lacks": (
         tie("tabel", "table"),
@@ -228,16 +228,16 @@ KEYWORD = (
 )
 READS = (
     r"loss_fn: it reads model\.{}, but a PipelineModel can only be called: its parts "
-    r"lie on different devices\. Return what the loss needs from the head, or pass it"
+    r"are on different devices\. Return the values that the loss needs from the head"
 )
 INPUT = (
-    r"loss_fn: it calls the model with {}, but a part is given arrays, or Python's "
-    r"flags, numbers and strings; make it an array, or give it to the part when that"
+    r"loss_fn: it calls the model with {}, but a part can only get arrays, or Python "
+    r"flags, numbers and strings; make it an array, or pass it to the part's con"
 )
 UNDER = (
     r"loss_fn: it calls the model inside jax\.checkpoint, jax\.vmap, jax\.jit or "
-    r"another transformation, but a PipelineModel is taken apart where it is called; "
-    r"call it outside of them, and give PipelineModel\(remat=\.\.\.\) what is to be"
+    r"another transformation, but a PipelineModel is split at this call; "
+    r"call it outside of them, and choose what to recompute with PipelineModel\(remat"
 )
 LOSSES = {
     "model not called": (
@@ -285,12 +285,12 @@ PIPES = {
     ),
     "more stages than blocks": (
         {"pipe": 4},
-        r"mesh: pipe=4 cuts the trunk into 4 pieces, but the model has num_blocks=3; "
+        r"mesh: pipe=4 cuts the model into 4 parts, but the model has num_blocks=3; "
         r"use at most pipe=3",
     ),
     "more chunks than blocks": (
         {"schedule": "interleaved"},
-        r"mesh: pipe=2 x 2 chunks cuts the trunk into 4 pieces, but the model has "
+        r"mesh: pipe=2 x 2 chunks cuts the model into 4 parts, but the model has "
         r"num_blocks=3; use at most pipe=1",
     ),
     "micro-batches that pipe does not divide": (
@@ -307,9 +307,9 @@ PIPES = {
     "backward that can't be split": (
         {"schedule": "zero_bubble",
          "model": make_model(block=RecurrentBlock, num_blocks=4)},
-        r"schedule='zero_bubble': 0% of the block's backward can wait, for its "
-        r"gradients of weights are not matrix products of their own .* Use '1f1b', or "
-        r"give the table itself to have it anyway: schedule=jaxpar\."
+        r"schedule='zero_bubble': only 0% of the block's backward can be deferred, "
+        r"because its weight gradients are not separate matmuls .* Use '1f1b', or "
+        r"pass the table to run it anyway: schedule=jaxpar\."
         r"make_schedule\('zero_bubble', 2, 2\)",
     ),
     "misspelt schedule": (

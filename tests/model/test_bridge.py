@@ -359,7 +359,7 @@ def test_rules_in_context_are_those_of_the_network(model):
     ("model", "message"),
     [
         (nnx.Linear(2, 2, rngs=nnx.Rngs(0)),
-         r"model=Linear\(\.\.\.\) is already made, whole on one device; pass a factory,"
+         r"model=Linear\(\.\.\.\) is already made, on one device; pass a factory,"
          r" model=lambda rngs: Linear\(\.\.\., rngs=rngs\)"),
         (3, r"model=3 must be an NNX factory \(lambda rngs: MyModel\(rngs=rngs\)\) or "
          r"a Linen module"),

@@ -79,8 +79,8 @@ CASES = {
     "grows": (
         lambda rngs: Remembering(grow),
         r"model: a training step changes the shape of its state: seen from \(3, 6\) to "
-        r"\(4, 6\)\. Every step runs the same program: make the state in its final "
-        r"shape, which can't have a dim of the batch's rows, and write into it",
+        r"\(4, 6\)\. Every step runs the same program: initialise the state in its "
+        r"final shape, without a dim of the batch's rows, and write into it",
     ),
     "becomes two": (
         lambda rngs: Remembering(split),

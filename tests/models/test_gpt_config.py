@@ -17,7 +17,7 @@ WRONG = [
     ({"num_kv_heads": 3}, r"num_heads=4 must be a multiple of num_kv_heads=3"),
     (
         {"positions": "rotary", "width": 20},
-        r"width=20 over num_heads=4 makes heads of 5; make that even",
+        r"width=20 over num_heads=4 gives heads of 5; make that even",
     ),
     ({"dropout": 1.0}, r"dropout=1.0 must be at least 0 and below 1"),
     ({"unroll": 0}, r"unroll=0 must be between 1 and num_layers=4"),

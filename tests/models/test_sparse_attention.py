@@ -182,7 +182,7 @@ def test_linen_models_call_the_function() -> None:
     ("pattern", "message"),
     [
         (Dense(3, attention=UNI), r"Dense\(num_heads=3\), but the model has num_h.*=4"),
-        (Fixed(HEADS), "sees the tokens that a GPT is to predict"),
+        (Fixed(HEADS), "sees the tokens that a GPT should predict"),
     ],
 )
 def test_pattern_that_is_not_the_models_is_refused(pattern, message: str) -> None:

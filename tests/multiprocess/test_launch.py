@@ -92,7 +92,7 @@ def test_stopped_worker_is_found_within_the_limit(whole: Path, tmp_path: Path) -
         run.wait_for_step(6)
         os.kill(run.workers()[1].pid, signal.SIGSTOP)
         began = time.monotonic()
-        run.until(lambda: "starting again" in run.told(), "a restart")
+        run.until(lambda: "restarting" in run.told(), "a restart")
         seconds = time.monotonic() - began
         assert run.code() == 0, run.told()
         report = run.report()

@@ -288,7 +288,7 @@ def test_what_starting_again_would_not_mend_is_not_tried_again(
     out = tmp_path / "refused"
     code, told = end_of(out, *FLAGS, "--mesh.data=3", cluster=cluster)
     assert code == REFUSED, told
-    assert "launch: ValueError: mesh: 3 devices can't be shared out among 2" in told
+    assert "launch: ValueError: mesh: 3 devices can't be divided among 2" in told
     assert attempts(out) == [1]
 
 
@@ -298,7 +298,7 @@ def test_workers_that_would_be_separate_jobs_are_refused(
     out = tmp_path / "separate"
     code, told = end_of(out, *FLAGS, program=SEPARATE + START, cluster=cluster)
     assert code == REFUSED, told
-    assert "of 2 and is told of no coordinator: each would train the whole run" in told
+    assert "of 2 and has no coordinator: each would train the whole run" in told
     assert attempts(out) == [1]
     assert not (out / "run.json").exists()
 

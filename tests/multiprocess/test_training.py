@@ -183,7 +183,7 @@ def test_rows_of_all_processes_are_refused_on_each(two: Both) -> None:
 
 def test_batch_that_one_process_refuses_is_refused_on_each(two: Both) -> None:
     first, second = two.seen["data4"]
-    assert "process 1 refuses its own, see there" in first["refused"]
+    assert "process 1 has an invalid batch, see its error" in first["refused"]
     assert "leaf tokens is int32[4, 6], but must be int32[4, 7]" in second["refused"]
 
 

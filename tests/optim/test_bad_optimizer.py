@@ -43,7 +43,7 @@ STATES = {
     "another shape": (
         returning(lambda old: old | {"mean": jnp.zeros(4)}),
         r"optimizer: its update turns leaf mean of its state from float32\[3\] into "
-        r"float32\[4\]; it must keep shape and dtype\.",
+        r"float32\[4\]; it must not change them\.",
     ),
     "another dtype": (
         returning(lambda old: old | {"count": old["count"] + 0.5}),
@@ -60,17 +60,17 @@ STATES = {
     ),
     "updates of another shape": (
         returning(lambda old: old, lambda g: jax.tree.map(lambda x: x.mean(0), g)),
-        r"optimizer: its update gives shape \(6,\) for parameter kernel of shape "
-        r"\(4, 6\); it must give each parameter its own shape",
+        r"optimizer: its update returns shape \(6,\) for parameter kernel of shape "
+        r"\(4, 6\); an update must have its parameter's shape",
     ),
     "an argument that nobody has": (
         optax.GradientTransformationExtraArgs(lambda params: (), asking),
-        r"optimizer: its update asks for batch, which a training step does not have",
+        r"optimizer: its update needs batch, which a training step does not have",
     ),
 }
 
 TYPES = {
-    "rate": (1e-3, r"optimizer=0\.001 must .*; a learning rate goes into one, as in op"
+    "rate": (1e-3, r"optimizer=0\.001 must .*; pass a learning rate to one, as in op"
              r"tax\.adamw\(0\.001\)"),
     "schedule": (
         optax.cosine_decay_schedule(1e-3, 10),
@@ -81,7 +81,7 @@ TYPES = {
         nnx.Optimizer(
             nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param
         ),
-        r"optimizer=Optimizer\(\.\.\.\) must .*; pass the one that it holds, "
+        r"optimizer=Optimizer\(\.\.\.\) must .*; pass the one inside it, "
         r"optimizer=tx for nnx\.Optimizer\(model, tx\)",
     ),
     "string in the state": (
@@ -89,7 +89,7 @@ TYPES = {
             lambda params: {"name": "mine"}, lambda grads, state, params=None: grads
         ),
         r"optimizer: leaf name of its state is str, but must be an array, a number or "
-        r"a PRNG key\. Keep it outside of the state",
+        r"a PRNG key\. Hold it outside of the state",
     ),
 }  # fmt: skip
 

@@ -23,7 +23,7 @@ def explained(**change) -> str:
 def test_explanation_tells_schedule_bubble_and_what_is_kept():
     told = explained(schedule="1f1b", zero=3)
     assert "1f1b: 4 micro-batches on 2 stages take 6 ticks, 20.0% of" in told
-    assert "a stage keeps up to 3 inputs" in told
+    assert "a stage stores up to 3 inputs" in told
     assert "at ZeRO 3 a stage gathers its parameters" in told
     assert "every micro-batch, where the backward" not in told
     assert "idle" not in told
@@ -38,7 +38,7 @@ def test_explanation_tells_schedule_bubble_and_what_is_kept():
             1,
             ["5 blocks on 2 virtual stages leave 1 of 6 places idle"],
         ),
-        (4, 2, ["blocks move to their stages, and back, once a step"]),
+        (4, 2, ["blocks are moved to their stages, and back, once a step"]),
     ],
 )
 def test_notes_tell_idle_places_and_moved_blocks(blocks, chunks, wanted):
@@ -49,15 +49,15 @@ def test_notes_tell_idle_places_and_moved_blocks(blocks, chunks, wanted):
     for part in wanted:
         assert part in text
     assert ("idle" in text) == (blocks == 5)
-    assert "every stage does the whole of both" in text
+    assert "every stage computes all of both" in text
 
 
 def test_explanation_tells_what_a_split_backward_defers():
     """Of a dense layer's backward, half the products make gradients of weights."""
     told = explained(schedule="zero_bubble")
     assert "zero_bubble: 4 micro-batches on 2 stages take 6 ticks, 7.7% of" in told
-    assert "50% of a backward makes gradients of weights alone, and waits" in told
-    assert "what up to 2 of them need" in told
+    assert "50% of a backward computes only weight gradients, deferred" in told
+    assert "the inputs of up to 2 of them" in told
 
 
 def test_one_stage_says_nothing():

@@ -180,6 +180,6 @@ def test_what_can_not_be_sent_to_the_compiling_process_is_said(tmp_path):
 def test_nothing_is_placed_on_devices_that_are_only_planned_for():
     engine = planned()
     assert isinstance(engine.state.params["up"]["kernel"], jax.ShapeDtypeStruct)
-    with pytest.raises(RuntimeError, match=r"batch: this engine's mesh is of 8 cpu"):
+    with pytest.raises(RuntimeError, match=r"batch: this engine's mesh has 8 compile"):
         engine.step({"x": np.ones((ROWS, IN), np.float32)})
     assert jaxpar.plan(engine, "cpu:8").num_params == PSI

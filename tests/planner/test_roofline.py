@@ -91,7 +91,7 @@ def test_what_a_pipeline_sends_runs_beside():
 def test_cpus_have_no_rates():
     sizes = {"data": 8, "pipe": 1, "tensor": 1}
     assert estimate(WORK, parse_target("cpu:8"), sizes) is None
-    assert assumptions(parse_target("cpu:8"))[0].startswith("no rates are known")
+    assert assumptions(parse_target("cpu:8"))[0].startswith("no rates of CPUs")
 
 
 def test_assumptions_name_rates_and_sources():

@@ -79,11 +79,11 @@ def test_model_that_can_not_fit_has_no_ranking_and_compiles_nothing():
     assert search.ranking == []
     assert search.plans == {}
     whys = [why for why, _ in reasons(search.fallen.values())]
-    assert whys == ["state, copies and gradients alone take more than there is"]
+    assert whys == ["state, copies and gradients alone need more than the memory"]
 
 
 def test_cpus_have_no_ranking():
-    with pytest.raises(ValueError, match=r"'cpu:8': no rates are known"):
+    with pytest.raises(ValueError, match=r"'cpu:8': no rates of CPUs"):
         start(World().survey(), parse_target("cpu:8"))
 
 
@@ -99,7 +99,7 @@ def test_search_is_shown_and_written_with_why_the_rest_fell(capsys):
     show_search(search, Console(width=80))
     shown = capsys.readouterr().out
     assert f"{len(search.plans)} compiled" in shown
-    assert "why the others fell" in shown
+    assert "why the others were excluded" in shown
     best = search.ranking[0][0]
     assert "x".join(map(str, best.mesh)) in shown
     written = json.loads(as_json(search))

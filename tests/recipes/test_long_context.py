@@ -47,7 +47,10 @@ def test_flags_that_its_help_gives_for_gpus_fit_together() -> None:
     ("args", "message"),
     [
         (("--pattern", "slide"), "pattern='slide': must be one of .*mean 'sliding'"),
-        (("--window", "100"), "window=100: must be a multiple of block=64.* is 128"),
+        (
+            ("--window", "100"),
+            "window=100: must be a positive multiple of block=64.* is 128",
+        ),
     ],
 )
 def test_what_is_no_pattern_is_refused(

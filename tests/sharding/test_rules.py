@@ -108,7 +108,7 @@ def test_axis_that_two_dims_name_splits_the_first():
          r" Use 'tensor' or None\. Did you mean 'tensor'\?"),
         ({"*/kernel": P("rows")}, r"rules: '\*/kernel' maps to 'rows', which is not a"),
         ({"*/kernel": P(("data", "tensor"))}, r"maps to \('data', 'tensor'\), which"),
-        ({"mlp": "data"}, r"rules: 'mlp' maps to 'data', but parameters are spread "
+        ({"mlp": "data"}, r"rules: 'mlp' maps to 'data', but parameters are sharded "
          r"over data by zero=1, 2 or 3.* Use 'tensor' or None"),
         ({"mlp": "pipe"}, r"rules: 'mlp' maps to 'pipe'; only 'tensor' can split"),
         ({"mpl": "tensor"}, r"rules: 'mpl' names no dim of any parameter\. Known "
@@ -140,8 +140,8 @@ def test_unknown_names_of_all_leaves_are_in_one_message():
     message = (
         r"rules: the model gives dims names that no rule knows: 'mlpp' \(a; did you "
         r"mean 'mlp'\?\), 'kv' \(b and 1 more\)\. Pass rules=\{'mlpp': None, 'kv': None"
-        r"\} to keep those dims whole, 'tensor' for None to split one; with tensor=1 "
-        r"and pipe=1 no name needs a rule\."
+        r"\} to leave those dims unsharded, 'tensor' for None to split one; with "
+        r"tensor=1 and pipe=1 no name needs a rule\."
     )
     shapes = {"a": (4,), "b": (4,), "c": (4, 4)}
     names = {"a": ("mlpp",), "b": ("kv",), "c": (None, "kv")}

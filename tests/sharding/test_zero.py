@@ -127,7 +127,7 @@ def test_stage_0_keeps_all_but_ruled_dims_whole(layout):
     shape, data, pipe, tensor, ruled = layout
     plan = plan_of(shape, data, tensor, pipe=pipe, zero=0, ruled=ruled)
     assert plan.stored_spec == plan.compute_spec
-    assert plan.why == "stage 0 replicates over data"
+    assert plan.why == "ZeRO stage 0 replicates over data"
 
 
 def test_state_of_a_leaf_with_a_rule_still_rests_over_both_axes():
@@ -186,10 +186,11 @@ def test_stack_is_split_along_its_layers_where_nothing_else_divides():
 @pytest.mark.parametrize(
     ("shape", "data", "tensor", "why"),
     [
-        ((15, 15), 4, 1, r"kept whole over data: 900 B is under 1024"),
-        ((17, 17), 4, 2, r"whole over tensor: no dim divides by 2; whole over data: "
-         r"no dim divides by 4"),
-        ((64, 17), 4, 2, r"rests over tensor on dim 0; zero: data splits dim 0"),
+        ((15, 15), 4, 1, r"replicated over data: 900 B is under 1024"),
+        ((17, 17), 4, 2, r"replicated over tensor: 2 divides no dim; replicated over "
+         r"data: 4 divides no dim"),
+        ((64, 17), 4, 2, r"stored sharded over tensor on dim 0; zero: data splits "
+         r"dim 0"),
         ((64, 64), 1, 1, r"one device on every axis"),
     ],
 )  # fmt: skip
@@ -211,8 +212,8 @@ def large_odd_shape() -> tuple[int, int]:
 def test_large_leaf_that_cannot_be_sharded_raises(zero):
     message = (
         rf"zero={zero}: w \(shape \(513, 513\), 1\.0 MiB\) has no dim that data=4 "
-        r"divides, so every device would hold it whole\. Pad a dim to a multiple of 4, "
-        r"change the mesh, or pass allow_whole=\('w',\)"
+        r"divides, so every device would hold all of it\. Pad a dim to a multiple of "
+        r"4, change the mesh, or pass allow_whole=\('w',\)"
     )
     with pytest.raises(ValueError, match=message):
         plan_of(large_odd_shape(), 4, 2, zero=zero)

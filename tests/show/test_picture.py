@@ -81,7 +81,7 @@ def test_lines_are_at_the_peak_and_at_the_device_memory():
     assert {"peak 75.0 GB", "device memory 150 GB"} <= set(words(axes))
     assert axes.get_xlim()[1] > 150 * GB
     assert (verdict(make_plan()), panels(make_plan())["memory"].colour) == (
-        "fits: 75.0 GB of 150 GB are left",
+        "fits: 75.0 GB of 150 GB are free",
         GREEN,
     )
 
@@ -100,7 +100,7 @@ def test_device_whose_memory_is_not_known_has_no_line():
     axes = panel(make_cpu_plan(), "memory")
     assert lines(axes) == {INK: 7_500_000}
     assert not any("device memory" in text for text in words(axes))
-    assert verdict(make_cpu_plan()) == "peak 7.50 MB; the device's memory is not known"
+    assert verdict(make_cpu_plan()) == "peak 7.50 MB; the device's memory is unknown"
 
 
 def test_parts_that_are_not_alive_at_once_are_told():
@@ -182,11 +182,11 @@ def test_time_bar_is_the_step():
     assert sum(p.value for p in time_pieces(ESTIMATE)) == pytest.approx(5.0)
     assert axes.get_xlim() == (0, 5.0)
     assert {
-        "matrix products 3.00 s",
+        "matmuls 3.00 s",
         "other kernels 1.30 s",
-        "waits for links 200 ms",
+        "exposed communication 200 ms",
         "bubble 500 ms",
-        "collectives take 800 ms, 600 ms of it beside other kernels",
+        "collectives take 800 ms, 600 ms of it overlapped",
     } == set(words(axes))
     assert panels(plan)["time"].finding == "5.00 s, MFU 41.2%, 200,000 tokens/s"
     silent = make_plan(tokens_per_step=None)
@@ -265,7 +265,7 @@ def test_heading_says_what_is_planned():
     with styled():
         written = [text.get_text() for text in make_figure(make_plan()).texts]
     assert set(headline(make_plan())) <= set(written)
-    assert {"Memory of one device", "fits: 75.0 GB of 150 GB are left"} <= set(written)
+    assert {"Memory of one device", "fits: 75.0 GB of 150 GB are free"} <= set(written)
 
 
 @pytest.mark.parametrize(

@@ -31,13 +31,13 @@ def test_every_kind_of_plan_can_be_shown_narrow_and_wide(name, capsys):
 
 def test_verdict_links_and_cost_are_told(capsys):
     said = shown(make_plan(), capsys, tokens=1e12)
-    assert "fits: 75.0 GB of 150 GB are left" in said
+    assert "fits: 75.0 GB of 150 GB are free" in said
     assert "sends 5.000 GB inside its host, 33.000 GB in groups that span" in said
     # 1e12 tokens at 1e6 in 5 s, on 64 devices.
     assert "88,889 device-hours" in said
     over = shown(make_plan(device_memory_bytes=60 * GB), capsys)
     assert "does not fit: 15.0 GB over 60.0 GB" in over
-    assert "the device's memory is not known" in shown(make_cpu_plan(), capsys)
+    assert "the device's memory is unknown" in shown(make_cpu_plan(), capsys)
 
 
 def test_kinds_of_memory_are_those_of_the_picture(capsys):

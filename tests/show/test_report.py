@@ -114,14 +114,14 @@ def test_tables_have_every_number():
         assert kinds[piece.name][0] == by
         assert kinds[piece.name][2] == f"{piece.value:,}"
     assert kinds["peak"] == ["the compiler's", "75.0 GB", "75,000,000,000", "50.0%"]
-    assert kinds["temporaries, all together"][1] == "33.0 GB"
+    assert kinds["temporaries, total"][1] == "33.0 GB"
     assert kinds["device"][:2] == ["the hardware's", "150 GB"]
     gathers = ["all-gather", "data", "bf16", "516", "64", "26.0 GB", "25.6 GB"]
     assert gathers in rows
     assert ["collective-permute", "none", "f32", "1", "2", "4 B", "4 B"] in rows
     assert kinds["by groups that span hosts"] == ["33.0 GB"]
-    assert kinds["with what is recomputed"] == ["5e+16"]
-    assert kinds["of these, waited for"] == ["200 ms"]
+    assert kinds["with recomputation"] == ["5e+16"]
+    assert kinds["of these, exposed"] == ["200 ms"]
     assert kinds["bubble, 10.0%"] == ["500 ms"]
     assert kinds["the step"] == ["5.00 s"]
     assert kinds["MFU"] == ["41.2%"]

@@ -165,7 +165,9 @@ def test_pattern_of_no_global_tokens_does_not_look_at_them() -> None:
     sizes = {"num_heads": 1, "block": 256, "window": 512, "global_tokens": 128}
     assert causal_pattern("sliding", **sizes) == LocalSlidingWindow(1, 256, 5)
     assert causal_pattern("dense", **{**sizes, "window": 1}).block == 256
-    with pytest.raises(ValueError, match="global_tokens=128: must be a multiple"):
+    with pytest.raises(
+        ValueError, match="global_tokens=128: must be a positive multiple"
+    ):
         causal_pattern("longformer", **sizes)
 
 

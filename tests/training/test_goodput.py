@@ -84,5 +84,5 @@ def test_table_tells_the_share_of_the_steps(tmp_path: Path) -> None:
     text = console.file.getvalue()
     assert "goodput" in text
     assert "1 start" in text
-    assert "steps that count" in text
+    assert "useful steps" in text
     goodput.show(tmp_path / "none", console)

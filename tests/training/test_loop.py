@@ -59,7 +59,7 @@ def test_interrupted_run_ends_equal_to_the_bit(
     """fp16's loss scale, dropout, micro-batches, shuffled data; each half its own."""
     expected, logged = undisturbed("fp16", base / "fp16")
     at = random.Random(seed).randrange(STEPS)
-    with pytest.raises(RunStopped, match=f"SIGTERM came; step {at + 1} is") as stopped:
+    with pytest.raises(RunStopped, match=f"SIGTERM received; step {at + 1}") as stopped:
         go(fresh("fp16"), Data(calls={at: terminate}), tmp_path)
     assert stopped.value.code == STOPPED
     assert Checkpoints(tmp_path / "checkpoints").latest() == at + 1
@@ -93,7 +93,7 @@ def test_finished_run_does_nothing_when_started_again(tmp_path: Path) -> None:
 def test_scheduler_warning_saves_and_ends(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGUSR1)
     warn = {4: lambda: os.kill(os.getpid(), signal.SIGUSR1)}
-    with pytest.raises(RunStopped, match="SIGUSR1 came; step 5 is saved"):
+    with pytest.raises(RunStopped, match="SIGUSR1 received; step 5 is saved"):
         go(fresh(), Data(calls=warn), tmp_path)
     assert signal.getsignal(signal.SIGUSR1) is before
 

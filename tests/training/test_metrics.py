@@ -135,10 +135,10 @@ def test_append_to_nothing_starts_a_file(tmp_path):
 @pytest.mark.parametrize("torn", ['{"step": 2, "lo', "{", "\0\0", '{"step": 2.'])
 def test_line_cut_short_is_dropped_with_a_warning(tmp_path, torn):
     write_lines(tmp_path, '{"step": 1}\n', torn)
-    with pytest.warns(UserWarning, match=r"metrics\.jsonl: the last line was cut sho"):
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl: the last line was trunc"):
         assert steps(tmp_path) == [1]
     with (
-        pytest.warns(UserWarning, match="the last line was cut short"),
+        pytest.warns(UserWarning, match="the last line was truncated"),
         MetricsLogger(tmp_path, console=False, append=True) as logger,
     ):
         logger.log(2, {"loss": 1.0})
@@ -166,7 +166,7 @@ def test_crash_while_resuming_keeps_the_old_file(tmp_path, monkeypatch):
 
 def test_other_line_that_is_no_record_raises(tmp_path):
     write_lines(tmp_path, '{"step": 1}\n', "[2]\n", '{"step": 3}\n')
-    message = r"metrics\.jsonl: line 2 is not a record of metrics: b'\[2\]'; mend"
+    message = r"metrics\.jsonl: line 2 is not a record of metrics: b'\[2\]'; repair"
     with pytest.raises(ValueError, match=message):
         read_metrics(tmp_path / "metrics.jsonl")
     with pytest.raises(ValueError, match=message):
@@ -183,7 +183,7 @@ def test_folder_of_another_run_raises_and_is_left_alone(tmp_path):
 
 
 def test_resume_point_without_append_raises(tmp_path):
-    with pytest.raises(ValueError, match="resume_at=3 is for append=True"):
+    with pytest.raises(ValueError, match="resume_at=3 needs append=True"):
         MetricsLogger(tmp_path, console=False, resume_at=3)
 
 

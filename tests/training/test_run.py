@@ -116,7 +116,7 @@ def test_folder_of_other_files_is_refused_and_nothing_lost(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     before = contents(tmp_path)
     message = (
-        r"out='.*' has files but no run\.json, so it is no run of ours\. Choose an "
+        r"out='.*' has files but no run\.json, so it is not a jaxpar run\. Choose an "
         r"empty or a new folder \(--out\)"
     )
     with pytest.raises(ValueError, match=message):

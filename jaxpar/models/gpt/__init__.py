@@ -1,4 +1,4 @@
-"""A GPT whose layers are one stacked leaf, its loss, presets and sampling."""
+"""A GPT with stacked layers, its loss, presets and sampling."""
 
 from jaxpar.models.gpt.config import GPTConfig, num_params
 from jaxpar.models.gpt.model import GPT, gpt_loss

@@ -1,4 +1,4 @@
-"""What does a GPT's config hold, and what must its numbers satisfy?"""
+"""What does a GPT's config contain, and which values are valid?"""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from jaxpar.sparse_attention import SparsityPattern
 from jaxpar.tree import near_match
 
 ACTIVATION_NAMES = ("qkv", "attention", "mlp_hidden")
-"""Labels that a block gives its activations, for ``remat="save-names"``."""
+"""Labels of a block's activations, for ``remat="save-names"``."""
 
 _CHOICES = {
     "activation": ("gelu", "swiglu"),
@@ -23,8 +23,7 @@ class GPTConfig:
 
     Attributes:
       vocab_size: tokens; make it a multiple of the tensor axis.
-      seq_len: tokens that the model is trained on at once; the number of learned
-        positions.
+      seq_len: tokens of a training sequence; the number of learned positions.
       num_layers: blocks.
       num_heads: query heads.
       num_kv_heads: key and value heads, each shared by num_heads / num_kv_heads
@@ -34,23 +33,22 @@ class GPTConfig:
         8/3 x width, rounded up to a multiple of 64, with "swiglu".
       activation: "gelu" or "swiglu".
       norm: "layernorm" or "rmsnorm".
-      bias: whether projections and layer norms have one; key projections never do.
+      bias: whether projections and layer norms have a bias; key projections never do.
       positions: "learned" or "rotary".
       tied_embedding: whether the head is the transposed embedding table.
       dropout: fraction of features zeroed after the embedding and in each update of
         the residual stream.
       remat: one of `jaxpar.model.remat.REMAT_POLICIES`, applied to each block.
       remat_names: labels to save, of `ACTIVATION_NAMES`, for "save-names".
-      scan_layers: keep the layers stacked and scan over them; False for one module
-        per layer.
-      unroll: layers per iteration of the scan; num_layers leaves no loop.
+      scan_layers: stack the layers and scan over them; False for one module per layer.
+      unroll: layers per iteration of the scan; num_layers removes the loop.
       sequence_parallel: between blocks, shard activations over tokens on the tensor
         axis.
       attention: "auto", "xla", "cudnn" or "blocked" (see `jaxpar.models.attention`); or
         a unidirectional pattern of `jaxpar.sparse_attention`, of num_heads heads.
 
     Raises:
-      ValueError: if a number does not fit, or a word is not one of its choices.
+      ValueError: if a number is out of range, or a word is not one of its choices.
 
     Example:
       >>> GPTConfig(num_layers=2, num_heads=4, width=64).head_size
@@ -122,8 +120,8 @@ class GPTConfig:
             )
         if self.positions == "rotary" and self.head_size % 2:
             raise ValueError(
-                f"GPTConfig: positions='rotary' turns pairs of features, but width="
-                f"{self.width} over num_heads={self.num_heads} makes heads of "
+                f"GPTConfig: positions='rotary' rotates pairs of features, but width="
+                f"{self.width} over num_heads={self.num_heads} gives heads of "
                 f"{self.head_size}; make that even, or use positions='learned'."
             )
 
@@ -137,7 +135,7 @@ class GPTConfig:
         if pattern.attention != "unidirectional":
             raise ValueError(
                 f"GPTConfig: attention={kind}(attention={pattern.attention!r}) sees "
-                "the tokens that a GPT is to predict; give it "
+                "the tokens that a GPT should predict; give it "
                 "attention='unidirectional'."
             )
 

@@ -1,7 +1,7 @@
-"""What stands before and behind a GPT's blocks: the embedding, and the logits.
+"""What comes before and after a GPT's blocks: the embedding, and the logits.
 
-Functions of a module that holds the parameters, for `jaxpar.models.GPT` holds them
-itself and a pipeline's embedding and head hold them apart.
+Functions of a module that holds the parameters: `jaxpar.models.GPT` itself, or the
+embedding and head modules of a pipeline.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ def make_norm(config: GPTConfig) -> LayerNorm | RMSNorm:
 
 
 def make_dropout(config: GPTConfig, rngs: nnx.Rngs) -> nnx.Dropout | None:
-    """Make dropout; None where there is none."""
+    """Make dropout; None if its rate is 0."""
     return nnx.Dropout(config.dropout, rngs=rngs) if config.dropout else None
 
 
@@ -58,7 +58,7 @@ def embed(
       ValueError: if T exceeds the number of learned positions.
     """
     config = module.config
-    # Whole first: sharded over tokens at once, the lookup would send tokens around.
+    # Replicated first: if sharded over tokens at once, the lookup would send tokens.
     x_BTD = constrain(module.embedding(tokens_BT), DATA, None, None)
     x_BTD = constrain_residual(x_BTD, config)
     if module.positions is not None:
@@ -81,18 +81,18 @@ def embed(
 def logits_of(
     hidden_BTD: Float[Array, "B T D"], kernel_DV: Float[Array, "D V"], config: GPTConfig
 ) -> Float[Array, "B T V"]:
-    """Multiply by the head, or by the transposed table where they are tied."""
+    """Multiply by the head, or by the transposed embedding table if they are tied."""
     flatten = not config.sequence_parallel
     return project_to_logits(hidden_BTD, kernel_DV, flatten=flatten)
 
 
 def constrain_residual(x_BTD: jax.Array, config: GPTConfig) -> jax.Array:
-    """State where the residual stream lies between the halves of a block."""
+    """Constrain the residual stream between the halves of a block."""
     tokens_axis = TENSOR if config.sequence_parallel else None
     return constrain(x_BTD, DATA, tokens_axis, None)
 
 
 def gather_tokens(y_BTD: jax.Array, config: GPTConfig) -> jax.Array:
-    """Undo sequence parallelism behind a norm: its users share the one gather."""
+    """Undo sequence parallelism after a norm: its users share the one gather."""
     # Constrained twice, or the compiler gathers before the norm's last step, in fp32.
     return constrain(constrain_residual(y_BTD, config), DATA, None, None)

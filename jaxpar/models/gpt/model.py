@@ -1,4 +1,4 @@
-"""What is the model that the recipes train? A GPT whose layers are one stacked leaf.
+"""What is the model that the recipes train? A GPT whose layers are stacked.
 
 Blocks are built once per layer and stacked: every parameter of a block is
 [L, ...], and `jax.lax.scan` runs them, so that compile time does not grow with depth.
@@ -36,8 +36,8 @@ class GPT(nnx.Module):
     """A decoder-only transformer with normalisation before each half of a block.
 
     Parameters are fp32 and carry logical names (vocab, embed, heads, kv_heads, mlp,
-    layers); the model computes in whatever dtype they are cast to. Its only other
-    state is dropout's keys and counts, and it has none where ``dropout=0``.
+    layers); the model computes in the dtype that they are cast to. Its only other state
+    is dropout's keys and counts; with ``dropout=0`` it has none.
 
     Args:
       config: the shape of the model.
@@ -99,7 +99,7 @@ class GPT(nnx.Module):
         positions_BT: Int[Array, "#B T"] | None = None,
         segment_ids_BT: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Compute what the head is given: everything but the logits.
+        """Compute the head's input: everything but the logits.
 
         Args:
           tokens_BT: as in a call.
@@ -121,10 +121,10 @@ class GPT(nnx.Module):
         return gather_tokens(self.final_norm(x_BTD), config)
 
     def logits(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Apply the head, or the transposed embedding table where they are tied.
+        """Apply the head, or the transposed embedding table if they are tied.
 
         Args:
-          hidden_BTD: what `hidden` gave.
+          hidden_BTD: the result of `hidden`.
 
         Returns:
           Logits, fp32.
@@ -167,14 +167,14 @@ class GPT(nnx.Module):
         return x_BTD
 
     def _count_draws(self, blocks: nnx.Module, counts: nnx.State) -> None:
-        # A model that draws nothing may be called under a transformation that it was
+        # A model without random draws may be called under a transformation that it was
         # not made in, where Flax forbids updates.
         if self.dropout is not None and not self.dropout.deterministic:
             nnx.update(blocks, counts)
 
 
 def rotation_of(config: GPTConfig, positions_BT: Int[Array, "#B T"]) -> Rotation | None:
-    """Work out the angles by which every block's attention turns queries and keys.
+    """Compute the angles by which every block's attention rotates queries and keys.
 
     Args:
       config: the shape of the model.
@@ -246,7 +246,7 @@ class Block(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Two products around a gelu, or three around a gated silu.
+    """Two matmuls around a gelu, or three around a gated silu.
 
     Args:
       config: the shape of the model.
@@ -288,20 +288,21 @@ class MLP(nnx.Module):
 def gpt_loss(model: Callable[..., jax.Array], batch: Batch) -> Weighted:
     """Sum the next-token cross entropy, in nats.
 
-    The label's logit is picked by comparing and summing: elementwise work that joins
-    the pass over the logits, on a sharded vocabulary too. The gradient of a gather
-    would be a scatter into an array as large as they are.
+    The label's logit is selected by comparison and sum: elementwise work that fuses
+    with the pass over the logits, also on a sharded vocabulary. The gradient of a
+    gather would be a scatter into an array of the logits' size.
 
     Args:
       model: maps tokens [B, T] to logits [B, T, V].
-      batch: "tokens", [B, T + 1] integers, and, where targets count unequally,
-        "weights", [B, T]: the weight of predicting tokens[:, t + 1].
+      batch: "tokens", [B, T + 1] integers, and optionally "weights", [B, T]: the weight
+        of predicting tokens[:, t + 1].
 
     Returns:
       The weighted sum over targets and the sum of weights, fp32.
 
     Raises:
-      ValueError: if "tokens" is missing, or "weights" has not one entry per target.
+      ValueError: if "tokens" is missing, or "weights" does not have one entry per
+        target.
 
     Example:
       >>> config = GPTConfig(num_layers=1, num_heads=1, width=8, seq_len=4)
@@ -322,7 +323,7 @@ def gpt_loss(model: Callable[..., jax.Array], batch: Batch) -> Weighted:
     if weights_BT.shape != targets_BT.shape:
         raise ValueError(
             f"batch: 'weights' has shape {weights_BT.shape}, but 'tokens' "
-            f"{batch['tokens'].shape} makes targets of shape {targets_BT.shape}; give "
+            f"{batch['tokens'].shape} gives targets of shape {targets_BT.shape}; give "
             "one weight per target."
         )
     logits_BTV = model(inputs_BT).astype(jnp.float32)
@@ -334,8 +335,8 @@ def gpt_loss(model: Callable[..., jax.Array], batch: Batch) -> Weighted:
     return Weighted((losses_BT * weights_BT).sum(), weights_BT.sum())
 
 
-# Recomputed in the backward pass from what the products gave: as written, gelu would
-# keep four arrays of [B, T, F].
+# Recomputed in the backward pass from the matmuls' results: as written, gelu would
+# save four arrays of [B, T, F].
 @jax.checkpoint
 def _gelu(up_BTF: jax.Array) -> jax.Array:
     return jax.nn.gelu(up_BTF)
@@ -359,5 +360,5 @@ def _make_blocks(config: GPTConfig, rngs: nnx.Rngs) -> Block | nnx.List:
 
 
 def _output_stddev(config: GPTConfig) -> float:
-    """2 L products add to the residual stream; their sum should not grow with L."""
+    """2 L matmuls add to the residual stream; their sum should not grow with L."""
     return 0.02 * (2 * config.num_layers) ** -0.5

@@ -1,4 +1,4 @@
-"""How is the GPT given to a pipeline: its embedding, blocks and head as parts."""
+"""How is the GPT split for a pipeline: into its embedding, blocks and head."""
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,10 @@ from jaxpar.types import Params
 
 
 def pipeline_gpt(config: GPTConfig) -> PipelineModel:
-    """Cut `jaxpar.models.GPT` into parts that a pipeline can run.
+    """Split `jaxpar.models.GPT` into embedding, blocks and head for a pipeline.
 
-    Calls, parameters and results are the GPT's; parameters lie under "embed", "blocks"
-    and "head". `scan_layers` and `unroll` mean nothing here: blocks are stacked.
+    Calls, parameters and results are the GPT's; parameters are under "embed", "blocks"
+    and "head". `scan_layers` and `unroll` have no effect: blocks are stacked.
 
     Args:
       config: the shape of the model.
@@ -49,14 +49,14 @@ def pipeline_gpt(config: GPTConfig) -> PipelineModel:
 
 
 def as_gpt(config: GPTConfig, params: Params) -> GPT:
-    """Put parameters of a pipelined GPT into the plain model: to sample from, say.
+    """Put the parameters of a pipelined GPT into the plain model, such as to sample.
 
     Args:
-      config: the model's shape, of stacked layers.
-      params: as ``engine.state.params`` has them.
+      config: the model's shape, with stacked layers.
+      params: as in ``engine.state.params``.
 
     Returns:
-      The model, around the same arrays.
+      The model, with the same arrays.
     """
     embed, head = params["embed"], params["head"]
     own = {
@@ -94,7 +94,7 @@ class _Embed(nnx.Module):
 
 
 class _Block(nnx.Module):
-    """A block that works its rotation out itself."""
+    """A block that computes its rotation itself."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config

@@ -1,4 +1,4 @@
-"""Which models have names? The sizes people know, and Megatron-LM's table."""
+"""Which models have names? The well-known sizes, and those of Megatron-LM's table."""
 
 import dataclasses
 from typing import Any
@@ -89,7 +89,7 @@ Clusters" (2021), table 1, for "1.7b" to "1008b".
 
 
 def gpt_config(name: str, **overrides: Any) -> GPTConfig:
-    """Look a preset up, and change what is asked for.
+    """Look up a preset, and replace fields.
 
     Args:
       name: one of `PRESETS`.

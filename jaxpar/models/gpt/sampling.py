@@ -1,4 +1,4 @@
-"""What does a trained model write? Draw tokens, one at a time, from its predictions."""
+"""What does a trained model write: tokens drawn one at a time from its predictions."""
 
 import functools
 
@@ -21,8 +21,8 @@ def generate(
 ) -> Int[Array, "B S"]:
     """Continue prompts, with dropout off.
 
-    Each token is drawn after a full pass over the last `seq_len` tokens: no cache, so
-    the cost per token is that of a whole window. One compilation serves all
+    Each token is drawn after a full pass over the last `seq_len` tokens: there is no
+    cache, so the cost per token is that of a full window. One compilation serves all
     temperatures above zero.
 
     Args:
@@ -30,7 +30,7 @@ def generate(
       prompt_BT: tokens to continue, all rows of one length, at least one.
       num_tokens: tokens to add to each row.
       key: of `jax.random`.
-      temperature: divides the logits; 0 takes the likeliest token each time.
+      temperature: divides the logits; 0 takes the most likely token each time.
 
     Returns:
       Prompts and continuations, [B, T + num_tokens].
@@ -54,7 +54,7 @@ def generate(
     if temperature < 0:
         raise ValueError(
             f"generate: temperature={temperature} must be at least 0; 0 takes the "
-            "likeliest token each time."
+            "most likely token each time."
         )
     graphdef, state = nnx.split(model)
     return _generate(
@@ -91,7 +91,7 @@ def _generate(
     def add_token(i: jax.Array, tokens_BS: jax.Array) -> jax.Array:
         end = prompt_length + i
         start = jnp.maximum(end - window, 0)
-        # What stands behind `end` is padding, which causal attention does not see.
+        # Beyond `end` is padding, which causal attention does not see.
         window_BT = jax.lax.dynamic_slice_in_dim(tokens_BS, start, window, axis=1)
         hidden_BTD = model.hidden(window_BT)
         last_B1D = jax.lax.dynamic_slice_in_dim(hidden_BTD, end - 1 - start, 1, axis=1)
@@ -107,7 +107,7 @@ def _generate(
 
 
 def continue_text(model: GPT, prompt_T: Int[np.ndarray, "T"], num_tokens: int) -> str:
-    """Let a byte-level model write on.
+    """Continue a text with a byte-level model.
 
     Args:
       model: the model, of a vocabulary of bytes.
@@ -115,7 +115,7 @@ def continue_text(model: GPT, prompt_T: Int[np.ndarray, "T"], num_tokens: int) -
       num_tokens: bytes to add.
 
     Returns:
-      The added bytes as text; those that are no UTF-8 are replaced.
+      The added bytes as text; bytes that are not UTF-8 are replaced.
     """
     prompt_BT = jnp.asarray(prompt_T[None], jnp.int32)
     tokens_BT = generate(model, prompt_BT, num_tokens, key=jax.random.key(0))

@@ -1,1 +1,1 @@
-"""Pipeline schedules: tables of who does what in which tick, and their proof."""
+"""Pipeline schedules: tables of the work in each tick, and their validation."""

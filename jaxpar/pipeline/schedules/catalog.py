@@ -1,4 +1,4 @@
-"""Which schedules have names?"""
+"""Which schedules can be chosen by name?"""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ DEFAULT_CHUNKS = 2
 def make_schedule(
     schedule: str | Schedule, num_stages: int, num_microbatches: int
 ) -> Schedule:
-    """Make a schedule by its name, or check one that is made.
+    """Make a schedule by name, or check a given one.
 
     Args:
       schedule: a name of `SCHEDULES`, "interleaved:4" for another number of chunks a
@@ -35,8 +35,8 @@ def make_schedule(
       The schedule.
 
     Raises:
-      ValueError: if there is none of that name, it does not take these numbers, or a
-        table is not sound or made for others.
+      ValueError: if the name is unknown, the schedule does not support these numbers,
+        or a table is invalid or made for other numbers.
 
     Example:
       >>> make_schedule("1f1b", 4, 8).num_ticks

@@ -1,4 +1,4 @@
-"""All forwards, then all backwards: the memory of every micro-batch, on every stage.
+"""GPipe: all forwards, then all backwards; every stage holds all micro-batches.
 
 Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
 Parallelism" (2019).
@@ -8,7 +8,7 @@ from jaxpar.pipeline.schedules.table import Schedule, empty
 
 
 def make_gpipe(num_stages: int, num_microbatches: int) -> Schedule:
-    """Make M + P - 1 ticks of forwards and as many of backwards.
+    """Make M + P - 1 ticks of forwards, then as many of backwards.
 
     Args:
       num_stages: P, at least 1.

@@ -1,21 +1,20 @@
 """One forward and one backward a tick, on v chunks a stage: 1F1B is v = 1.
 
-A stage that holds v chunks of the trunk, P virtual stages apart, fills and drains in
-ticks of a v-th of the length, so that the bubble is a v-th of 1F1B's; activations cross
-the pipe v times as often.
+A stage holds v chunks of blocks, P virtual stages apart. Ticks are v times shorter, so
+the bubble is 1/v of 1F1B's; activations are sent between stages v times as often.
 
 Source: Narayanan et al., "PipeDream" (2019) and Fan et al., "DAPPLE" (2021), for 1F1B;
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters"
 (2021), section 2.2, for the interleaving. Differs: a tick holds a forward and a
-backward, so that no stage waits for a neighbour that does the longer half; a stage
-keeps up to 2 (P - s) - 1 inputs (v = 1) where it would be P - s.
+backward, so no stage waits for a neighbour's longer backward; a stage stores up to
+2 (P - s) - 1 inputs (v = 1) instead of P - s.
 """
 
 from jaxpar.pipeline.schedules.table import Schedule, empty
 
 
 def make_1f1b(num_stages: int, num_microbatches: int) -> Schedule:
-    """Make M + 2 (P - 1) ticks, of which M + P - 1 hold a forward.
+    """Make M + 2 (P - 1) ticks; M + P - 1 of them have a forward.
 
     Args:
       num_stages: P, at least 1.
@@ -34,7 +33,7 @@ def make_interleaved(
 
     Args:
       num_stages: P, at least 1.
-      num_microbatches: M, a multiple of P where there is more than one chunk.
+      num_microbatches: M, a multiple of P if there is more than one chunk.
       num_chunks: v, at least 1.
 
     Returns:
@@ -56,7 +55,7 @@ def make_interleaved(
 
 
 def make_in_groups(name: str, P: int, M: int, v: int) -> Schedule:
-    """Make the order for any M; a last group that is not full leaves ticks empty."""
+    """Make the order for any M; an incomplete last group leaves ticks empty."""
     # The last virtual stage's first forward, with its backward in the same tick.
     turn = v * P - 1
     last_group, last = divmod(M - 1, P)

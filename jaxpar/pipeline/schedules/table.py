@@ -1,10 +1,10 @@
-"""What is a pipeline schedule: a table of who does what in which tick, and its proof.
+"""What is a pipeline schedule: a table of the work in each tick, and its validation.
 
 In a tick every stage does at most one forward and one backward, each of one micro-batch
-and one chunk of the stage's blocks, and, where the backward is split, some weight
-gradients. What a stage sends arrives before the next tick. `check_schedule` proves a
-table sound, whoever made it, and says when everything happens; `kept` counts what has
-to be kept meanwhile, `cost` times it.
+and one chunk of the stage's blocks, and, if the backward is split, some weight
+gradients. What a stage sends arrives before the next tick. `check_schedule` validates
+any table and returns the tick of each piece of work; `kept` counts the buffers that it
+needs, and `cost` its time.
 """
 
 import dataclasses
@@ -25,12 +25,12 @@ class Schedule:
       name: for people.
       num_stages: P, the devices on the pipe axis.
       num_microbatches: M.
-      num_chunks: v, pieces of the trunk on each stage.
+      num_chunks: v, chunks of blocks on each stage.
       forward: integers [ticks, P, 2]: micro-batch and chunk; `IDLE` twice for none.
-      backward: likewise; done behind the forward of the same tick. It makes the
-        gradients of the weights too, unless there are `weight` slots.
-      weight: integers [ticks, P, w, 2]: gradients of weights, done behind the backward
-        of the same tick; w is 0 where the backward is not split.
+      backward: likewise; after the forward of the same tick. It includes the weight
+        gradients, unless there are `weight` slots.
+      weight: integers [ticks, P, w, 2]: weight gradients, after the backward of the
+        same tick; w is 0 if the backward is not split.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of weights have slots of their own."""
+        """Whether weight gradients have their own slots."""
         return self.weight.shape[2] > 0
 
 
@@ -57,9 +57,9 @@ class Times:
     """The tick of each piece of work, [M, v P]: by micro-batch and virtual stage.
 
     Attributes:
-      forward: of the forwards.
-      backward: of the backwards.
-      weight: of the gradients of weights; the backwards' where they are not split.
+      forward: ticks of the forwards.
+      backward: ticks of the backwards.
+      weight: ticks of the weight gradients; same as `backward` if it is not split.
     """
 
     forward: np.ndarray
@@ -68,29 +68,29 @@ class Times:
 
     @property
     def input_there(self) -> np.ndarray:
-        """First tick in which a virtual stage's input is there.
+        """First tick in which a virtual stage's input is available.
 
-        The first virtual stage's is made when it is wanted.
+        The first virtual stage's input is computed in the tick that uses it.
         """
         return np.concatenate([self.forward[:, :1], self.forward[:, :-1] + 1], axis=1)
 
     @property
     def cotangent_there(self) -> np.ndarray:
-        """First tick in which a virtual stage's cotangent is there.
+        """First tick in which a virtual stage's cotangent is available.
 
-        The last virtual stage's comes of the loss, in the tick of its forward.
+        The last virtual stage's comes from the loss, in the tick of its forward.
         """
         return np.concatenate([self.backward[:, 1:] + 1, self.forward[:, -1:]], axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """The most of what each stage keeps at once, counted in single micro-batches.
+    """The most values that each stage holds at once, in micro-batches.
 
     Attributes:
       inputs: [P]: inputs of chunks, from their arrival to their backward.
       cotangents: [P]: cotangents, from their arrival to their backward.
-      products: [P]: backwards whose gradients of weights are still to be made.
+      products: [P]: backwards whose weight gradients are not computed yet.
     """
 
     inputs: np.ndarray
@@ -103,9 +103,9 @@ class Cost:
     """How long a schedule takes when every tick lasts as long as its slowest stage.
 
     Attributes:
-      total: the whole, in the unit of the times given.
-      bubble: fraction of the whole that the busiest stage does not work.
-      ticks: how many.
+      total: the total time, in the unit of the times given.
+      bubble: fraction of the total in which the busiest stage is idle.
+      ticks: number of ticks.
     """
 
     total: float
@@ -114,17 +114,17 @@ class Cost:
 
 
 def check_schedule(schedule: Schedule) -> Times:
-    """Prove a schedule sound.
+    """Validate a schedule.
 
     Args:
       schedule: a table, by one of the builders or the user's own.
 
     Returns:
-      When everything happens.
+      The tick of each piece of work.
 
     Raises:
-      ValueError: if a micro-batch is missing somewhere, is there twice, or is used
-        before it can be there.
+      ValueError: if a micro-batch is missing on a stage, occurs twice, or is used
+        before it is available.
     """
     _check_shapes(schedule)
     forward = _ticks(schedule, "forward", schedule.forward[:, :, None])
@@ -134,9 +134,9 @@ def check_schedule(schedule: Schedule) -> Times:
         weight = _ticks(schedule, "weight", schedule.weight)
     times = Times(forward, backward, weight)
     wanted = (
-        ("a forward", forward, "its input is there", times.input_there),
-        ("a backward", backward, "its cotangent is there", times.cotangent_there),
-        ("a gradient of weights", weight, "its backward", backward),
+        ("a forward", forward, "its input is available", times.input_there),
+        ("a backward", backward, "its cotangent is available", times.cotangent_there),
+        ("a weight gradient", weight, "its backward", backward),
     )
     for what, tick, needs, earliest in wanted:
         early = np.argwhere(tick < earliest)
@@ -173,7 +173,7 @@ def _check_shapes(schedule: Schedule) -> None:
 
 
 def _ticks(schedule: Schedule, what: str, slots: np.ndarray) -> np.ndarray:
-    """[M, v P]: the tick of each, of slots [ticks, P, slots a tick, 2]."""
+    """[M, v P]: the tick of each piece of work, from [ticks, P, slots a tick, 2]."""
     P, M, v = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks
     found = np.full((M, v * P), IDLE)
     for tick, stage, slot in np.argwhere(slots[..., 0] != IDLE):
@@ -200,10 +200,10 @@ def _ticks(schedule: Schedule, what: str, slots: np.ndarray) -> np.ndarray:
 
 
 def kept(schedule: Schedule) -> Kept:
-    """Count what each stage keeps at most.
+    """Count the most values that each stage holds at once.
 
     Args:
-      schedule: a sound schedule.
+      schedule: a valid schedule.
 
     Returns:
       The peaks by stage.
@@ -236,14 +236,14 @@ def cost(
     """Time a schedule: a tick lasts as long as its slowest stage.
 
     Args:
-      schedule: a sound schedule.
+      schedule: a valid schedule.
       forward: time of a micro-batch's forward through all chunks of one stage.
-      backward: likewise, of the backward; without the gradients of weights where
-        they have slots of their own.
-      weight: of the gradients of weights, where they have.
+      backward: time of its backward; without the weight gradients if they have their
+        own slots.
+      weight: time of the weight gradients, if they have.
 
     Returns:
-      The time of one step and how much of it is bubble.
+      The time of one step and its bubble.
     """
     busy = np.zeros((schedule.num_ticks, schedule.num_stages))
     busy += forward * (schedule.forward[..., 0] != IDLE)
@@ -255,16 +255,15 @@ def cost(
 
 
 def slots_of(begin: np.ndarray, end: np.ndarray, num_stages: int) -> np.ndarray:
-    """Give everything that is kept a place: the least number of places per stage.
+    """Assign buffer places, with the fewest places per stage.
 
     Args:
-      begin: [M, v P]: the first tick in which a thing is kept.
-      end: [M, v P]: the last.
+      begin: [M, v P]: the first tick in which a value is held.
+      end: [M, v P]: the last tick.
       num_stages: P.
 
     Returns:
-      [M, v P]: its place, from 0; two things that are kept at once on a stage have
-      different ones.
+      [M, v P]: its place, from 0; values held at once on a stage have different places.
     """
     place = np.full(begin.shape, IDLE)
     for stage in range(num_stages):
@@ -281,5 +280,5 @@ def slots_of(begin: np.ndarray, end: np.ndarray, num_stages: int) -> np.ndarray:
 
 
 def empty(num_ticks: int, *shape: int) -> np.ndarray:
-    """A table in which nothing is done, [num_ticks, *shape, 2]."""
+    """An empty table, [num_ticks, *shape, 2]."""
     return np.full((num_ticks, *shape, 2), IDLE)

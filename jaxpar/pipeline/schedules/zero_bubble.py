@@ -1,10 +1,10 @@
-"""1F1B whose backward is split: gradients of weights wait, and fill the bubble.
+"""1F1B with a split backward: deferred weight gradients fill the bubble.
 
-A backward's first half gives the gradient of its input, which a neighbour waits for;
-its second half, the gradients of the weights, nobody waits for.
+A backward's first half computes the gradient of its input, which a neighbour needs; no
+other stage needs the weight gradients of the second half.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism" (2023), section 2.1, ZB-H1.
-Differs: stages keep step with each other by ticks (see
+Differs: stages are synchronised by ticks (see
 `jaxpar.pipeline.schedules.interleaved`).
 """
 
@@ -14,14 +14,14 @@ from jaxpar.pipeline.schedules.interleaved import make_1f1b
 from jaxpar.pipeline.schedules.table import IDLE, Schedule, empty
 
 SLOTS = 2
-"""Gradients of weights that a tick has room for on each stage."""
+"""Slots for weight gradients in a tick, on each stage."""
 
 
 def make_zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
-    """Make 1F1B's ticks, with gradients of weights where a tick has time to spare.
+    """Make 1F1B's ticks, with weight gradients where a tick has idle time.
 
-    The first stage has backwards to the very end, and makes its gradients of weights at
-    once; it sets how long each tick is. The other stages fill what is left of it.
+    The first stage has backwards until the last tick and computes its weight gradients
+    at once, which sets the length of each tick. The other stages fill their idle time.
 
     Args:
       num_stages: P, at least 1.
@@ -41,7 +41,7 @@ def make_zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
         for tick in range(base.num_ticks):
             if base.backward[tick, stage, 0] != IDLE:
                 waiting.append(int(base.backward[tick, stage, 0]))
-            # What would not fit behind this tick has to be done, whatever it costs.
+            # Weight gradients that do not fit into later ticks have to be done now.
             room = length[tick] - work[tick, stage]
             behind = SLOTS * (base.num_ticks - 1 - tick)
             later = int((base.backward[tick + 1 :, stage, 0] != IDLE).sum())

@@ -1,4 +1,4 @@
-"""Block-sparse attention by the kernels: the functions that `reference` documents."""
+"""Block-sparse attention with the kernels: the functions documented in `reference`."""
 
 import math
 from typing import Any
@@ -53,7 +53,7 @@ def backward(
     *,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Work out the cotangents, as `reference.backward` does."""
+    """Compute the cotangents, as `reference.backward` does."""
     given = _given(plan, limits, q_BTNH, k_BSKH, v_BSKH)
     of_rows = jnp.stack([lse_BNT / LN2, delta_BNT], axis=2)
     padding = [(0, 0)] * 3 + [(0, -plan.seq_q % plan.tile.q)]
@@ -103,7 +103,7 @@ def _build(
 def _given(
     plan: Plan, limits: Limits, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> dict[str, jax.Array]:
-    """Operands in whole tiles, by name; those that are there."""
+    """The operands that exist, by name, padded to full tiles."""
     of_q, of_k = plan.tile.q, plan.tile.k
     given = {"q": _padded(q, of_q), "k": _padded(k, of_k), "v": _padded(v, of_k)}
     if limits.kv_seq_lens is not None:
@@ -115,7 +115,7 @@ def _given(
 
 
 def _joined(found: list[jax.Array], lists: Lists, limits: Limits) -> list[jax.Array]:
-    """Whole results, then partial ones: add the latter up."""
+    """Add partial results to the full ones."""
     if not lists.num_parts:
         return found
     half = len(found) // 2
@@ -126,7 +126,7 @@ def _joined(found: list[jax.Array], lists: Lists, limits: Limits) -> list[jax.Ar
 
 
 def _padded(x: jax.Array, size: int) -> jax.Array:
-    """Fill the tokens of [B, T, ...] up to whole tiles."""
+    """Pad the tokens of [B, T, ...] to full tiles."""
     padding = [(0, 0)] * x.ndim
     padding[1] = (0, -x.shape[1] % size)
     return jnp.pad(x, padding) if padding[1][1] else x

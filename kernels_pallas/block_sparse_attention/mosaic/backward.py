@@ -1,7 +1,7 @@
-"""The backward pass: of queries by the plan's rows, of keys and values by its columns.
+"""The backward pass: queries by the plan's rows, keys and values by its columns.
 
-Both make the weights again from the sums that the forward pass kept. Of a tile a step
-takes 64 tokens of the other side, so that all sums stay in registers.
+Both recompute the weights from the sums that the forward pass saved. A step computes 64
+tokens of the other side of a tile, so that all sums stay in registers.
 
 Source: Dao et al., "FlashAttention" (2022), algorithm 4.
 """
@@ -36,15 +36,15 @@ from kernels_pallas.block_sparse_attention.mosaic.masks import Piece
 
 
 def of_queries(build: Build, given: Arrays) -> list[jax.Array]:
-    """Work out the cotangent of queries, in whole tiles.
+    """Compute the cotangent of queries, in full tiles.
 
     Args:
       build: for these operands, and the plan's rows.
-      given: what the forward pass was given; do [B, T, N, H]; and of_rows [B, N, 2, T],
+      given: the inputs of the forward pass; do [B, T, N, H]; and of_rows [B, N, 2, T],
         lse to base 2 and delta.
 
     Returns:
-      dq [B, T, N, H], and where rows are split partial sums [B, N, P, tile, H].
+      dq [B, T, N, H], and if rows are split partial sums [B, N, P, tile, H].
     """
     own = {"q": build.dtype, "do": build.dtype, "of_rows": jnp.float32}
     own |= {"segments_q": jnp.int32}
@@ -61,15 +61,15 @@ def of_queries(build: Build, given: Arrays) -> list[jax.Array]:
 
 
 def of_keys(build: Build, given: Arrays) -> list[jax.Array]:
-    """Work out the cotangents of keys and values, in whole tiles.
+    """Compute the cotangents of keys and values, in full tiles.
 
     Args:
       build: for these operands, and the plan's columns.
       given: as for `of_queries`.
 
     Returns:
-      dk and dv of every head of queries [B, S, N, H]; where columns are split also
-      partial sums of both [B, N, P, tile, H].
+      dk and dv of every query head [B, S, N, H]; if columns are split also partial sums
+      of both [B, N, P, tile, H].
     """
     own = {"k": build.dtype, "v": build.dtype, "segments_k": jnp.int32}
     shared = {"q": build.dtype, "of_rows": jnp.float32, "do": build.dtype}
@@ -86,7 +86,7 @@ def of_keys(build: Build, given: Arrays) -> list[jax.Array]:
 
 
 class _OfQueries:
-    """A program that works out dq of a tile of queries."""
+    """A program that computes dq of a tile of queries."""
 
     def __init__(self, parts: Parts):
         self.parts, self.item, self.ring = parts, parts.item, parts.ring
@@ -94,11 +94,11 @@ class _OfQueries:
 
     @property
     def first_q(self) -> Any:
-        """Of this warpgroup's queries."""
+        """The first of this warpgroup's queries."""
         return self.item.place * self.plan.tile.q + self.item.wg * ROWS
 
     def run(self) -> None:
-        """Do what this warpgroup is for."""
+        """Run this warpgroup's role."""
         pl.when(self.item.wg < WARPGROUPS)(self._compute)
         pl.when(self.item.wg == WARPGROUPS)(self._fetch)
 
@@ -177,7 +177,7 @@ class _OfQueries:
 
 
 class _OfKeys:
-    """A program that works out dk and dv of a tile of keys, from scores transposed."""
+    """A program that computes dk and dv of a tile of keys, from transposed scores."""
 
     def __init__(self, parts: Parts):
         self.parts, self.item, self.ring = parts, parts.item, parts.ring
@@ -185,11 +185,11 @@ class _OfKeys:
 
     @property
     def first_k(self) -> Any:
-        """Of this warpgroup's keys."""
+        """The first of this warpgroup's keys."""
         return self.item.place * self.plan.tile.k + self.item.wg * ROWS
 
     def run(self) -> None:
-        """Do what this warpgroup is for."""
+        """Run this warpgroup's role."""
         pl.when(self.item.wg < WARPGROUPS)(self._compute)
         pl.when(self.item.wg == WARPGROUPS)(self._fetch)
 
@@ -238,7 +238,7 @@ class _OfKeys:
         if masked:
             p = jnp.where(self._visible(step), p, 0.0)
         ring.wait("do", step)
-        # Masks of several blocks leave no registers for two products at a time.
+        # Masks of several blocks leave no registers for two matmuls at a time.
         is_tight = self.plan.masks.shape[0] > 1
         if is_tight:
             parts.add_product(of_v, p, ring.at("do", step))

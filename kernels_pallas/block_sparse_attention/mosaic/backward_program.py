@@ -1,4 +1,4 @@
-"""What are the programs of the backward pass made of, whichever side they are of."""
+"""What do both programs of the backward pass share?"""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,10 +20,10 @@ from kernels_pallas.block_sparse_attention.mosaic.common import (
 from kernels_pallas.block_sparse_attention.mosaic.masks import Piece, visible
 
 OTHERS = 64
-"""Tokens of the other side that a step takes."""
+"""Tokens of the other side per step."""
 
 LSE, DELTA = range(2)
-"""Of each query: the logarithm of its sum, and what its scores' cotangents lack."""
+"""For each query: the logarithm of its sum, and delta."""
 
 Arrays = dict[str, jax.Array]
 
@@ -41,15 +41,15 @@ def call(
 
     Args:
       build: for these operands.
-      given: the operands; those that are not asked for are left out.
-      own: what a warpgroup keeps, and its dtype.
-      shared: what is fetched, step by step.
-      results: what is left, and which operand is as long.
+      given: the operands; unused ones are dropped.
+      own: operands that a warpgroup holds, and their dtypes.
+      shared: operands that are fetched step by step.
+      results: names of the results, and the operand of the same length.
       tile: tokens of a result's tile.
       run: the program.
 
     Returns:
-      The results; where rows are split, also partial ones.
+      The results; if rows are split, also partial ones.
     """
     own = {name: dtype for name, dtype in own.items() if name in given}
     shared = {name: dtype for name, dtype in shared.items() if name in given}
@@ -89,7 +89,7 @@ def call(
 
 
 class Parts:
-    """What both kinds of programs are made of."""
+    """The common parts of both programs."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Parts:
         return {name: place(name) for name in names or self.ring.names}
 
     def fetch_own(self, tokens: Any) -> None:
-        """Bring what this warpgroup keeps."""
+        """Fetch the operands that this warpgroup holds."""
         wg = self.item.wg
         for name, source in self.places(tokens, self.own).items():
             here, loaded = self.memory[name].at[wg], self.barriers[name].at[wg]
@@ -130,17 +130,17 @@ class Parts:
             plgpu.barrier_wait(self.barriers[name].at[wg])
 
     def mine(self, name: str) -> Any:
-        """What this warpgroup keeps, in shared memory."""
+        """An operand that this warpgroup holds, in shared memory."""
         return self.memory[name].at[self.item.wg]
 
     def first_other(self, step: Any, tile: int) -> tuple[Any, Any]:
-        """The first token that a step takes: in its tile, and in the sequence."""
+        """The first token of a step: in its tile, and in the sequence."""
         per_tile = jnp.int32(tile // OTHERS)
         in_tile = lax.rem(step, per_tile) * OTHERS
         return in_tile, self.item.other(lax.div(step, per_tile)) * tile + in_tile
 
     def shown(self, piece: Piece, step: Any, tile: int, segments: Any) -> jax.Array:
-        """Which scores of a step count."""
+        """Which scores of a step are visible."""
         item, refs = self.item, self.refs
         return visible(
             piece,
@@ -152,9 +152,9 @@ class Parts:
         )
 
     def add_product(self, acc: Any, x: jax.Array, y: Any) -> None:
-        """Add the product of registers and shared memory to a sum."""
+        """Add a matmul of registers and shared memory to a sum."""
         x = x.astype(self.build.dtype)
-        if self.build.interprets:  # It knows no products of registers.
+        if self.build.interprets:  # It has no matmuls of registers.
             staged = self.mine("staged")
             staged[...] = x
             plgpu.commit_smem()
@@ -164,7 +164,7 @@ class Parts:
             plgpu.wgmma(acc, x, y)
 
     def write(self, results: dict[str, tuple[jax.Array, str]], tokens: Any) -> None:
-        """Write sums, by way of shared memory that is not needed any more."""
+        """Write sums through shared memory that is free again."""
         item, refs = self.item, self.refs
 
         @pl.when(item.is_whole)

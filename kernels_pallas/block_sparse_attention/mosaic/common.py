@@ -1,4 +1,4 @@
-"""What do the kernels share: what they are built for, and their building blocks."""
+"""What do the kernels share: their build parameters, and their building blocks."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,10 +24,10 @@ from kernels_pallas.block_sparse_attention.plan import Plan
 from kernels_pallas.operations import counted
 
 WARPGROUPS = 2
-"""That compute; another fetches for them."""
+"""Warpgroups that compute; another one fetches for them."""
 
 ROWS = 64
-"""Of the products of a warpgroup."""
+"""Rows of a warpgroup's matmuls."""
 
 LAYOUT = plgpu.Layout.WGMMA
 OF_ROWS, OF_COLUMNS = LAYOUT.reduce(1), LAYOUT.reduce(0)
@@ -35,18 +35,18 @@ OF_ROWS, OF_COLUMNS = LAYOUT.reduce(1), LAYOUT.reduce(0)
 
 @dataclasses.dataclass(frozen=True)
 class Build:
-    """What a kernel is built for.
+    """The static parameters of a kernel.
 
     Attributes:
       plan: the plan.
-      lists: of its rows, or of its columns.
+      lists: of the plan's rows, or of its columns.
       batch: rows of the batch.
       heads: of the queries.
-      group: heads of queries that share a head of keys.
+      group: query heads that share a key head.
       size: of a head.
       dtype: of queries, keys and values.
-      scale: of the scores, and to base 2.
-      stages: pieces in shared memory, of what is fetched.
+      scale: of the scores, to base 2.
+      stages: buffers in shared memory for each fetched operand.
       interpret: how to run without a GPU; None for a GPU.
     """
 
@@ -63,7 +63,7 @@ class Build:
 
     @property
     def interprets(self) -> bool:
-        """Whether the CPU's interpreter runs the kernel: it lacks some of a GPU's."""
+        """Whether the CPU's interpreter runs the kernel: it lacks some GPU features."""
         return self.interpret is not None
 
     def call(
@@ -80,7 +80,7 @@ class Build:
 
         Args:
           name: of the kernel, in profiles.
-          products: of matrices, for each tile.
+          products: matmuls per tile.
           given: the operands.
           outs: the results.
           memory: shared memory of a program.
@@ -121,7 +121,7 @@ class Build:
 
     @property
     def _operations(self) -> int:
-        """Of one product of all active tiles."""
+        """FLOPs of one matmul over all active tiles."""
         plan = self.plan
         tiles = round(plan.active_tiles * plan.tiles_q * plan.tiles_k * self.heads)
         return 2 * self.batch * tiles * plan.tile.q * plan.tile.k * self.size
@@ -129,9 +129,9 @@ class Build:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """What a program works on.
+    """The work item of a program.
 
-    Its numbers are read where they are used: kept over a loop, each would hold one of
+    Its numbers are read where they are used: held over a loop, each would occupy one of
     the registers that the sums need.
 
     Attributes:
@@ -141,7 +141,7 @@ class Item:
       kv_head: of the keys.
       row: of the batch.
       wg: this warpgroup.
-      of_lists: which head's lists.
+      of_lists: the head's index in the lists.
     """
 
     refs: dict[str, Any]
@@ -154,7 +154,7 @@ class Item:
 
     @classmethod
     def read(cls, refs: dict[str, Any], build: Build) -> "Item":
-        """Read this program's."""
+        """Read the item of this program."""
         head = lax.axis_index("head")
         return cls(
             refs,
@@ -171,12 +171,12 @@ class Item:
 
     @property
     def tile(self) -> Any:
-        """Its row, or column, of tiles; -1 for an item that fills the grid up."""
+        """Its row, or column, of tiles; -1 for padding."""
         return self._read(ROW)
 
     @property
     def count(self) -> Any:
-        """How many tiles it has."""
+        """The number of its tiles."""
         return self._read(COUNT)
 
     @property
@@ -186,35 +186,35 @@ class Item:
 
     @property
     def part(self) -> Any:
-        """Which partial result it makes; -1 where it makes a whole one."""
+        """The partial result that it computes; -1 if it computes a full one."""
         return self._read(PART)
 
     @property
     def place(self) -> Any:
-        """Its row or column; 0 for an item that fills up, of which nothing is kept."""
+        """Its row or column; 0 for padding, whose result is not stored."""
         return lax.max(self.tile, jnp.int32(0))
 
     @property
     def is_whole(self) -> Any:
-        """Whether it makes the result of a row that is not split."""
+        """Whether it computes the result of a row that is not split."""
         return (self.tile >= 0) & (self.part < 0)
 
     def other(self, step: Any) -> Any:
-        """The other side's number of a tile."""
+        """A tile's index on the other side."""
         return self.refs["tiles"][self.of_lists, self._read(START) + step, COLUMN]
 
     def mask(self, step: Any) -> Any:
-        """Which of the plan's masks a tile has."""
+        """The plan's mask of a tile."""
         return self.refs["tiles"][self.of_lists, self._read(START) + step, MASK]
 
 
 def accumulator(rows: int, columns: int) -> Any:
-    """Registers that a product is summed in, in fp32."""
+    """Registers that accumulate a matmul in fp32."""
     return plgpu.ACC((rows, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def tiled_smem(*shape: int, dtype: Any) -> Any:
-    """Shared memory in the form that TMA writes and wgmma reads."""
+    """Shared memory in the layout that TMA writes and wgmma reads."""
     tiling: Any = plgpu.TilingTransform
     swizzle: Any = plgpu.SwizzleTransform
     transforms = (tiling((8, 64)), swizzle(128))
@@ -222,19 +222,19 @@ def tiled_smem(*shape: int, dtype: Any) -> Any:
 
 
 def splat(value: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
-    """One fp32 number everywhere, laid out as a product is."""
+    """An array of one fp32 number, in the register layout of a matmul's result."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 class Ring:
-    """Places of shared memory that one warpgroup fills and the others use in turn.
+    """Buffers in shared memory that one warpgroup fills and the others use in turn.
 
     Args:
-      names: what is fetched; each has memory and a barrier by its name, and another
-        with "_used" that the others arrive at.
+      names: the fetched operands; each has memory and a barrier under its name, and
+        another with "_used" at which the others arrive.
       memory: by name.
       barriers: by name.
-      stages: places.
+      stages: number of buffers.
     """
 
     def __init__(
@@ -258,11 +258,11 @@ class Ring:
         }
 
     def fetch(self, count: Any, sources: Callable[[Any], dict[str, Any]]) -> None:
-        """Fill places as they become free.
+        """Fill buffers as they become free.
 
         Args:
           count: steps.
-          sources: of a step, what to copy from, by name.
+          sources: step -> the arrays to copy from, by name.
         """
 
         @pl.loop(0, count)
@@ -273,7 +273,7 @@ class Ring:
                 loaded = self._barriers[name].at[slot]
                 plgpu.copy_gmem_to_smem(source, self._memory[name].at[slot], loaded)
 
-        # What was arrived at is waited for, as the interpreter demands.
+        # Every arrival is waited for, as the interpreter requires.
         @pl.loop(lax.max(count - self._stages, jnp.int32(0)), count)
         def _(step: Any) -> None:
             for name in self.names:
@@ -285,11 +285,11 @@ class Ring:
             plgpu.barrier_wait(self._barriers[f"{name}_used"].at[self.slot(step)])
 
     def slot(self, step: Any) -> Any:
-        """The place of a step."""
+        """The buffer of a step."""
         return lax.rem(step, jnp.int32(self._stages))
 
     def wait(self, name: str, step: Any) -> Any:
-        """Wait until a step's is there."""
+        """Wait until a step's data has arrived."""
         plgpu.barrier_wait(self._barriers[name].at[self.slot(step)])
 
     def at(self, name: str, step: Any) -> Any:
@@ -297,5 +297,5 @@ class Ring:
         return self._memory[name].at[self.slot(step)]
 
     def free(self, name: str, step: Any) -> None:
-        """Say that this warpgroup needs a step's no more."""
+        """Release a step's buffer from this warpgroup."""
         plgpu.barrier_arrive(self._barriers[f"{name}_used"].at[self.slot(step)])

@@ -1,4 +1,4 @@
-"""What do the programs of a kernel read of a plan: its lists, as few arrays."""
+"""What do a kernel's programs read of a plan: its lists, packed into few arrays."""
 
 import dataclasses
 from typing import Any
@@ -16,13 +16,13 @@ COLUMN, MASK = range(2)
 
 @dataclasses.dataclass(frozen=True)
 class DeviceLists:
-    """Lists of work, for the heads that are here.
+    """Lists of work, for the present heads.
 
     Attributes:
       items: [G, I, 5] of `Lists`: row, start, count, full and part.
       tiles: [G, E, 2]: column and mask.
       words: [M, tile.q / b], the plan's masks; bit j of a word is for block j of keys.
-      is_shared: whether all heads have the lists of G = 1.
+      is_shared: whether all heads share the lists, with G = 1.
       num_parts: partial results of a head.
     """
 
@@ -46,12 +46,12 @@ def device_lists(
     Args:
       lists: the plan's rows or columns.
       plan: the plan.
-      num_heads: of the queries that are here.
-      first_head: which of the plan's heads is the first here; None where all are.
+      num_heads: of the present queries.
+      first_head: the first present head of the plan's; None if all are present.
       has_limits: whether every tile needs a mask.
 
     Returns:
-      The lists; without active tiles there is one tile, which no item has.
+      The lists; without active tiles they have one tile, which no item uses.
     """
     full = np.zeros_like(lists.full) if has_limits else lists.full
     of_items = (lists.row, lists.start, lists.count, full, lists.part)

@@ -1,7 +1,7 @@
 """The forward pass: a flash attention over each item's list of tiles of keys.
 
-Two warpgroups take 64 queries each of a tile of 128 and share its keys and values,
-which a third fetches. While one multiplies, the other takes its softmax.
+Two warpgroups compute 64 queries each of a tile of 128 and share its keys and values,
+which a third fetches. While one runs its matmuls, the other runs its softmax.
 
 Source: Shah et al., "FlashAttention-3" (2024).
 """
@@ -32,23 +32,23 @@ from kernels_pallas.block_sparse_attention.mosaic.common import (
 from kernels_pallas.block_sparse_attention.mosaic.masks import Piece, visible
 
 _NEVER = -1e30
-"""A masked score; its weight is set to 0, for it may be the maximum of its row."""
+"""A masked score; its weight is set to 0, because it may be the maximum of its row."""
 
 State = tuple[jax.Array, jax.Array, jax.Array]
-"""Weighted sums of values, the maximum to base 2, and the sum, of each row."""
+"""Of each row: weighted sums of values, the maximum to base 2, and the sum."""
 
 
 def forward(build: Build, given: dict[str, jax.Array]) -> list[jax.Array]:
-    """Attend to whole tiles.
+    """Attend over full tiles.
 
     Args:
       build: for these operands, and the plan's rows.
       given: q [B, T, N, H], k and v [B, S, K, H], T and S multiples of the tile's; and
-        where there are limits lens [B], segments_q [B, T] and segments_k [B, S].
+        with limits lens [B], segments_q [B, T] and segments_k [B, S].
 
     Returns:
-      Results [B, T, N, H] and the logarithms to base 2 of the sums [B, N, T]; where
-      rows are split, also partial results [B, N, P, tile, H] and their logarithms
+      Results [B, T, N, H] and the logarithms to base 2 of the sums [B, N, T]; if rows
+      are split, also partial results [B, N, P, tile, H] and their logarithms
       [B, N, P, tile].
     """
     plan, num_parts = build.plan, build.lists.num_parts
@@ -107,7 +107,7 @@ class _Program:
         self.first_q, self.queries = first, pl.ds(first, ROWS)
 
     def run(self) -> None:
-        """Do what this warpgroup is for."""
+        """Run this warpgroup's role."""
         pl.when(self.item.wg < WARPGROUPS)(self._compute)
         pl.when(self.item.wg == WARPGROUPS)(self._fetch)
 
@@ -125,7 +125,7 @@ class _Program:
         self.ring.fetch(item.count, sources)
 
     def _take_turn(self) -> None:
-        """Let the other warpgroup have the tensor cores."""
+        """Give the other warpgroup the tensor cores."""
         plgpu.barrier_arrive(self.barriers["turn"])
         plgpu.barrier_wait(self.barriers["turn"])
 
@@ -159,7 +159,7 @@ class _Program:
             plgpu.barrier_wait(self.barriers[name].at[wg])
 
     def _step(self, step: Any, state: State, *, masked: bool) -> State:
-        """Take a tile of keys in."""
+        """Process a tile of keys."""
         sums, top, total = state
         queries, keys = self.memory["q"].at[self.item.wg], self.ring.at("k", step)
 
@@ -184,7 +184,7 @@ class _Program:
         total = total * kept + p.sum(axis=1)
         half = p.astype(self.build.dtype)
         if not self.build.interprets:
-            # The softmax ends here: nothing of it may move past the turn.
+            # The softmax ends here: no part of it may move past the turn.
             sums, new_top, total, half = lax.optimization_barrier(
                 (sums, new_top, total, half)
             )
@@ -228,7 +228,7 @@ class _Program:
             is_more = step + 1 < self.item.count
             pl.when(is_more)(lambda: self.ring.wait("k", step + 1))
 
-        if self.build.interprets:  # It knows no products of registers.
+        if self.build.interprets:  # It has no matmuls of registers.
             staged = self.memory["p"].at[self.item.wg]
 
             def multiply_staged(acc: Any) -> jax.Array:

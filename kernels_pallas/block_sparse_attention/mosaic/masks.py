@@ -1,4 +1,4 @@
-"""Which scores of a tile count: worked out in registers, where a tile needs it."""
+"""Which scores of a tile are visible: computed in registers, if a tile needs it."""
 
 import dataclasses
 from typing import Any
@@ -17,10 +17,10 @@ class Piece:
 
     Attributes:
       shape: of the scores.
-      q_dim: the dim of queries, 0 or 1; the other is of keys.
+      q_dim: the dim of queries, 0 or 1; the other dim is of keys.
       first_q: the first query, in the sequence.
       first_k: the first key, in the sequence.
-      q_in_tile: the first query, in its tile; known when the kernel is traced, or not.
+      q_in_tile: the first query, in its tile; static or traced.
       k_in_tile: the first key, in its tile.
     """
 
@@ -32,7 +32,7 @@ class Piece:
     k_in_tile: Any
 
     def iota(self, dim: int) -> jax.Array:
-        """Numbers of the queries (`q_dim`) or keys within the piece."""
+        """Indices of the queries (`q_dim`) or keys within the piece."""
         return plgpu.broadcasted_iota(
             jnp.int32, self.shape, dim, layout=plgpu.Layout.WGMMA
         )
@@ -47,14 +47,14 @@ def visible(
     length: Any | None = None,
     segments: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """Say which scores count.
+    """Compute which scores are visible.
 
     Args:
-      piece: where they are.
+      piece: their position.
       plan: the plan.
       words_ref: [M, words], its masks.
       mask: the number of the tile's mask.
-      length: keys of the sequence that are there; None for all.
+      length: valid keys of the sequence; None for all.
       segments: of the piece's queries and keys, each along its dim; None for one.
 
     Returns:

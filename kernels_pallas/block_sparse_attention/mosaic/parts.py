@@ -1,4 +1,4 @@
-"""How do partial results of a split row become one: outside the kernels, in XLA."""
+"""How are partial results of split rows joined: outside the kernels, in XLA."""
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,14 @@ def join_attention(
     lists: Lists,
     first_head: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Put the softmaxes of split rows together, each weighed by its sum.
+    """Join the softmaxes of split rows, weighted by their sums.
 
     Args:
       whole: results [B, T, N, H] and logarithms to base 2 of the sums [B, N, T], of
         rows that are not split.
       parts: partial results [B, N, P, tile, H] and logarithms [B, N, P, tile].
-      lists: which parts are of which row.
-      first_head: which of the plan's heads is the first here; None where all are.
+      lists: say which part belongs to which row.
+      first_head: the first present head of the plan's; None if all are present.
 
     Returns:
       Both, with the split rows in their places.
@@ -53,13 +53,13 @@ def join_attention(
 def join_sums(
     whole: jax.Array, parts: jax.Array, lists: Lists, first_head: jax.Array | None
 ) -> jax.Array:
-    """Add the partial sums of split rows up.
+    """Sum the partial sums of split rows.
 
     Args:
       whole: [B, T, N, H], of rows that are not split.
       parts: [B, N, P, tile, H].
-      lists: which parts are of which row.
-      first_head: which of the plan's heads is the first here; None where all are.
+      lists: say which part belongs to which row.
+      first_head: the first present head of the plan's; None if all are present.
 
     Returns:
       The sums, with the split rows in their places.
@@ -81,7 +81,7 @@ def join_sums(
 def _of_heads(
     lists: Lists, heads: int, first_head: jax.Array | None
 ) -> list[jax.Array]:
-    """Which split row each part is of, and which row that is, for every head."""
+    """The split row of each part, and its row number, for every head."""
     found = []
     for x in (lists.part_row, lists.split_row):
         if len(x) == 1:

@@ -163,7 +163,7 @@ def test_real_model_goes_on_on_another_mesh(
 
 
 MASKED = "mean over unequal weights (a mask, padding)"
-COUPLED = "examples that are coupled"
+COUPLED = ", or a loss that couples"
 REFUSED = {
     "flax_lm1b": MASKED,
     "flax_ppo": COUPLED,

@@ -244,24 +244,24 @@ def test_numbers_out_of_range_are_named(slots, m, chunk):
             "forward",
             [((1, 1), IDLE), ((0, 1), (0, 0))],
             r"tick 0 has a forward of micro-batch 0 on stage 1, chunk 0, before its "
-            r"input is there; move it to tick 1 or later\.",
+            r"input is available; move it to tick 1 or later\.",
         ),
         (
             "backward",
             [((2, 0), IDLE), ((1, 0), (0, 0))],
             r"tick 1 has a backward of micro-batch 0 on stage 0, chunk 0, before its "
-            r"cotangent is there; move it to tick 2 or later\.",
+            r"cotangent is available; move it to tick 2 or later\.",
         ),
         (
             "backward",
             [((1, 1), IDLE), ((0, 1), (0, 0))],
             r"tick 0 has a backward of micro-batch 0 on stage 1, chunk 0, before its "
-            r"cotangent is there; move it to tick 1 or later\.",
+            r"cotangent is available; move it to tick 1 or later\.",
         ),
         (
             "weight",
             [((2, 0, 0), IDLE), ((1, 0, 0), (0, 0))],
-            r"tick 1 has a gradient of weights of micro-batch 0 on stage 0, chunk 0, "
+            r"tick 1 has a weight gradient of micro-batch 0 on stage 0, chunk 0, "
             r"before its backward; move it to tick 2 or later\.",
         ),
     ],
