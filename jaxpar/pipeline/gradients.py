@@ -77,13 +77,13 @@ class Pipeline:
         """
         structure = jax.tree.structure(params_like)
         chunks = self._chunks(partition, loss, accumulate, training=True)
-        leaf = make_tick_table(self.schedule, training=True, keeps=chunks.keeps)
+        table = make_tick_table(self.schedule, training=True, keeps=chunks.keeps)
         leaf_shardings = self.crossing(partition.leaves)
 
         def body(shards, inputs, model_state, key, scale):
             key = partition.shard_key(key)
             params = jax.tree.unflatten(structure, self._whole(partition, shards))
-            grads, sums = run_schedule(chunks, leaf, params, inputs, key, scale)
+            grads, sums = run_schedule(chunks, table, params, inputs, key, scale)
             sums = sums.over_data(partition.collectives)
             weight = sums.loss.weight
             inverse = jax.numpy.where(weight > 0, 1.0 / weight, 0.0)
@@ -116,9 +116,9 @@ class Pipeline:
             chunks = self._chunks(partition, loss, parts, training=training)
             chunks = dataclasses.replace(chunks, keeps=False)
             params = jax.tree.unflatten(structure, self._whole(partition, shards))
-            leaf = make_tick_table(schedule, training=False)
+            table = make_tick_table(schedule, training=False)
             key = partition.shard_key(key)
-            return run_forwards(chunks, leaf, params, inputs, key)
+            return run_forwards(chunks, table, params, inputs, key)
 
         return forward
 

@@ -308,9 +308,11 @@ def test_loss_is_refused_only_if_it_differs_with_other_noise_too() -> None:
 
     check([1e-5, 3e-5], [0.2, 0.2])
     check([math.nan, math.nan], [0.2, 0.2])
-    with pytest.raises(ValueError, match=r"together it is 0\.2, but 0\.3 on average"):
+    message = r"together it is 0\.2, but its average over the two is 0\.3"
+    with pytest.raises(ValueError, match=message):
         check([1e-5, 3e-5], [0.2, 0.3])
-    with pytest.raises(ValueError, match=r"together it is 0\.4, but 0\.2 on average"):
+    message = r"together it is 0\.4, but its average over the two is 0\.2"
+    with pytest.raises(ValueError, match=message):
         check([math.nan, math.nan], [0.2, 0.1], [0.4, 0.2])
 
 

@@ -99,7 +99,7 @@ class Launched:
 
     def beat(self, worker: int = 0) -> Beat | None:
         folder = self.out / "launch" / f"{self.attempt():04d}"
-        return read_heartbeat(folder / f"worker-{worker:04d}.pulse")
+        return read_heartbeat(folder / f"worker-{worker:04d}.heartbeat")
 
     def is_at(self, step: int) -> bool:
         """Whether it is at a step, or further."""

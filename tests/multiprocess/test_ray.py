@@ -128,7 +128,7 @@ class ByRay(Launched):
 
     def beat(self, worker: int = 0) -> Beat | None:
         folder = attempt_folder(self.out, self.attempt())
-        return read_heartbeat(folder / f"worker-{worker:04d}.pulse")
+        return read_heartbeat(folder / f"worker-{worker:04d}.heartbeat")
 
     def workers(self) -> list[psutil.Process]:
         among = self.all_processes()
