@@ -44,7 +44,7 @@ def main() -> None:
     from kernels_pallas.block_sparse_attention import (  # noqa: PLC0415
         BlockLayout,
         block_sparse_attention,
-        make_tick_table,
+        make_plan,
     )
     from kernels_pallas.block_sparse_attention.api import (  # noqa: PLC0415
         KERNEL_TILE,
@@ -59,7 +59,7 @@ def main() -> None:
         blocks |= np.eye(num_blocks, dtype=bool)
         layout = BlockLayout(blocks, config.block)
         options = {"tile": KERNEL_TILE, "longest": config.longest}
-        plan = make_tick_table(layout, SEQ_LEN, SEQ_LEN, causal=True, **options)
+        plan = make_plan(layout, SEQ_LEN, SEQ_LEN, causal=True, **options)
 
         def shape(heads: int) -> jax.ShapeDtypeStruct:
             dims = (1, SEQ_LEN, heads, config.size)
