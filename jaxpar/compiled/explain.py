@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from rich import box
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 
 from jaxpar import tree
@@ -55,6 +56,7 @@ class LeafReport:
       shape: its logical shape.
       dtype: its dtype.
       spec: its stored sharding.
+      bytes: bytes of the whole leaf.
       bytes_per_device: bytes of its shard on one device.
       why: the reason for its sharding; empty for leaves that follow another.
     """
@@ -63,6 +65,7 @@ class LeafReport:
     shape: tuple[int, ...]
     dtype: str
     spec: str
+    bytes: int
     bytes_per_device: int
     why: str
 
@@ -91,6 +94,29 @@ class Explanation:
     def bytes_per_device(self) -> int:
         """Bytes of the stored state on one device, without padding."""
         return sum(leaf.bytes_per_device for leaf in self.leaves)
+
+    @property
+    def summary(self) -> str:
+        """Two lines: what a device stores of the state, and what it sends in a step."""
+        axes = [f"{axis} {size}" for axis, size in self.mesh.items() if size > 1]
+        whole = sum(leaf.bytes for leaf in self.leaves)
+        sent: dict[str, int] = {}
+        for row in self.program.collectives:
+            over = " x ".join(row.axes) or "no axis"
+            name = f"{row.kind} over {over}"
+            sent[name] = sent.get(name, 0) + row.sent_bytes
+        parts = [
+            f"{decimal(number)} {name}"
+            for name, number in sorted(sent.items(), key=lambda item: -item[1])
+            if number
+        ]
+        return (
+            f"a device stores {decimal(self.bytes_per_device)} of the "
+            f"{decimal(whole)} train state (ZeRO {self.zero} on "
+            f"{' x '.join(axes) or 'one device'})\n"
+            f"a device sends {decimal(sum(sent.values()))} a step"
+            + (f": {', '.join(parts)}" if parts else "")
+        )
 
     def as_json(self) -> str:
         """The explanation as a JSON object."""
@@ -215,10 +241,16 @@ def state_bytes(state: PyTree) -> dict[str, int]:
 
 def _piece_bytes(leaf: jax.ShapeDtypeStruct) -> int:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return tree.num_bytes(jax.eval_shape(jax.random.key_data, leaf))
+        return _logical_bytes(leaf)
     assert leaf.sharding is not None, "stored state has shardings"
     piece = leaf.sharding.shard_shape(leaf.shape)
     return tree.num_bytes(jax.ShapeDtypeStruct(piece, leaf.dtype))
+
+
+def _logical_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    return tree.num_bytes(leaf)
 
 
 def _row(
@@ -230,6 +262,7 @@ def _row(
         shape=tuple(leaf.shape),
         dtype=str(leaf.dtype),
         spec=str(tuple(leaf.sharding.spec)),
+        bytes=_logical_bytes(leaf),
         bytes_per_device=_piece_bytes(leaf),
         why=sharded.why if sharded else "",
     )

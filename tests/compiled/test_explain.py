@@ -77,6 +77,29 @@ def test_bytes_are_those_that_a_device_holds(zero):
     assert report.bytes_per_device == sum(held.values())
 
 
+def test_summary_is_what_a_device_stores_and_sends():
+    mesh = make_mesh(jaxpar.MeshShape(data=4), jax.devices()[:4])
+    engine = jaxpar.initialize(
+        model=lambda rngs: nnx.Linear(16, 1000, rngs=rngs),
+        loss_fn=lambda model, batch: (model(batch["x"]) ** 2).mean(),
+        optimizer=optax.sgd(1e-3),
+        sample_batch={"x": np.zeros((8, 16), np.float32)},
+        mesh=mesh,
+        zero=3,
+        rules={},
+    )
+    stored, sent = engine.explain().summary.splitlines()
+    # 17,000 fp32 parameters, and a few scalars.
+    assert stored == (
+        "a device stores 17.0 kB of the 68.0 kB train state (ZeRO 3 on data 4)"
+    )
+    # A ring of four sends 3/4 of the array; backward needs no second gather here.
+    assert sent == (
+        "a device sends 102.0 kB a step: 51.0 kB all-gather over data, 51.0 kB "
+        "reduce-scatter over data, 24 bytes all-reduce over data"
+    )
+
+
 def test_every_parameter_says_why_and_its_moments_rest_beside_it():
     report, *_ = explained(2)
     rows = {leaf.name: leaf for leaf in report.leaves}

@@ -373,7 +373,7 @@ def test_what_does_not_fit_is_refused(change: dict, message: str) -> None:
         (lambda: Lion(b2=-0.1), "b2=-0.1 must be at least 0"),
         (lambda: AdamW(eps=0.0), "eps=0.0 must be positive"),
         (lambda: init_moments(AdamW(), TILE, bits=4), "bits=4 must be 32"),
-        (lambda: init_moments(AdamW(), 3), "num_elements: 3 elements are not full tiles"),
+        (lambda: init_moments(AdamW(), 3), "num_elements: 3 elements are not full"),
     ],
 )
 def test_numbers_out_of_range_are_refused(make: Any, message: str) -> None:
