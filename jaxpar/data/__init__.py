@@ -1,8 +1,18 @@
-"""Where do batches come from: token files, read in place and shuffled by Grain."""
+"""Where do batches come from: text or token files, tokenized, and shuffled by Grain."""
 
+from jaxpar.data.byte_pairs import encode, open_tokenizer, train_tokenizer
 from jaxpar.data.loader import Loader
 from jaxpar.data.splits import open_splits
 from jaxpar.data.stdlib import stdlib_source
 from jaxpar.data.tokens import Tokens, read_tokens
 
-__all__ = ["Loader", "Tokens", "open_splits", "read_tokens", "stdlib_source"]
+__all__ = [
+    "Loader",
+    "Tokens",
+    "encode",
+    "open_splits",
+    "open_tokenizer",
+    "read_tokens",
+    "stdlib_source",
+    "train_tokenizer",
+]

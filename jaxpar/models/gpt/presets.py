@@ -42,10 +42,10 @@ def _llama(
     )
 
 
-PRESETS: dict[str, GPTConfig] = {
-    "tiny": GPTConfig(
-        vocab_size=256,
-        seq_len=256,
+def _small(vocab_size: int, seq_len: int) -> GPTConfig:
+    return GPTConfig(
+        vocab_size=vocab_size,
+        seq_len=seq_len,
         num_layers=4,
         num_heads=4,
         width=128,
@@ -53,7 +53,12 @@ PRESETS: dict[str, GPTConfig] = {
         norm="rmsnorm",
         activation="swiglu",
         bias=False,
-    ),
+    )
+
+
+PRESETS: dict[str, GPTConfig] = {
+    "tiny": _small(vocab_size=256, seq_len=256),
+    "1m": _small(vocab_size=2048, seq_len=128),
     "124m": GPTConfig(
         vocab_size=50_304, seq_len=1024, num_layers=12, num_heads=12, width=768
     ),
@@ -78,10 +83,10 @@ PRESETS: dict[str, GPTConfig] = {
 }
 """GPT configs by name.
 
-"tiny" reads bytes and trains on a CPU. "124m", "350m" and "1.3b" are GPT-2's and
-GPT-3's shapes, with the vocabulary rounded up so that a tensor axis divides it; "7b"
-and "70b" are Llama's and Llama 2's. The rest are Megatron-LM's, whose runs recompute
-every layer.
+"tiny" reads bytes, "1m" byte pairs; both train on a CPU. "124m", "350m" and "1.3b" are
+GPT-2's and GPT-3's shapes, with the vocabulary rounded up so that a tensor axis divides
+it; "7b" and "70b" are Llama's and Llama 2's. The rest are Megatron-LM's, whose runs
+recompute every layer.
 
 Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
 Clusters" (2021), table 1, for "1.7b" to "1008b".

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int
+from tokenizers import Tokenizer
 
 from jaxpar.models.gpt.model import GPT
 
@@ -106,19 +107,31 @@ def _generate(
     return jax.lax.fori_loop(0, num_tokens, add_token, tokens_BS)
 
 
-def continue_text(model: GPT, prompt_T: Int[np.ndarray, "T"], num_tokens: int) -> str:
-    """Continue a text with a byte-level model.
+def continue_text(
+    model: GPT,
+    prompt_T: Int[np.ndarray, "T"],
+    num_tokens: int,
+    *,
+    tokenizer: Tokenizer | None = None,
+    temperature: float = 1.0,
+) -> str:
+    """Continue a text.
 
     Args:
-      model: the model, of a vocabulary of bytes.
-      prompt_T: bytes to continue.
-      num_tokens: bytes to add.
+      model: the model.
+      prompt_T: tokens to continue.
+      num_tokens: tokens to add.
+      tokenizer: of the model's tokens; None for a vocabulary of bytes.
+      temperature: as for `generate`.
 
     Returns:
-      The added bytes as text; bytes that are not UTF-8 are replaced.
+      The added tokens as text; bytes that are not UTF-8 are replaced.
     """
     prompt_BT = jnp.asarray(prompt_T[None], jnp.int32)
-    tokens_BT = generate(model, prompt_BT, num_tokens, key=jax.random.key(0))
-    return bytes(np.asarray(tokens_BT[0, -num_tokens:], np.uint8)).decode(
-        errors="replace"
+    tokens_BT = generate(
+        model, prompt_BT, num_tokens, key=jax.random.key(0), temperature=temperature
     )
+    added_T = np.asarray(tokens_BT[0, len(prompt_T) :])
+    if tokenizer is not None:
+        return tokenizer.decode(added_T.tolist())
+    return bytes(added_T.astype(np.uint8)).decode(errors="replace")

@@ -1,0 +1,78 @@
+"""Are byte pairs learnt from any text, and does every text come back as it was?"""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpar.data import Tokens, stdlib_source
+from jaxpar.data.byte_pairs import encode, open_tokenizer, train_tokenizer
+
+WORDS = "def square(x):\n    return x * x  # größer, π\n"
+
+
+def text(content: str | bytes) -> Tokens:
+    raw = content.encode() if isinstance(content, str) else content
+    return Tokens((np.frombuffer(raw, np.uint8),), files=("text",))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(text(WORDS * 50), 300)
+
+
+@given(st.text(min_size=1))
+def test_text_comes_back(tokenizer, content):
+    ids = encode(tokenizer, text(content)).array
+    assert tokenizer.decode(ids.tolist()) == content
+
+
+def test_long_text_is_cut_at_newlines_and_comes_back(tokenizer):
+    content = WORDS * 20_000
+    encoded = encode(tokenizer, text(content))
+    assert tokenizer.decode(encoded.array.tolist()) == content
+    lines = encode(tokenizer, text(WORDS)).array
+    # Chunks end where no token goes on.
+    np.testing.assert_array_equal(encoded.array, np.tile(lines, 20_000))
+
+
+def test_line_longer_than_a_chunk_comes_back(tokenizer):
+    content = "x" * 300_000
+    ids = encode(tokenizer, text(content)).array
+    assert tokenizer.decode(ids.tolist()) == content
+
+
+def test_source_of_the_standard_library_takes_a_third_of_its_bytes():
+    train, heldout = stdlib_source()
+    tokenizer = train_tokenizer(text(train.read(0, 2_000_000).tobytes()), 2048)
+    encoded = encode(tokenizer, heldout)
+    assert encoded.vocab_size == tokenizer.get_vocab_size() == 2048
+    assert (encoded.dtype, encoded.files) == (np.uint16, heldout.files)
+    assert len(heldout) / len(encoded) > 2.5
+
+
+def test_training_again_gives_the_same_vocabulary(tokenizer):
+    again = train_tokenizer(text(WORDS * 50), 300)
+    assert again.to_str() == tokenizer.to_str()
+
+
+def test_tokenizer_is_written_once_and_then_read(tmp_path):
+    path = tmp_path / "run" / "tokenizer.json"
+    first = open_tokenizer(path, text(WORDS * 50), 300)
+    second = open_tokenizer(path, text("other text"), 300)
+    assert second.to_str() == first.to_str()
+    assert [file.name for file in path.parent.iterdir()] == ["tokenizer.json"]
+
+
+def test_bytes_that_are_no_text_are_replaced(tokenizer):
+    ids = encode(tokenizer, text(b"\xff\xfe ok")).array
+    assert tokenizer.decode(ids.tolist()) == "\ufffd\ufffd ok"
+
+
+def test_token_files_and_small_vocabularies_are_refused(tokenizer):
+    ids = Tokens((np.arange(5, dtype=np.uint16),), files=("a.bin",))
+    for use in (lambda: train_tokenizer(ids, 300), lambda: encode(tokenizer, ids)):
+        with pytest.raises(ValueError, match=r"'a\.bin' holds uint16 ids, not bytes"):
+            use()
+    with pytest.raises(ValueError, match="vocab_size=255 must be at least 256"):
+        train_tokenizer(text(WORDS), 255)
