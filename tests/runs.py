@@ -83,7 +83,12 @@ class Data:
         self._loader.set_state(state)
 
 
-def make_engine(precision: str = "fp32", accumulate: int = 2) -> jaxpar.Engine:
+def make_engine(
+    precision: str = "fp32",
+    accumulate: int = 2,
+    mesh: jax.sharding.Mesh | None = None,
+    zero: int = 2,
+) -> jaxpar.Engine:
     sample = {
         "tokens": jax.ShapeDtypeStruct((ROWS, LENGTH + 1), np.int32),
         "boost": jax.ShapeDtypeStruct((ROWS,), np.float32),
@@ -93,8 +98,8 @@ def make_engine(precision: str = "fp32", accumulate: int = 2) -> jaxpar.Engine:
         loss_fn=loss_fn,
         optimizer=optax.adamw(3e-3),
         sample_batch=sample,
-        mesh=jaxpar.make_mesh(jaxpar.MeshShape(data=4, tensor=2)),
-        zero=2,
+        mesh=mesh or jaxpar.make_mesh(jaxpar.MeshShape(data=4, tensor=2)),
+        zero=zero,
         precision=precision,
         accumulate=accumulate,
     )

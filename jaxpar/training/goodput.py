@@ -48,7 +48,10 @@ class Clock:
         self._heartbeat = own_heartbeat()
         self._writes = jax.process_index() == 0
         self._earlier = read_account(folder) if self._writes else []
-        self._began = psutil.Process().create_time()
+        created = psutil.Process().create_time()
+        # Another call of train in this process has accounted for the time until then.
+        ends = [each["ended"] for each in self._earlier if each["ended"] > created]
+        self._began = max(ends, default=created)
         self._seconds = {"start": time.time() - self._began}
         self._phase, self._since = "start", time.monotonic()
         self._written = -_WRITE_SECONDS

@@ -60,12 +60,12 @@ def train(
     run: Run,
     *,
     steps: int,
+    total_steps: int | None = None,
     save_every: int,
     keep: int | Keep | None = 3,
     evaluate: Callable[[], float] | None = None,
     recovery: Recovery | None = None,
     tokens_per_step: int | None = None,
-    tensorboard: bool = False,
 ) -> float | None:
     """Train to a step, from the newest checkpoint in the run's folder.
 
@@ -74,13 +74,15 @@ def train(
         if there is one.
       data: an iterator over batches with ``get_state()`` and ``set_state(state)``.
       run: the run's folder, by `jaxpar.training.run.open_run`.
-      steps: the last step.
+      steps: the step to train to.
+      total_steps: the run's last step; None for `steps`. Where it is later, another
+        call goes on, perhaps of an engine on another mesh.
       save_every: steps between checkpoints; the last step is saved too.
       keep: which checkpoints to keep.
-      evaluate: returns the held-out loss; called at the start and before each save.
+      evaluate: returns the held-out loss; called at the start and before each save,
+        where ``metrics.jsonl`` has it as "heldout_loss".
       recovery: rules for bad numbers and failures; None for the defaults.
       tokens_per_step: of a global batch, for tokens/s.
-      tensorboard: also write TensorBoard events.
 
     Returns:
       The held-out loss at the last step; None without `evaluate`.
@@ -90,9 +92,9 @@ def train(
     """
     loop = _Loop(engine, data, run, recovery or Recovery(), keep, evaluate)
     logging = {
-        "total_steps": steps,
+        "total_steps": total_steps or steps,
         "tokens_per_step": tokens_per_step,
-        "tensorboard": tensorboard,
+        "tensorboard": run.tensorboard,
         "console": loop.console,
         "append": True,
     }
@@ -102,7 +104,7 @@ def train(
         while start is not None:
             with MetricsLogger(run.folder, resume_at=start, **logging) as logger:
                 start = loop.go_on(start, steps, save_every, logger, signals)
-    loop.account()
+    loop.account(show=steps >= (total_steps or steps))
     return loop.heldout
 
 
@@ -133,11 +135,11 @@ class _Loop:
         self.stragglers = StragglerDetector(recovery.compare_every, recovery.slow)
         self.has_compiled = False
 
-    def account(self) -> None:
+    def account(self, *, show: bool = True) -> None:
         """Close the account of where the time went, and print it."""
         self.clock.enter("end")
         self.clock.write()
-        if jax.process_index() == 0:
+        if show and jax.process_index() == 0:
             goodput.show(self.run.folder, self.console)
 
     def begin(self) -> int:
@@ -176,6 +178,10 @@ class _Loop:
                     self.heldout = None
                     if not asked:  # A stop signal leaves little time.
                         self._evaluate(step)
+                    if self.heldout is not None:
+                        logger.log(step, {"heldout_loss": self.heldout})
+                    # A checkpoint never has steps that the log lacks.
+                    logger.flush()
                     self._save()
                 if asked:
                     self._stop_at(step, asked)
@@ -198,6 +204,7 @@ class _Loop:
             self.has_compiled = True
             self.clock.enter("step")
         self._judge(logger)
+        logger.flush()
         self.unjudged = Taken(step, self.drawn - 1, batch, metrics)
 
     def _draw(self) -> Batch:
@@ -216,7 +223,6 @@ class _Loop:
         values = jax.device_get(taken.metrics)
         of_workers, slow = self.stragglers.hear()
         logger.log(taken.step, {**values, **of_workers})
-        logger.flush()  # A checkpoint never has steps that the log lacks.
         for each in slow:
             times = round(each.times, 2)
             self._tell(

@@ -34,7 +34,7 @@ _EVENTS_FLUSH_S = 10
 class MetricsLogger:
     """Writes a run's metrics on process 0; does nothing on other processes.
 
-    ``metrics.jsonl`` gets one line per call of `log`: a JSON object of ``step``,
+    ``metrics.jsonl`` gets one line per logged step: a JSON object of ``step``,
     ``time`` (seconds since 1970) and the metrics as floats. JSON has no non-finite
     numbers: they are the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which
     `read_metrics` converts back. A terminal shows one live line; any other console gets
@@ -118,10 +118,10 @@ class MetricsLogger:
         return self._progress.tokens_per_second
 
     def log(self, step: int, metrics: Mapping[str, ArrayLike]) -> None:
-        """Take a step's metrics, and write the previous ones.
+        """Take a step's metrics, and write those of the step before.
 
         Args:
-          step: their step.
+          step: their step; metrics of the last logged step join its record.
           metrics: one number each; the call does not wait for arrays still being
             computed.
 
@@ -145,9 +145,11 @@ class MetricsLogger:
                     f"metrics: {name!r} has shape {np.shape(value)}, but a metric is "
                     "one number; reduce it, or log its elements under separate names."
                 )
-        earlier, self._pending = self._pending, (step, dict(metrics))
-        if earlier is not None:
-            self._write(*earlier)
+        if self._pending is not None and self._pending[0] == step:
+            metrics = {**self._pending[1], **metrics}
+        else:
+            self.flush()
+        self._pending = (step, dict(metrics))
 
     def flush(self) -> None:
         """Write the last logged metrics; waits until they are computed."""

@@ -41,10 +41,12 @@ class Run:
     Attributes:
       folder: holds everything that the run writes.
       record: the content of ``run.json``.
+      tensorboard: whether to write TensorBoard events.
     """
 
     folder: Path
     record: dict[str, Any]
+    tensorboard: bool = False
 
     @property
     def checkpoints(self) -> Path:
@@ -61,10 +63,15 @@ class Run:
         Returns:
           Its step; None if the run has none yet.
         """
+        if self.newest() is None:
+            return None
+        return engine.restore(self.checkpoints, data=data)
+
+    def newest(self) -> int | None:
+        """The step of the newest valid checkpoint; None without one."""
         checkpoints = Checkpoints(self.checkpoints)
         checkpoints.wait()
-        newest = from_first(checkpoints.latest)
-        return None if newest is None else engine.restore(self.checkpoints, data=data)
+        return from_first(checkpoints.latest)
 
     def batches_drawn(self, step: int) -> int:
         """Batches that had been drawn from the data when a step was saved."""
@@ -127,6 +134,7 @@ def open_run(
     identity: Mapping[str, Any],
     *,
     may_change: Iterable[str] = MAY_CHANGE,
+    tensorboard: bool = False,
 ) -> Run:
     """Start a run in a folder, or resume the run that it holds.
 
@@ -135,6 +143,7 @@ def open_run(
       config: the run's config, a dataclass of JSON values.
       identity: what else must match to resume (the corpus's sha256).
       may_change: fields of the config that may differ from the first start.
+      tensorboard: write TensorBoard events beside ``metrics.jsonl``.
 
     Returns:
       The run.
@@ -150,7 +159,7 @@ def open_run(
     require_same(wanted["config"], wanted["identity"])
     passed_over = set(may_change)
     record = from_first(lambda: _claim(Path(folder), wanted, passed_over))
-    return Run(Path(folder), record)
+    return Run(Path(folder), record, tensorboard)
 
 
 def _claim(

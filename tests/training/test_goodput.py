@@ -52,6 +52,20 @@ def test_start_that_never_came_to_a_step_loses_nothing() -> None:
     assert sums == {"start": 6.0, "down": 1.0, "step": 2.0, "lost": 0.0}
 
 
+def test_second_clock_of_a_process_goes_on_where_the_first_ended(
+    tmp_path: Path,
+) -> None:
+    first = goodput.Clock(tmp_path)
+    first.write()
+    goodput.Clock(tmp_path).write()
+    earlier, later = goodput.read_account(tmp_path)
+    assert later["began"] == earlier["ended"]
+    sums = goodput.total([earlier, later])
+    assert sum(sums.values()) == pytest.approx(
+        later["ended"] - earlier["began"], abs=0.01
+    )
+
+
 def test_clock_accounts_for_all_of_the_time(tmp_path: Path) -> None:
     """A rollback takes what was done since the save from the steps."""
     clock = goodput.Clock(tmp_path)

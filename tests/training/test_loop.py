@@ -18,6 +18,7 @@ import jaxpar
 from jaxpar.checkpoint import Checkpoints
 from jaxpar.exit_codes import CORRUPT, DIVERGED, SAVE_FAILED, STOPPED
 from jaxpar.training.loop import train
+from jaxpar.training.metrics import read_metrics
 from jaxpar.training.signals import RunStopped
 from tests.runs import (
     ROWS,
@@ -31,6 +32,7 @@ from tests.runs import (
     fresh,
     go,
     losses,
+    make_engine,
     nan_in_one_row,
     run_in,
     terminate,
@@ -259,3 +261,24 @@ def test_heldout_loss_is_the_metric_that_the_best_go_by(tmp_path: Path) -> None:
         recovery=RULES,
     )
     assert Checkpoints(tmp_path / "checkpoints").steps() == [2, 8]
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    found = {r["step"]: r["heldout_loss"] for r in records if "heldout_loss" in r}
+    assert found == {2: 1.0, 4: 3.0, 6: 4.0, 8: 2.0}
+
+
+def test_run_goes_on_on_another_mesh(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The losses are the same, with dropout; the account is printed at the end."""
+    go(fresh(), Data(), tmp_path / "one", steps=6)
+    data, halves = Data(), {"total_steps": 6, "save_every": 3}
+    capsys.readouterr()
+    go(fresh(), data, tmp_path / "two", steps=3, **halves)
+    said = capsys.readouterr().out
+    assert "step 3/6" in said
+    assert "goodput" not in said
+    other = jaxpar.make_mesh(jaxpar.MeshShape(data=2), jax.devices()[:2])
+    go(make_engine(mesh=other, zero=3), data, tmp_path / "two", steps=6, **halves)
+    assert ", 2 starts" in capsys.readouterr().out
+    expected = losses(tmp_path / "one")
+    assert losses(tmp_path / "two") == pytest.approx(expected, rel=1e-5)

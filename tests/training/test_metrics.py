@@ -71,6 +71,16 @@ def test_newest_step_is_not_waited_for(tmp_path, monkeypatch):
     assert read == [first, second]
 
 
+def test_metrics_of_one_step_share_a_record(tmp_path):
+    with MetricsLogger(tmp_path, console=False) as logger:
+        logger.log(1, {"loss": 1.0})
+        logger.log(1, {"heldout_loss": 2.0})
+        logger.log(2, {"loss": 0.5})
+    first, second = read_metrics(tmp_path / "metrics.jsonl")
+    assert (first["step"], first["loss"], first["heldout_loss"]) == (1, 1.0, 2.0)
+    assert "heldout_loss" not in second
+
+
 def test_later_change_of_the_mapping_is_not_seen(tmp_path):
     metrics = {"loss": 1.0}
     with MetricsLogger(tmp_path, console=False) as logger:

@@ -48,13 +48,14 @@ def test_line_leaves_out_what_is_not_known(tmp_path, clock):
     assert shown(console) == "step 1\n"
 
 
-def test_line_keeps_what_was_logged_apart(tmp_path, clock):
+def test_line_keeps_what_only_some_steps_log(tmp_path, clock):
     console = Console(file=io.StringIO())
     with MetricsLogger(tmp_path, console=console) as logger:
-        logger.log(1, {"loss": 1.0})
-        logger.log(1, {"heldout_loss": 2.0})
+        logger.log(1, {"loss": 1.0, "learning_rate": 2e-3})
+        logger.log(2, {"loss": 2.0})
         clock.now += 5
-    assert shown(console).splitlines() == ["step 1  loss 1"] * 2
+    lines = shown(console).splitlines()
+    assert lines == [f"step {i}  loss {i}  lr 2.00e-03" for i in (1, 2)]
 
 
 def test_plain_lines_come_at_tenths_and_every_five_seconds(tmp_path, clock):
