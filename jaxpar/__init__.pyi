@@ -16,13 +16,14 @@ from .pipeline.schedules.catalog import make_schedule
 from .pipeline.schedules.table import Schedule
 from .planner.plan_step import plan
 from .sharding.constrain import constrain
+from .show.loss import draw_loss
 from .step.inputs import Packed, Replicated
 from .step.precision import Precision, make_precision
 from .step.state import TrainState
 from .step.weighted import Max, Sum, Weighted
 from .training.loop import train
 from .training.recovery import Recovery
-from .training.run import check_reopened, mean_loss, open_run
+from .training.run import Run, check_reopened, mean_loss, open_run
 
 __all__ = [
     "Budget",
@@ -39,6 +40,7 @@ __all__ = [
     "Precision",
     "Recovery",
     "Replicated",
+    "Run",
     "Schedule",
     "Sum",
     "TrainState",
@@ -47,6 +49,7 @@ __all__ = [
     "choose_mesh",
     "constrain",
     "data",
+    "draw_loss",
     "initialize",
     "make_mesh",
     "make_precision",

@@ -1,5 +1,6 @@
 """Does the GPT recipe run, resume and refuse, as the program that users start?"""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,37 +8,60 @@ import pytest
 from tests.recipes.programs import logged_steps, small_run, start, told
 
 RECIPE = "recipes/gpt.py"
-STEPS = 6
+STEPS = 8
 
 
 @pytest.fixture
 def args(tmp_path: Path) -> list[str]:
-    return [*small_run(tmp_path, STEPS), "--batch-size", "4"]
+    return [*small_run(tmp_path, STEPS), "--batch-size", "4", "--save-every", "3"]
 
 
-def test_recipe_trains_resumes_and_refuses(args: list[str], tmp_path: Path) -> None:
+def test_recipe_trains_moves_resumes_and_refuses(
+    args: list[str], tmp_path: Path
+) -> None:
     first = start(RECIPE, *args)
     assert first.code == 0, first.text
     before = first.heldout("at step 0")
     trained = first.heldout(f"at step {STEPS}")
     assert trained < before - 0.5
-    reopened = first.heldout("reopened on one device")
-    assert reopened == pytest.approx(trained, rel=2e-6)
-    assert "mesh     data 2 x pipe 1 x tensor 2" in first.text
-    assert "200 bytes by the model" in first.text
+    for text in (
+        "mesh     data 2 x pipe 1 x tensor 2",
+        "(ZeRO 3 on data 2 x tensor 2)\na device sends ",
+        "mesh     data 4 x pipe 1 x tensor 1",
+        "(ZeRO 3 on data 4)\na device sends ",
+        "400 tokens by the model",
+    ):
+        assert text in first.text
+    moved = re.findall(r"held-out (\S+) at step 6\n", first.text)
+    assert len(moved) == 2, "at the end of the first mesh, and reopened on the second"
+    assert float(moved[0]) == pytest.approx(float(moved[1]), rel=2e-6)
+    (per_byte,) = re.findall(r"held-out (\S+) nats a byte", first.text)
+    (length,) = re.findall(r"tokens   (\S+) bytes long", first.text)
+    assert float(per_byte) == pytest.approx(trained / float(length), rel=0.01)
+    run = tmp_path / "run"
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / "tokenizer.json").exists()
 
     second = start(RECIPE, *args)
     assert second.code == 0, second.text
     assert second.heldout(f"at step {STEPS}") == trained, "restored, then evaluated"
+    assert "data 2 x" not in second.text, "the first mesh has nothing left to do"
 
-    record = tmp_path / "run/run.json"
-    written = record.read_text()
+    written = (run / "run.json").read_text()
     third = start(RECIPE, *args, "--learning-rate", "0.5")
     assert third.code != 0
-    assert "learning_rate is 0.002 there, 0.5 here" in third.text
+    assert "learning_rate is 0.005 there, 0.5 here" in third.text
     assert "Choose another folder (--out)" in third.text
-    assert record.read_text() == written
-    assert len(logged_steps(tmp_path / "run")) == STEPS
+    assert (run / "run.json").read_text() == written
+    assert logged_steps(run) == list(range(1, STEPS + 1))
+
+
+def test_model_of_bytes_trains_on_bytes(args: list[str], tmp_path: Path) -> None:
+    done = start(RECIPE, *args, "--model", "tiny", "--mesh.data", "2")
+    assert done.code == 0, done.text
+    assert done.text.count("mesh     ") == 1
+    assert "bytes long" not in done.text
+    assert not (tmp_path / "run/tokenizer.json").exists()
 
 
 def test_help_names_every_flag_and_what_it_does(
