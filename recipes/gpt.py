@@ -38,11 +38,11 @@ class Config:
     """ZeRO stage: 0, 1, 2 or 3."""
     precision: str = "fp32"
     """What the model computes in: fp32, bf16 or fp16. Masters are fp32."""
-    batch_size: int = 16
+    batch_size: int = 8
     """Rows of the global batch."""
     accumulate: int = 1
     """Micro-batches a step."""
-    steps: int = 320
+    steps: int = 640
     """Training steps."""
     learning_rate: float = 5e-3
     """Peak of the schedule: linear warm-up over a tenth of the run, then cosine."""
@@ -57,9 +57,9 @@ class Config:
     Text becomes byte pairs, as many as the model's vocabulary (bytes for tiny)."""
     heldout: tuple[str, ...] = ()
     """Held-out data in the same form; needed where `data` is given."""
-    eval_batches: int = 16
+    eval_batches: int = 32
     """Held-out batches to evaluate on."""
-    save_every: int = 80
+    save_every: int = 160
     """Steps between checkpoints."""
     keep: int = 3
     """Checkpoints that stay, the newest."""
@@ -179,7 +179,7 @@ def main(config: Config) -> None:
     print(
         continue_text(
             engine.model(),
-            heldout.read(0, 64),
+            heldout.read(len(heldout) // 2, len(heldout) // 2 + 64),
             SAMPLE,
             tokenizer=tokenizer,
             temperature=0.5,
