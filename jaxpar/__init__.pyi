@@ -23,7 +23,7 @@ from .step.state import TrainState
 from .step.weighted import Max, Sum, Weighted
 from .training.loop import train
 from .training.recovery import Recovery
-from .training.run import Run, check_reopened, mean_loss, open_run
+from .training.run import check_reopened, mean_loss, open_run
 
 __all__ = [
     "Budget",
@@ -40,7 +40,6 @@ __all__ = [
     "Precision",
     "Recovery",
     "Replicated",
-    "Run",
     "Schedule",
     "Sum",
     "TrainState",

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.tree import path_name
+
 _SHOWN = 10
 
 
@@ -68,7 +70,7 @@ def _dtype(name: str) -> np.dtype:
     return dtype
 
 
-def named_leaves(tree: Any, argument: str) -> dict[str, Any]:
+def array_leaves(tree: Any, argument: str) -> dict[str, Any]:
     """Flatten a tree of arrays into its leaves by path name.
 
     Args:
@@ -83,12 +85,12 @@ def named_leaves(tree: Any, argument: str) -> dict[str, Any]:
         ValueError: If there is no leaf, or two leaves have the same name.
 
     Example:
-        >>> list(named_leaves({"w": {0: jnp.ones(2)}, "b": jnp.ones(2)}, "tree"))
+        >>> list(array_leaves({"w": {0: jnp.ones(2)}, "b": jnp.ones(2)}, "tree"))
         ['b', 'w/0']
     """
     leaves: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        name = jax.tree_util.keystr(path, simple=True, separator="/") or "value"
+        name = path_name(path) or "value"
         if name in leaves:
             raise ValueError(
                 f"{argument} has two leaves named {name!r}; a checkpoint stores "

@@ -103,7 +103,7 @@ class Checkpoints:
           OSError: if the disk has no room for it. Nothing is written then.
         """
         step = _checked_step(step)
-        leaves = named.named_leaves(tree, "tree")
+        leaves = named.array_leaves(tree, "tree")
         named.require_global(leaves)
         state = as_json("data_state", data_state)
         content = as_json("meta", dict(meta or {}))
@@ -216,7 +216,7 @@ class Checkpoints:
         Warns:
           UserWarning: if newer steps were skipped because they are damaged.
         """
-        targets = named.named_leaves(target, "target")
+        targets = named.array_leaves(target, "target")
         named.require_shardings(targets)
         wanted = select(targets, only=only, reset=reset, rename=rename or {})
         self.wait()

@@ -1,6 +1,6 @@
 """Where do batches come from: text or token files, tokenized, and shuffled by Grain."""
 
-from jaxpar.data.byte_pairs import encode, open_tokenizer, train_tokenizer
+from jaxpar.data.byte_pairs import encode, open_tokenizer, tokenize, train_tokenizer
 from jaxpar.data.loader import Loader
 from jaxpar.data.splits import open_splits
 from jaxpar.data.stdlib import stdlib_source
@@ -14,5 +14,6 @@ __all__ = [
     "open_tokenizer",
     "read_tokens",
     "stdlib_source",
+    "tokenize",
     "train_tokenizer",
 ]

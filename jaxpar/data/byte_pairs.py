@@ -53,6 +53,26 @@ def open_tokenizer(
     return tokenizer
 
 
+def tokenize(
+    train: Tokens, heldout: Tokens, vocab_size: int, folder: str | os.PathLike[str]
+) -> tuple[Tokens, Tokens, Tokenizer | None]:
+    """Make byte pairs of two splits, if they are text and the model reads more.
+
+    Args:
+      train: the training split; its tokenizer is trained on it.
+      heldout: the held-out split.
+      vocab_size: of the model; 256 or fewer for a model of bytes.
+      folder: where ``tokenizer.json`` is, or is written.
+
+    Returns:
+      (train, heldout, tokenizer); as given, and None, for token files and for bytes.
+    """
+    if train.vocab_size != 256 or vocab_size <= 256:
+        return train, heldout, None
+    tokenizer = open_tokenizer(Path(folder, "tokenizer.json"), train, vocab_size)
+    return encode(tokenizer, train), encode(tokenizer, heldout), tokenizer
+
+
 def train_tokenizer(text: Tokens, vocab_size: int) -> Tokenizer:
     """Learn a byte-pair vocabulary from a text.
 
@@ -96,7 +116,8 @@ def encode(tokenizer: Tokenizer, text: Tokens) -> Tokens:
       text: bytes; those that are not UTF-8 are replaced.
 
     Returns:
-      The ids, as uint16 or, for a large vocabulary, uint32, with the text's files.
+      The ids, as uint16 or, for a large vocabulary, uint32, with the text's files and
+      number of bytes.
 
     Raises:
       ValueError: if the text is not bytes.
@@ -110,7 +131,7 @@ def encode(tokenizer: Tokenizer, text: Tokens) -> Tokens:
             list(_chunks(text)), add_special_tokens=False
         )
     ]
-    return Tokens((np.concatenate(ids),), files=text.files, vocab_size=size)
+    return Tokens((np.concatenate(ids),), text.files, size, num_bytes=len(text))
 
 
 def _chunks(text: Tokens) -> Iterator[str]:

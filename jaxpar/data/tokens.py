@@ -32,6 +32,7 @@ class Tokens:
       files: the files of the ids, in order, for messages and records.
       vocab_size: one more than the largest possible id, where the data's format
         determines it (256 for bytes); None otherwise.
+      num_bytes: of the text that the ids stand for; None if unknown.
 
     Raises:
       ValueError: if a part is not 1-D, not of integers or of another dtype than the
@@ -46,6 +47,7 @@ class Tokens:
     parts: tuple[np.ndarray, ...]
     files: tuple[str, ...]
     vocab_size: int | None = None
+    num_bytes: int | None = None
 
     def __post_init__(self):
         named = len(self.files) == len(self.parts)
@@ -222,11 +224,13 @@ def join_text(files: Sequence[tuple[str, pathlib.Path]]) -> Tokens:
     """
     names = tuple(name for name, _ in files)
     if len(files) == 1:
-        return Tokens((_map_bytes(files[0][1], np.dtype(np.uint8)),), names, 256)
+        text = _map_bytes(files[0][1], np.dtype(np.uint8))
+        return Tokens((text,), names, 256, num_bytes=len(text))
     corpus = bytearray()
     for _, path in files:
         corpus += path.read_bytes()
-    return Tokens((np.frombuffer(corpus, np.uint8),), names, 256)
+    text = np.frombuffer(corpus, np.uint8)
+    return Tokens((text,), names, 256, num_bytes=len(text))
 
 
 def _single_kind(files: Sequence[tuple[str, pathlib.Path]]) -> str:

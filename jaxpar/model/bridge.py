@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, traverse_util
 from jax.sharding import NamedSharding
 
 from jaxpar.model.linen import LinenNetwork, axis_rules
@@ -184,7 +184,7 @@ class _NnxNetwork:
             out = fn(model, batch)
         after = dict(nnx.to_flat_state(nnx.state(model)))
         kept = {path: _value(after[path]) for path, _ in self._state if path in after}
-        return out, _nested(kept)
+        return out, traverse_util.unflatten_dict(kept)
 
     def _fresh_rngs(self, key: jax.Array) -> nnx.State:
         """A new key for every key variable; zero for every count."""
@@ -263,18 +263,9 @@ def _value(leaf: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), value)
 
 
-def _nested(flat: Mapping[tuple, Any]) -> dict:
-    nested: dict = {}
-    for path, value in flat.items():
-        inner = nested
-        for part in path[:-1]:
-            inner = inner.setdefault(part, {})
-        inner[path[-1]] = value
-    return nested
-
-
 def _to_dict(state: nnx.State) -> dict:
-    return _nested({path: _value(leaf) for path, leaf in nnx.to_flat_state(state)})
+    values = {path: _value(leaf) for path, leaf in nnx.to_flat_state(state)}
+    return traverse_util.unflatten_dict(values)
 
 
 def _from_dict(leaves: Sequence[tuple[tuple, Any]], values: dict) -> nnx.State:

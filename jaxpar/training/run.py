@@ -124,8 +124,8 @@ def _read_events(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-MAY_CHANGE = ("keep", "recovery", "tensorboard")
-"""Fields of a config that change no number of a run."""
+MAY_CHANGE = ("keep", "mesh", "recovery", "tensorboard")
+"""Fields of a config that change no number of a run, but for rounding."""
 
 
 def open_run(

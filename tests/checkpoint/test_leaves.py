@@ -13,18 +13,18 @@ from jaxpar.checkpoint import leaves
 @pytest.mark.parametrize("leaf", [np.ones(2), 3, 0.5, "text"])
 def test_a_leaf_that_is_no_array_is_refused(leaf: Any) -> None:
     with pytest.raises(TypeError, match=r"tree leaf 'a/b' is \w+; every leaf must be"):
-        leaves.named_leaves({"a": {"b": leaf}}, "tree")
+        leaves.array_leaves({"a": {"b": leaf}}, "tree")
 
 
 def test_two_leaves_of_one_name_are_refused() -> None:
     tree = {"a/b": jnp.ones(1), "a": {"b": jnp.ones(1)}}
     with pytest.raises(ValueError, match=r"tree has two leaves named 'a/b'; .*rename"):
-        leaves.named_leaves(tree, "tree")
+        leaves.array_leaves(tree, "tree")
 
 
 def test_a_tree_without_leaves_is_refused() -> None:
     with pytest.raises(ValueError, match="target has no leaves; give a tree with arr"):
-        leaves.named_leaves({"a": None}, "target")
+        leaves.array_leaves({"a": None}, "target")
 
 
 def test_a_struct_is_refused_where_values_are_needed() -> None:
@@ -47,4 +47,4 @@ def test_equal_tables_have_no_mismatch() -> None:
 
 
 def test_a_tree_that_is_one_array_has_a_name() -> None:
-    assert list(leaves.named_leaves(jnp.ones(2), "tree")) == ["value"]
+    assert list(leaves.array_leaves(jnp.ones(2), "tree")) == ["value"]

@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpar.data import Tokens, stdlib_source
-from jaxpar.data.byte_pairs import encode, open_tokenizer, train_tokenizer
+from jaxpar.data.byte_pairs import encode, open_tokenizer, tokenize, train_tokenizer
 
 WORDS = "def square(x):\n    return x * x  # größer, π\n"
 
 
 def text(content: str | bytes) -> Tokens:
     raw = content.encode() if isinstance(content, str) else content
-    return Tokens((np.frombuffer(raw, np.uint8),), files=("text",))
+    return Tokens((np.frombuffer(raw, np.uint8),), ("text",), 256, len(raw))
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +62,20 @@ def test_tokenizer_is_written_once_and_then_read(tmp_path):
     second = open_tokenizer(path, text("other text"), 300)
     assert second.to_str() == first.to_str()
     assert [file.name for file in path.parent.iterdir()] == ["tokenizer.json"]
+
+
+def test_only_text_for_a_model_of_more_than_bytes_is_tokenized(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    ids = Tokens((np.arange(5, dtype=np.uint16),), files=("a.bin",))
+    words = text(WORDS * 50)
+    assert tokenize(ids, ids, 300, tmp_path) == (ids, ids, None)
+    assert tokenize(words, words, 256, tmp_path) == (words, words, None)
+    assert not path.exists()
+    train, heldout, tokenizer = tokenize(words, text(WORDS), 300, tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.decode(heldout.array.tolist()) == WORDS
+    num_bytes = len(WORDS.encode())
+    assert (heldout.num_bytes, train.num_bytes) == (num_bytes, 50 * num_bytes)
 
 
 def test_bytes_that_are_no_text_are_replaced(tokenizer):

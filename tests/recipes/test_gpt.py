@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from tests.recipes.programs import logged_steps, small_run, start, told
 
@@ -25,9 +26,7 @@ def test_recipe_trains_moves_resumes_and_refuses(
     trained = first.heldout(f"at step {STEPS}")
     assert trained < before - 0.5
     for text in (
-        "mesh     data 2 x pipe 1 x tensor 2",
         "(ZeRO 3 on data 2 x tensor 2)\na device sends ",
-        "mesh     data 4 x pipe 1 x tensor 1",
         "(ZeRO 3 on data 4)\na device sends ",
         "400 tokens by the model",
     ):
@@ -36,11 +35,12 @@ def test_recipe_trains_moves_resumes_and_refuses(
     assert len(moved) == 2, "at the end of the first mesh, and reopened on the second"
     assert float(moved[0]) == pytest.approx(float(moved[1]), rel=2e-6)
     (per_byte,) = re.findall(r"held-out (\S+) nats a byte", first.text)
-    (length,) = re.findall(r"tokens   (\S+) bytes long", first.text)
-    assert float(per_byte) == pytest.approx(trained / float(length), rel=0.01)
     run = tmp_path / "run"
+    tokenizer = Tokenizer.from_file(str(run / "tokenizer.json"))
+    text = (tmp_path / "heldout.txt").read_text()
+    length = len(text) / len(tokenizer.encode(text).ids)
+    assert float(per_byte) == pytest.approx(trained / length, abs=6e-4)
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert (run / "tokenizer.json").exists()
 
     second = start(RECIPE, *args)
     assert second.code == 0, second.text
@@ -59,8 +59,7 @@ def test_recipe_trains_moves_resumes_and_refuses(
 def test_model_of_bytes_trains_on_bytes(args: list[str], tmp_path: Path) -> None:
     done = start(RECIPE, *args, "--model", "tiny", "--mesh.data", "2")
     assert done.code == 0, done.text
-    assert done.text.count("mesh     ") == 1
-    assert "bytes long" not in done.text
+    assert done.text.count("a device stores") == 1
     assert not (tmp_path / "run/tokenizer.json").exists()
 
 

@@ -113,7 +113,7 @@ def continue_text(
     num_tokens: int,
     *,
     tokenizer: Tokenizer | None = None,
-    temperature: float = 1.0,
+    temperature: float = 0.5,
 ) -> str:
     """Continue a text.
 
@@ -122,7 +122,7 @@ def continue_text(
       prompt_T: tokens to continue.
       num_tokens: tokens to add.
       tokenizer: of the model's tokens; None for a vocabulary of bytes.
-      temperature: as for `generate`.
+      temperature: as for `generate`; below 1, likely tokens become likelier.
 
     Returns:
       The added tokens as text; bytes that are not UTF-8 are replaced.
