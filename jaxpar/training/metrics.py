@@ -4,7 +4,7 @@ The metrics of step n are read only when those of step n + 1 are logged; the dev
 already working on that step, so logging never leaves it idle.
 """
 
-import collections
+import datetime
 import importlib
 import json
 import math
@@ -19,13 +19,12 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 from rich.console import Console
-from rich.live import Live
-from rich.text import Text
+from rich.progress import BarColumn, Progress, TextColumn
 
 _FILE = "metrics.jsonl"
 _RESERVED = ("step", "time")
 _NON_FINITE = ("nan", "inf", "-inf")
-_RATE_WINDOW_S = 10.0
+_RATE_WINDOW_S = 600.0
 _REDRAW_S = 0.1
 _PLAIN_LINE_S = 5.0
 _EVENTS_FLUSH_S = 10
@@ -85,8 +84,9 @@ class MetricsLogger:
                 "run, or neither to start one."
             )
         self._pending: tuple[int, Mapping[str, ArrayLike]] | None = None
-        self._progress = _Progress(total_steps, tokens_per_step)
-        self._file = self._events = self._display = None
+        shown = Console() if console is True else console or None
+        self._progress = _Progress(shown, total_steps, tokens_per_step)
+        self._file = self._events = None
         self._writes = jax.process_index() == 0
         if not self._writes:
             return
@@ -103,8 +103,6 @@ class MetricsLogger:
                 # Names have a resolution of one second: a quick resume would overwrite.
                 filename_suffix=f".{time.time_ns()}",
             )
-        if console:
-            self._display = _Display(Console() if console is True else console)
 
     def __enter__(self) -> "MetricsLogger":
         return self
@@ -114,7 +112,7 @@ class MetricsLogger:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second over the last 10 seconds; None before the second step."""
+        """Tokens per second over the last 10 minutes; None before the second step."""
         return self._progress.tokens_per_second
 
     def log(self, step: int, metrics: Mapping[str, ArrayLike]) -> None:
@@ -162,13 +160,13 @@ class MetricsLogger:
         try:
             self.flush()
         finally:
-            if self._display is not None:
-                self._display.close()
+            if self._file is not None:
+                self._progress.close()
             if self._events is not None:
                 self._events.close()
             if self._file is not None:
                 self._file.close()
-            self._file = self._events = self._display = None
+            self._file = self._events = None
 
     def _write(self, step: int, metrics: Mapping[str, ArrayLike]) -> None:
         assert self._file is not None
@@ -181,8 +179,6 @@ class MetricsLogger:
             for name, value in values.items():
                 self._events.add_scalar(name, value, step, walltime=now)
         self._progress.update(step, values)
-        if self._display is not None:
-            self._display.show(self._progress)
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -202,47 +198,71 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 class _Progress:
-    """The text of the console line: the latest values, the rate and the time left."""
+    """How far a run is: a bar that is redrawn, or plain lines at intervals."""
 
-    def __init__(self, total_steps: int | None, tokens_per_step: int | None):
-        self.step = 0
-        self.total_steps = total_steps
-        self._tokens_per_step = tokens_per_step
+    def __init__(
+        self,
+        console: Console | None,
+        total_steps: int | None,
+        tokens_per_step: int | None,
+    ):
+        self._console, self._tokens_per_step = console, tokens_per_step
+        self._draws_bar = console is not None and console.is_interactive
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            *([BarColumn(20)] if total_steps else []),
+            console=console,
+            auto_refresh=False,
+            speed_estimate_period=_RATE_WINDOW_S,
+            get_time=lambda: time.monotonic(),
+            disable=not self._draws_bar,
+        )
+        self._bar.add_task("", total=total_steps)
+        (self._task,) = self._bar.tasks
         self._values: dict[str, float] = {}
-        self._marks: collections.deque[tuple[float, int]] = collections.deque()
-
-    def update(self, step: int, values: Mapping[str, float]) -> None:
-        now = time.monotonic()
-        self._values.update(values)
-        if step < self.step:
-            self._marks.clear()
-        if not self._marks or step > self.step:
-            self._marks.append((now, step))
-        # The last two marks stay, so that steps longer than the window are measured.
-        while len(self._marks) > 2 and now - self._marks[0][0] > _RATE_WINDOW_S:
-            self._marks.popleft()
-        self.step = step
-
-    @property
-    def steps_per_second(self) -> float | None:
-        if len(self._marks) < 2:
-            return None
-        (start, first), (stop, last) = self._marks[0], self._marks[-1]
-        return (last - first) / max(stop - start, 1e-9)
+        self._is_shown, self._shown_at, self._shown_tenths = True, -math.inf, 0
 
     @property
     def tokens_per_second(self) -> float | None:
-        if self.steps_per_second is None or self._tokens_per_step is None:
+        if self._task.speed is None or self._tokens_per_step is None:
             return None
-        return self.steps_per_second * self._tokens_per_step
+        return self._task.speed * self._tokens_per_step
 
-    @property
-    def tenths(self) -> int:
-        return 10 * self.step // self.total_steps if self.total_steps else 0
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        """Take a step's numbers; show them if it is time."""
+        self._values.update(values)
+        if step < self._task.completed:
+            self._bar.reset(self._task.id)
+        self._bar.update(self._task.id, completed=step)
+        self._is_shown = False
+        since = time.monotonic() - self._shown_at
+        tenths = int(self._task.percentage // 10) if self._task.total else 0
+        if self._draws_bar:
+            is_due = since >= _REDRAW_S
+        else:
+            is_due = since >= _PLAIN_LINE_S or tenths > self._shown_tenths
+        if is_due:
+            self._shown_tenths = tenths
+            self._show()
+
+    def close(self) -> None:
+        """Show the last step's numbers, and end the line."""
+        if not self._is_shown:
+            self._show()
+        if self._draws_bar:
+            self._bar.stop()
+
+    def _show(self) -> None:
+        if self._draws_bar:
+            self._bar.start()
+            self._bar.update(self._task.id, description=str(self), refresh=True)
+        elif self._console is not None:
+            self._console.print(str(self), soft_wrap=True, markup=False)
+        self._is_shown, self._shown_at = True, time.monotonic()
 
     def __str__(self) -> str:
-        total = "" if self.total_steps is None else f"/{self.total_steps}"
-        parts = [f"step {self.step}{total}"]
+        total = "" if self._task.total is None else f"/{self._task.total:.0f}"
+        parts = [f"step {self._task.completed:.0f}{total}"]
         for name, form in (
             ("loss", "loss {:.4g}"),
             ("grad_norm", "grad norm {:.3g}"),
@@ -252,51 +272,10 @@ class _Progress:
                 parts.append(form.format(self._values[name]))
         if self.tokens_per_second is not None:
             parts.append(f"{_shorten(self.tokens_per_second)} tokens/s")
-        if self.steps_per_second is not None and self.total_steps is not None:
-            left = (self.total_steps - self.step) / self.steps_per_second
-            parts.append(f"{_clock(max(left, 0.0))} left")
+        if self._task.speed is not None and self._task.time_remaining is not None:
+            left = datetime.timedelta(seconds=round(self._task.time_remaining))
+            parts.append(f"{left} left")
         return "  ".join(parts)
-
-
-class _Display:
-    """Shows the progress: one line redrawn in place, or plain lines at intervals."""
-
-    def __init__(self, console: Console):
-        self._console = console
-        redraws = console.is_interactive
-        self._live = Live(console=console, auto_refresh=False) if redraws else None
-        self._text: str | None = None
-        self._is_shown = True
-        self._shown_at = -math.inf
-        self._shown_tenths = 0
-
-    def show(self, progress: _Progress) -> None:
-        self._text, self._is_shown = str(progress), False
-        since = time.monotonic() - self._shown_at
-        tenths = progress.tenths
-        if self._live is not None:
-            is_due = since >= _REDRAW_S
-        else:
-            is_due = since >= _PLAIN_LINE_S or tenths > self._shown_tenths
-        if is_due:
-            self._shown_tenths = tenths
-            self._draw()
-
-    def _draw(self) -> None:
-        if self._live is None:
-            self._console.print(
-                self._text, soft_wrap=True, markup=False, highlight=False
-            )
-        else:
-            self._live.start()
-            self._live.update(Text(self._text or ""), refresh=True)
-        self._is_shown, self._shown_at = True, time.monotonic()
-
-    def close(self) -> None:
-        if not self._is_shown:
-            self._draw()
-        if self._live is not None:
-            self._live.stop()
 
 
 def _shorten(number: float) -> str:
@@ -304,12 +283,6 @@ def _shorten(number: float) -> str:
         if number >= size:
             return f"{number / size:.3g}{letter}"
     return f"{number:.3g}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 def _import_tensorboard() -> Any:

@@ -26,7 +26,7 @@ def test_live_line_says_how_the_run_goes(tmp_path, terminal, clock):
     last = shown(terminal).split("\r")[-1]
     assert (
         "step 3/100  loss 2.346  grad norm 0.877  lr 3.00e-04  "
-        "10k tokens/s  0:48 left" in last
+        "10k tokens/s  0:00:49 left " in last
     )
     assert shown(terminal).count("\n") == 1
 
@@ -70,7 +70,8 @@ def test_plain_lines_come_at_tenths_and_every_five_seconds(tmp_path, clock):
 
 
 @pytest.mark.parametrize(
-    ("seconds_per_step", "left"), [(0.001, "0:01"), (2.0, "32:38"), (60.0, "16:19:00")]
+    ("seconds_per_step", "left"),
+    [(0.001, "0:00:01"), (2.0, "0:32:38"), (60.0, "16:19:00")],
 )
 def test_time_left_follows_the_rate(tmp_path, clock, seconds_per_step, left):
     console = Console(file=io.StringIO())
@@ -82,16 +83,15 @@ def test_time_left_follows_the_rate(tmp_path, clock, seconds_per_step, left):
     assert shown(console).splitlines()[-1] == f"step 21/1000  {left} left"
 
 
-def test_rate_is_of_the_last_ten_seconds(tmp_path, clock):
-    with MetricsLogger(tmp_path, tokens_per_step=10, console=False) as logger:
+def test_rate_is_of_the_last_ten_minutes(tmp_path, clock):
+    with MetricsLogger(tmp_path, tokens_per_step=600, console=False) as logger:
         logger.log(1, {})
         logger.flush()
         assert logger.tokens_per_second is None
-        for seconds, count in ((10.0, 5), (1.0, 30)):
-            for _ in range(count):
-                clock.now += seconds
-                logger.log(logger._progress.step + 1, {})
-                logger.flush()
+        for step, seconds in enumerate(5 * [600.0] + 30 * [60.0], start=2):
+            clock.now += seconds
+            logger.log(step, {})
+            logger.flush()
         assert logger.tokens_per_second == 10.0
 
 
