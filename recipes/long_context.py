@@ -16,7 +16,7 @@ from rich.console import Console
 
 import jaxpar
 from jaxpar.data import Loader, open_splits
-from jaxpar.models import GPT, GPTConfig, gpt_config, gpt_loss, plan_of
+from jaxpar.models import GPT, GPTConfig, gpt_config, gpt_loss, tile_work_of
 from jaxpar.sparse_attention import SparsityPattern, causal_pattern
 
 CPU_MESH = jaxpar.MeshShape(data=2, tensor=2)
@@ -122,8 +122,8 @@ def main(config: Config) -> None:
     engine = build(config, mesh)
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     console.print(f"mesh     {shape} on {mesh.devices.flat[0].device_kind} devices")
-    plan = plan_of(pattern, model.seq_len, model.num_heads)
-    console.print(f"pattern  {config.pattern}: {plan.active_tiles:.1%} of tiles active")
+    work = tile_work_of(pattern, model.seq_len, model.num_heads)
+    console.print(f"pattern  {config.pattern}: {work.active_tiles:.1%} of tiles active")
     loss = jaxpar.train(
         engine,
         loader,

@@ -18,9 +18,9 @@ from benchmarks.kernels.timing import compile_for_h200, seconds
 from jaxpar.sparse_attention import causal_pattern, make_layout
 from kernels_pallas.block_sparse_attention import (
     BlockLayout,
-    Plan,
+    TileWork,
     block_sparse_attention,
-    make_plan,
+    make_tile_work,
 )
 from kernels_pallas.block_sparse_attention.api import KERNEL_TILE
 
@@ -42,10 +42,12 @@ class Case:
     window: int | None = None
 
     @functools.cached_property
-    def plan(self) -> Plan:
+    def work(self) -> TileWork:
         """On the kernels' tiles."""
         length = self.seq_len
-        return make_plan(self.layout, length, length, causal=True, tile=KERNEL_TILE)
+        return make_tile_work(
+            self.layout, length, length, causal=True, tile=KERNEL_TILE
+        )
 
     def shape(self, size: int) -> tuple[int, ...]:
         """Of queries, keys and values."""
@@ -101,7 +103,7 @@ def measure(
     """
     shape = case.shape(size)
     found = share_and_mark(case) | dict(torch)
-    found |= times_of("sparse", sparse(case.plan), shape, rounds)
+    found |= times_of("sparse", sparse(case.work), shape, rounds)
     found |= dense_times(shape, rounds)
     if case.window is not None:
         found |= times_of("cudnn_window", cudnn(case.window), shape, rounds)
@@ -156,7 +158,7 @@ def ratios_of(found: Mapping[str, float]) -> dict[str, float]:
 def compiled(case: Case, size: int) -> dict[str, float]:
     """What forward and backward pass compile to for an H200 that is not here."""
     x = jax.ShapeDtypeStruct(case.shape(size), jnp.bfloat16)
-    call = with_backward(sparse(case.plan))
+    call = with_backward(sparse(case.work))
     found = compile_for_h200(call, (x,) * 4)
     del found["moved_gb"]  # What kernels move is up to their lists.
     return share_and_mark(case) | found
@@ -164,24 +166,24 @@ def compiled(case: Case, size: int) -> dict[str, float]:
 
 def share_and_mark(case: Case) -> dict[str, float]:
     """Active tiles over those of causal dense attention, and what that should bring."""
-    plan, dense = case.plan, named("dense", "dense", case.seq_len).plan
-    share = plan.active_tiles / dense.active_tiles
-    tiles_a_row = plan.active_tiles * plan.tiles_k
-    num_parts = plan.rows.num_parts + plan.columns.num_parts
+    work, dense = case.work, named("dense", "dense", case.seq_len).work
+    share = work.active_tiles / dense.active_tiles
+    tiles_a_row = work.active_tiles * work.tiles_k
+    num_parts = work.rows.num_parts + work.columns.num_parts
     is_few = tiles_a_row < MANY_TILES or num_parts > 0
     return {
-        "active_blocks": plan.active_blocks,
-        "active_tiles": plan.active_tiles,
+        "active_blocks": work.active_blocks,
+        "active_tiles": work.active_tiles,
         "share_of_dense": share,
         "tiles_a_row": tiles_a_row,
         "mark_of_dense_time": share / (FEW_TILES_MARK if is_few else SPARSE_MARK),
     }
 
 
-def sparse(plan: Plan) -> Callable[..., jax.Array]:
+def sparse(work: TileWork) -> Callable[..., jax.Array]:
     """Our kernels."""
     return lambda q, k, v: block_sparse_attention(
-        q, k, v, plan, implementation="mosaic"
+        q, k, v, work, implementation="mosaic"
     )
 
 

@@ -24,7 +24,7 @@ SIZES = {"bert-base": (12, 768, 12), "bert-large": (24, 1024, 16)}
 LENGTHS = sorted(half << i for half in (1024, 1536) for i in range(10))
 USABLE = 0.92
 """Of the device's memory, beside what the driver and fragments take."""
-PLAN = {"block": 128, "window": 512, "global_tokens": 128}
+PATTERN = {"block": 128, "window": 512, "global_tokens": 128}
 VARIANTS = {
     "all scores": ("xla", "none"),
     "all scores, remat": ("xla", "full"),
@@ -42,7 +42,7 @@ def peak_bytes(size: str, variant: str, seq_len: int) -> int:
     attention, remat = VARIANTS[variant]
     pattern = None
     if attention not in ("xla", "auto"):
-        pattern = causal_pattern(attention, num_heads=heads, **PLAN)
+        pattern = causal_pattern(attention, num_heads=heads, **PATTERN)
     config = GPTConfig(
         vocab_size=256,
         seq_len=seq_len,

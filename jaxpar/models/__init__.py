@@ -14,8 +14,8 @@ from jaxpar.models.gpt import (
 )
 from jaxpar.models.sparse_attention import (
     SparseSelfAttention,
-    plan_of,
     sparse_attention,
+    tile_work_of,
 )
 
 __all__ = [
@@ -30,6 +30,6 @@ __all__ = [
     "gpt_loss",
     "num_params",
     "pipeline_gpt",
-    "plan_of",
     "sparse_attention",
+    "tile_work_of",
 ]

@@ -14,9 +14,9 @@ from jaxpar.sparse_attention import SparsityPattern, make_layout
 from jaxpar.sparse_attention.layouts import first_blocks
 from kernels_pallas.backend import Choice
 from kernels_pallas.block_sparse_attention import (
-    Plan,
+    TileWork,
     block_sparse_attention,
-    make_plan,
+    make_tile_work,
 )
 
 
@@ -64,7 +64,7 @@ def sparse_attention(
     Source: DeepSpeed's ``SparseSelfAttention``.
     """
     _, seq_len, num_heads, _ = query_BTNH.shape
-    plan = plan_of(pattern, seq_len, num_heads, pattern_len=pattern_len)
+    work = tile_work_of(pattern, seq_len, num_heads, pattern_len=pattern_len)
     split = split_of(query_BTNH, key_BTKH)
 
     def attend(
@@ -78,7 +78,7 @@ def sparse_attention(
             query,
             key,
             value,
-            plan,
+            work,
             segment_ids=segment_ids,
             kv_seq_lens=lens,
             first_head=_first_head(split, query),
@@ -99,14 +99,14 @@ def _first_head(split: Split, query_BTNH: jax.Array) -> jax.Array | None:
     return jax.lax.axis_index(split.heads) * query_BTNH.shape[2]
 
 
-def plan_of(
+def tile_work_of(
     pattern: SparsityPattern,
     seq_len: int,
     num_heads: int,
     *,
     pattern_len: int | None = None,
-) -> Plan:
-    """Plan a pattern's attention over a sequence of any length.
+) -> TileWork:
+    """Lay out the tile work of a pattern's attention over a sequence of any length.
 
     Args:
       pattern: the pattern.
@@ -116,7 +116,7 @@ def plan_of(
         T.
 
     Returns:
-      The plan; the same object for the same arguments.
+      The work; the same object for the same arguments.
 
     Raises:
       ValueError: if the pattern does not have that many heads, or names blocks beyond
@@ -130,7 +130,7 @@ def plan_of(
     num_blocks = -(-seq_len // pattern.block)
     laid_out = max(num_blocks, -(-(pattern_len or 0) // pattern.block))
     layout = make_layout(pattern, laid_out * pattern.block)
-    return make_plan(
+    return make_tile_work(
         first_blocks(layout, num_blocks),
         seq_len,
         seq_len,

@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 
 from jaxpar.show.plotting import import_matplotlib
-from kernels_pallas.block_sparse_attention import BlockLayout, Tile, make_plan
+from kernels_pallas.block_sparse_attention import BlockLayout, Tile, make_tile_work
 
 SHADES = " ░▒▓█"
 """Characters of a cell of several blocks, by the fraction that is active."""
@@ -138,8 +138,8 @@ def _tiles_share(layout: BlockLayout, tile: Tile, *, causal: bool) -> float | No
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # Only the fraction is needed.
         lens = (n * layout.block for n in layout.blocks.shape[1:])
-        plan = make_plan(layout, *lens, causal=causal, tile=tile)
-    return plan.active_tiles
+        work = make_tile_work(layout, *lens, causal=causal, tile=tile)
+    return work.active_tiles
 
 
 def _check_head(layout: BlockLayout, head: int) -> None:

@@ -1,7 +1,7 @@
 """Which blocks of a sequence does a pattern make active: DeepSpeed's, corrected.
 
 With unidirectional attention no active block is in the future; the future tokens of a
-diagonal block are masked by the plan, which is made causal.
+diagonal block are masked by the tile work, which is made causal.
 
 Differs: DeepSpeed's fixed and variable patterns have blocks in the future (all global
 blocks of a window but the first; random ones), it attends to the future inside

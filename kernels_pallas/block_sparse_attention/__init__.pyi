@@ -2,6 +2,12 @@
 
 from .api import block_sparse_attention
 from .layout import BlockLayout
-from .plan import Plan, Tile, make_plan
+from .tile_work import Tile, TileWork, make_tile_work
 
-__all__ = ["BlockLayout", "Plan", "Tile", "block_sparse_attention", "make_plan"]
+__all__ = [
+    "BlockLayout",
+    "Tile",
+    "TileWork",
+    "block_sparse_attention",
+    "make_tile_work",
+]

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.backend import Choice, choose
 from kernels_pallas.block_sparse_attention import reference
 from kernels_pallas.block_sparse_attention.operands import Limits
-from kernels_pallas.block_sparse_attention.plan import Plan, Tile
+from kernels_pallas.block_sparse_attention.tile_work import Tile, TileWork
 from kernels_pallas.block_sparse_attention.vjp import Implementation, attend
 
 Segments = Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]]
@@ -28,7 +28,7 @@ def block_sparse_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
-    plan: Plan,
+    work: TileWork,
     *,
     scale: float | None = None,
     segment_ids: Segments | None = None,
@@ -44,7 +44,7 @@ def block_sparse_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
-    plan: Plan,
+    work: TileWork,
     *,
     scale: float | None = None,
     segment_ids: Segments | None = None,
@@ -59,7 +59,7 @@ def block_sparse_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
-    plan: Plan,
+    work: TileWork,
     *,
     scale: float | None = None,
     segment_ids: Segments | None = None,
@@ -80,14 +80,14 @@ def block_sparse_attention(
       k: keys, in the dtype of `q`; K divides N, and each key head serves N / K query
         heads.
       v: values, in the dtype of `q`.
-      plan: the active blocks of T queries and S keys, by `make_plan`.
+      work: the active blocks of T queries and S keys, by `make_tile_work`.
       scale: of the scores, above 0; None for 1 / sqrt(H).
       segment_ids: a query sees only keys of its own segment; a pair if queries and keys
         have different ones.
       kv_seq_lens: valid keys of each sequence, the first ones; None for all, like any
         number above S.
-      first_head: if `q` has only some of the plan's heads, the number of the first;
-        None if it has all.
+      first_head: if `q` has only some of the heads of `work`, the number of the
+        first; None if it has all.
       return_lse: also return the logarithm of each softmax's sum.
       implementation: the name of one; None for the fastest that runs here.
 
@@ -96,20 +96,20 @@ def block_sparse_attention(
       -inf for a query that sees nothing.
 
     Raises:
-      ValueError: if shapes or dtypes do not match each other or the plan, or the
+      ValueError: if shapes or dtypes do not match each other or the work, or the
         requested implementation is unknown or does not run here.
 
     Example:
       >>> import numpy as np
-      >>> from kernels_pallas.block_sparse_attention import BlockLayout, make_plan
+      >>> from kernels_pallas.block_sparse_attention import BlockLayout, make_tile_work
       >>> layout = BlockLayout(np.tri(2, dtype=bool), block=128)
-      >>> plan = make_plan(layout, 256, 256, causal=True)
+      >>> work = make_tile_work(layout, 256, 256, causal=True)
       >>> x = jax.random.normal(jax.random.key(0), (1, 256, 2, 64))
-      >>> block_sparse_attention(x, x, x, plan).shape
+      >>> block_sparse_attention(x, x, x, work).shape
       (1, 256, 2, 64)
     """
-    _check_shapes(q, k, v, plan)
-    _check_heads(q, k, plan, is_part=first_head is not None)
+    _check_shapes(q, k, v, work)
+    _check_heads(q, k, work, is_part=first_head is not None)
     limits = _limits(q, k, segment_ids, kv_seq_lens)
     limits = dataclasses.replace(limits, first_head=first_head)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -119,12 +119,12 @@ def block_sparse_attention(
         "block_sparse_attention",
         implementation,
         dtype=q.dtype,
-        unsupported=_unsupported(q, plan),
+        unsupported=_unsupported(q, work),
     )
     size = q.shape[3]
     if choice == "mosaic":
         q, k, v = (_filled_up(x) for x in (q, k, v))
-    both: Any = attend(q, k, v, limits, plan, scale, _implementation(choice))
+    both: Any = attend(q, k, v, limits, work, scale, _implementation(choice))
     o, lse = both[0][..., :size], both[1]
     return (o, lse) if return_lse else o
 
@@ -138,14 +138,14 @@ def _implementation(choice: Choice) -> Implementation:
     return Implementation(api.forward, api.backward)
 
 
-def _unsupported(q: jax.Array, plan: Plan) -> str | None:
+def _unsupported(q: jax.Array, work: TileWork) -> str | None:
     """Why the kernels can't compute this; None if they can."""
     if q.shape[3] > max(SIZES):
         return f"heads of {q.shape[3]} are larger than {max(SIZES)}"
-    if plan.tile != KERNEL_TILE:
-        return f"the plan's tile is {plan.tile}, and the kernel's {KERNEL_TILE}"
-    if plan.block < LEAST_BLOCK:
-        return f"blocks of {plan.block} are smaller than {LEAST_BLOCK}"
+    if work.tile != KERNEL_TILE:
+        return f"the tile work's tile is {work.tile}, and the kernel's {KERNEL_TILE}"
+    if work.block < LEAST_BLOCK:
+        return f"blocks of {work.block} are smaller than {LEAST_BLOCK}"
     return None
 
 
@@ -156,7 +156,7 @@ def _filled_up(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else x
 
 
-def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, plan: Plan) -> None:
+def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, work: TileWork) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(
@@ -177,23 +177,23 @@ def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, plan: Plan) -> None:
             f"q and k: have shapes {q.shape} and {k.shape}; batch and head size must "
             "be the same."
         )
-    if (plan.seq_q, plan.seq_k) != (q.shape[1], k.shape[1]):
+    if (work.seq_q, work.seq_k) != (q.shape[1], k.shape[1]):
         raise ValueError(
-            f"plan: made for {plan.seq_q} queries and {plan.seq_k} keys, but q and k "
-            f"have {q.shape[1]} and {k.shape[1]}; call make_plan with these lengths."
+            f"work: made for {work.seq_q} queries and {work.seq_k} keys, but q and k "
+            f"have {q.shape[1]} and {k.shape[1]}; call make_tile_work with these."
         )
 
 
-def _check_heads(q: jax.Array, k: jax.Array, plan: Plan, *, is_part: bool) -> None:
+def _check_heads(q: jax.Array, k: jax.Array, work: TileWork, *, is_part: bool) -> None:
     if q.shape[2] % k.shape[2]:
         raise ValueError(
             f"q and k: {q.shape[2]} heads of queries can't share {k.shape[2]} heads of "
             "keys; the former must be a multiple of the latter."
         )
-    fits = is_part and plan.num_heads % q.shape[2] == 0
-    if plan.num_heads not in (1, q.shape[2]) and not fits:
+    fits = is_part and work.num_heads % q.shape[2] == 0
+    if work.num_heads not in (1, q.shape[2]) and not fits:
         raise ValueError(
-            f"plan: of a layout of {plan.num_heads} heads, but q has {q.shape[2]}; "
+            f"work: of a layout of {work.num_heads} heads, but q has {q.shape[2]}; "
             "make the layout for that many, or for one head that all share."
         )
 

@@ -28,7 +28,7 @@ class Lists:
       tile_row: [G, E], the row of each tile, in order; R, the number of rows, for
         padding.
       column: [G, E], the column of each tile.
-      mask: [G, E], the plan's mask of each tile.
+      mask: [G, E], the tile work's mask of each tile.
     """
 
     row: np.ndarray

@@ -1,4 +1,4 @@
-"""What is attention given besides queries, keys, values and a plan."""
+"""What is attention given besides queries, keys, values and tile work."""
 
 import dataclasses
 from typing import Any
@@ -18,7 +18,7 @@ class Limits:
         own segment; None for one segment.
       segments_k: [B, S], likewise: the segment of each key; None for one segment.
       kv_seq_lens: [B]: how many keys each sequence has; None for all.
-      first_head: scalar: which of the plan's heads is the first here; None where all
+      first_head: scalar: which head of the tile work is the first here; None where all
         heads are here.
     """
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.block_sparse_attention.operands import Limits
-from kernels_pallas.block_sparse_attention.plan import Plan
+from kernels_pallas.block_sparse_attention.tile_work import TileWork
 
 _NEVER = -1e30
 """A minimum for scores that can be subtracted from itself."""
@@ -50,7 +50,7 @@ def forward(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     limits: Limits,
-    plan: Plan,
+    work: TileWork,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend.
@@ -60,18 +60,18 @@ def forward(
       k_BSKH: keys, of K heads that divide N.
       v_BSKH: values.
       limits: further limits on what a query sees.
-      plan: the work, for T and S.
+      work: the work, for T and S.
       scale: of the scores.
 
     Returns:
       The result, [B, T, N, H], and the logarithm of each softmax's sum, [B, N, T] in
       fp32: -inf for a query that sees nothing, whose result is 0.
     """
-    heads = _Heads(q_BTNH, k_BSKH, v_BSKH, plan, limits.first_head)
-    head = functools.partial(_forward_head, limits=_tiled_limits(limits, plan))
-    o, lse = heads.map(functools.partial(head, plan=plan, scale=scale))
-    o_BTNH = heads.untile(o, plan.seq_q).astype(q_BTNH.dtype)
-    return o_BTNH, heads.untile(lse, plan.seq_q).swapaxes(1, 2)
+    heads = _Heads(q_BTNH, k_BSKH, v_BSKH, work, limits.first_head)
+    head = functools.partial(_forward_head, limits=_tiled_limits(limits, work))
+    o, lse = heads.map(functools.partial(head, work=work, scale=scale))
+    o_BTNH = heads.untile(o, work.seq_q).astype(q_BTNH.dtype)
+    return o_BTNH, heads.untile(lse, work.seq_q).swapaxes(1, 2)
 
 
 def backward(
@@ -79,7 +79,7 @@ def backward(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     limits: Limits,
-    plan: Plan,
+    work: TileWork,
     scale: float,
     lse_BNT: jax.Array,
     delta_BNT: jax.Array,
@@ -92,7 +92,7 @@ def backward(
       k_BSKH: keys.
       v_BSKH: values.
       limits: further limits on what a query sees.
-      plan: the work.
+      work: the work.
       scale: of the scores.
       lse_BNT: from `forward`.
       delta_BNT: the product of result and cotangent, summed over H, less the
@@ -102,17 +102,17 @@ def backward(
     Returns:
       dq, dk and dv, in the dtypes of q, k and v.
     """
-    heads = _Heads(q_BTNH, k_BSKH, v_BSKH, plan, limits.first_head)
+    heads = _Heads(q_BTNH, k_BSKH, v_BSKH, work, limits.first_head)
     of_rows = [x.swapaxes(1, 2) for x in (lse_BNT, delta_BNT)]
-    saved = _Saved(*(heads.tile(x, plan.tile.q) for x in (*of_rows, do_BTNH)))
-    head = functools.partial(_backward_head, limits=_tiled_limits(limits, plan))
-    dq, dk, dv = heads.map(functools.partial(head, plan=plan, scale=scale), saved)
+    saved = _Saved(*(heads.tile(x, work.tile.q) for x in (*of_rows, do_BTNH)))
+    head = functools.partial(_backward_head, limits=_tiled_limits(limits, work))
+    dq, dk, dv = heads.map(functools.partial(head, work=work, scale=scale), saved)
     # Query heads that share a key head are the second dim.
     dk, dv = (x.sum(1, keepdims=True) for x in (dk, dv))
     return (
-        heads.untile(dq, plan.seq_q).astype(q_BTNH.dtype),
-        heads.untile(dk, plan.seq_k).astype(k_BSKH.dtype),
-        heads.untile(dv, plan.seq_k).astype(v_BSKH.dtype),
+        heads.untile(dq, work.seq_q).astype(q_BTNH.dtype),
+        heads.untile(dk, work.seq_k).astype(k_BSKH.dtype),
+        heads.untile(dv, work.seq_k).astype(v_BSKH.dtype),
     )
 
 
@@ -127,15 +127,15 @@ class _Heads:
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        plan: Plan,
+        work: TileWork,
         first_head: jax.Array | None,
     ):
         self._first_head = first_head
         self._kv_heads = k.shape[2]
         self._group = q.shape[2] // self._kv_heads
-        self._lists = plan.rows
-        self._q = self.tile(q, plan.tile.q)
-        self._keys = _Keys(*(self.tile(x, plan.tile.k)[:, 0] for x in (k, v)))
+        self._lists = work.rows
+        self._q = self.tile(q, work.tile.q)
+        self._keys = _Keys(*(self.tile(x, work.tile.k)[:, 0] for x in (k, v)))
 
     def tile(self, x: jax.Array, size: int) -> jax.Array:
         """Tile [B, T, N, ...]; the last tile is padded with 0."""
@@ -182,12 +182,12 @@ def _forward_head(
     tiles: _Chunk,
     *,
     limits: Limits,
-    plan: Plan,
+    work: TileWork,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
     def step(state, chunk: _Chunk):
         top, total, sums = state
-        scores, is_visible = _scores(q, keys.k, chunk, limits, plan, scale)
+        scores, is_visible = _scores(q, keys.k, chunk, limits, work, scale)
         new_top = top.at[chunk.row].max(scores.max(-1), mode="drop")
         p = _exp(scores, _rows(new_top, chunk.row), is_visible)
         kept = jnp.exp(top - new_top)
@@ -202,7 +202,7 @@ def _forward_head(
         jnp.zeros(q.shape[:-1], jnp.float32),
         jnp.zeros(q.shape, jnp.float32),
     )
-    (top, total, sums), _ = jax.lax.scan(step, start, _chunks(tiles, q, plan))
+    (top, total, sums), _ = jax.lax.scan(step, start, _chunks(tiles, q, work))
     o = sums / jnp.where(total > 0, total, 1.0)[..., None]
     return o, jnp.where(total > 0, top + jnp.log(total), -jnp.inf)
 
@@ -214,12 +214,12 @@ def _backward_head(
     saved: _Saved,
     *,
     limits: Limits,
-    plan: Plan,
+    work: TileWork,
     scale: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     def step(state, chunk: _Chunk):
         dq, dk, dv = state
-        scores, is_visible = _scores(q, keys.k, chunk, limits, plan, scale)
+        scores, is_visible = _scores(q, keys.k, chunk, limits, work, scale)
         p = _exp(scores, _rows(saved.lse, chunk.row), is_visible)
         queries, do = _rows(q, chunk.row), _rows(saved.do, chunk.row)
         dp = _product("ebqh,ebkh->ebqk", do, keys.v[chunk.column])
@@ -233,7 +233,7 @@ def _backward_head(
 
     dq, dk, dv = (jnp.zeros(x.shape, jnp.float32) for x in (q, *keys))
     start = (dq, dk, dv)
-    return jax.lax.scan(step, start, _chunks(tiles, q, plan))[0]
+    return jax.lax.scan(step, start, _chunks(tiles, q, work))[0]
 
 
 def _scores(
@@ -241,24 +241,24 @@ def _scores(
     k: jax.Array,
     chunk: _Chunk,
     limits: Limits,
-    plan: Plan,
+    work: TileWork,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
     """Scores [E, B, tile.q, tile.k], and which are visible ([E, 1 or B, ...])."""
     scores = scale * _product("ebqh,ebkh->ebqk", _rows(q, chunk.row), k[chunk.column])
-    is_visible = _visible(chunk, limits, plan)
+    is_visible = _visible(chunk, limits, work)
     return jnp.where(is_visible, scores, _NEVER), is_visible
 
 
-def _visible(chunk: _Chunk, limits: Limits, plan: Plan) -> jax.Array:
-    tile = plan.tile
-    masks = jnp.asarray(plan.masks)[chunk.mask]
+def _visible(chunk: _Chunk, limits: Limits, work: TileWork) -> jax.Array:
+    tile = work.tile
+    masks = jnp.asarray(work.masks)[chunk.mask]
     for axis, size in ((1, tile.q), (2, tile.k)):
         masks = masks.repeat(size // masks.shape[axis], axis)
     q_EQ1 = (chunk.row[:, None] * tile.q + np.arange(tile.q))[..., None]
     k_E1K = (chunk.column[:, None] * tile.k + np.arange(tile.k))[:, None]
-    is_visible = masks & (k_E1K < plan.seq_k) & (q_EQ1 < plan.seq_q)
-    if plan.causal:
+    is_visible = masks & (k_E1K < work.seq_k) & (q_EQ1 < work.seq_q)
+    if work.causal:
         is_visible &= k_E1K <= q_EQ1
     is_visible = is_visible[:, None]
     if limits.kv_seq_lens is not None:
@@ -288,7 +288,7 @@ def _product(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.einsum(formula, x, y, preferred_element_type=jnp.float32)
 
 
-def _tiled_limits(limits: Limits, plan: Plan) -> Limits:
+def _tiled_limits(limits: Limits, work: TileWork) -> Limits:
     def tiled(x: jax.Array | None, size: int) -> jax.Array | None:
         if x is None:
             return None
@@ -298,20 +298,20 @@ def _tiled_limits(limits: Limits, plan: Plan) -> Limits:
         return x.reshape(batch, tiles, size).swapaxes(0, 1)
 
     return Limits(
-        tiled(limits.segments_q, plan.tile.q),
-        tiled(limits.segments_k, plan.tile.k),
+        tiled(limits.segments_q, work.tile.q),
+        tiled(limits.segments_k, work.tile.k),
         limits.kv_seq_lens,
         limits.first_head,
     )
 
 
-def _chunks(tiles: _Chunk, q: jax.Array, plan: Plan) -> _Chunk:
+def _chunks(tiles: _Chunk, q: jax.Array, work: TileWork) -> _Chunk:
     """Split the tiles into chunks whose scores are about as large as the queries."""
     count = tiles.row.shape[-1]
-    size = plan.tiles_q * q.shape[-1] // plan.tile.k
+    size = work.tiles_q * q.shape[-1] // work.tile.k
     size = min(max(1, size), max(1, count))
     padding = -count % size
-    fills = (plan.tiles_q, 0, 0)
+    fills = (work.tiles_q, 0, 0)
     return _Chunk(
         *(
             jnp.pad(jnp.asarray(x), (0, padding), constant_values=fill).reshape(

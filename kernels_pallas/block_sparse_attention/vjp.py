@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.block_sparse_attention.operands import Limits
-from kernels_pallas.block_sparse_attention.plan import Plan
+from kernels_pallas.block_sparse_attention.tile_work import TileWork
 
 
 class Implementation(NamedTuple):
@@ -25,7 +25,7 @@ def attend(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     limits: Limits,
-    plan: Plan,
+    work: TileWork,
     scale: float,
     implementation: Implementation,
 ) -> tuple[jax.Array, jax.Array]:
@@ -35,15 +35,15 @@ def attend(
       q_BTNH: queries.
       k_BSKH: keys.
       v_BSKH: values.
-      limits: limits on what a query sees, besides the plan's.
-      plan: the work.
+      limits: limits on what a query sees, besides the tile work's.
+      work: the work.
       scale: of the scores.
       implementation: the two functions to use.
 
     Returns:
       The result, [B, T, N, H], and the logarithm of each softmax's sum, [B, N, T].
     """
-    return implementation.forward(q_BTNH, k_BSKH, v_BSKH, limits, plan, scale)
+    return implementation.forward(q_BTNH, k_BSKH, v_BSKH, limits, work, scale)
 
 
 def _attend_forward(
@@ -51,18 +51,18 @@ def _attend_forward(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     limits: Limits,
-    plan: Plan,
+    work: TileWork,
     scale: float,
     implementation: Implementation,
 ) -> tuple[Any, Any]:
     o_BTNH, lse_BNT = implementation.forward(
-        q_BTNH, k_BSKH, v_BSKH, limits, plan, scale
+        q_BTNH, k_BSKH, v_BSKH, limits, work, scale
     )
     return (o_BTNH, lse_BNT), (q_BTNH, k_BSKH, v_BSKH, limits, o_BTNH, lse_BNT)
 
 
 def _attend_backward(
-    plan: Plan,
+    work: TileWork,
     scale: float,
     implementation: Implementation,
     saved: Any,
@@ -78,7 +78,7 @@ def _attend_backward(
         k_BSKH,
         v_BSKH,
         limits,
-        plan,
+        work,
         scale,
         lse_BNT,
         delta_BNT - dlse_BNT,

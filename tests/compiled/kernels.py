@@ -44,7 +44,7 @@ def main() -> None:
     from kernels_pallas.block_sparse_attention import (  # noqa: PLC0415
         BlockLayout,
         block_sparse_attention,
-        make_plan,
+        make_tile_work,
     )
     from kernels_pallas.block_sparse_attention.api import (  # noqa: PLC0415
         KERNEL_TILE,
@@ -59,7 +59,7 @@ def main() -> None:
         blocks |= np.eye(num_blocks, dtype=bool)
         layout = BlockLayout(blocks, config.block)
         options = {"tile": KERNEL_TILE, "longest": config.longest}
-        plan = make_plan(layout, SEQ_LEN, SEQ_LEN, causal=True, **options)
+        work = make_tile_work(layout, SEQ_LEN, SEQ_LEN, causal=True, **options)
 
         def shape(heads: int) -> jax.ShapeDtypeStruct:
             dims = (1, SEQ_LEN, heads, config.size)
@@ -71,7 +71,7 @@ def main() -> None:
             def attend(q, k, v):
                 given = limits if config.limits else {}
                 return block_sparse_attention(
-                    q, k, v, plan, **given, implementation="mosaic"
+                    q, k, v, work, **given, implementation="mosaic"
                 )
 
             return jax.vjp(attend, q, k, v)[1](do)

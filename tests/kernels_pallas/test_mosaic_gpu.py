@@ -16,9 +16,9 @@ from jaxpar.sparse_attention import BigBird, BSLongformer, causal_pattern, make_
 from kernels_pallas.backend import has_kernels
 from kernels_pallas.block_sparse_attention import (
     BlockLayout,
-    Plan,
+    TileWork,
     block_sparse_attention,
-    make_plan,
+    make_tile_work,
 )
 from tests.kernels_pallas.marks import needs_mosaic
 
@@ -35,9 +35,9 @@ TOLERANCE = {jnp.float16: 2e-3, jnp.bfloat16: 1.2e-2}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Attention by a plan, of all heads or of those from one on."""
+    """Attention by tile work, of all heads or of those from one on."""
 
-    plan: Plan
+    work: TileWork
     size: int = 128
     dtype: Any = jnp.bfloat16
     lens: tuple[int, ...] | None = None
@@ -45,22 +45,22 @@ class Case:
     first_head: int | None = None
 
 
-def causal(name: str, block: int, seq_len: int = LENGTH) -> Plan:
+def causal(name: str, block: int, seq_len: int = LENGTH) -> TileWork:
     sizes = {"block": block, "window": 512, "global_tokens": 128}
     whole = -(-seq_len // block) * block
     layout = make_layout(causal_pattern(name, num_heads=HEADS, **sizes), whole)
-    return make_plan(layout, seq_len, seq_len, causal=True)
+    return make_tile_work(layout, seq_len, seq_len, causal=True)
 
 
-def both_ways(pattern: Any, **options: Any) -> Plan:
+def both_ways(pattern: Any, **options: Any) -> TileWork:
     layout = make_layout(pattern, LENGTH)
-    return make_plan(layout, LENGTH, LENGTH, causal=False, **options)
+    return make_tile_work(layout, LENGTH, LENGTH, causal=False, **options)
 
 
-def keys_of_their_own(seq_k: int) -> Plan:
+def keys_of_their_own(seq_k: int) -> TileWork:
     rng = np.random.default_rng(0)
     blocks = rng.random((HEADS, LENGTH // 64, -(-seq_k // 64))) < 0.6
-    return make_plan(BlockLayout(blocks, 64), LENGTH, seq_k, causal=False)
+    return make_tile_work(BlockLayout(blocks, 64), LENGTH, seq_k, causal=False)
 
 
 def of_pattern(name: str) -> dict[str, Callable[[], Case]]:
@@ -103,7 +103,7 @@ def both_passes(case: Case) -> Callable[..., tuple[jax.Array, ...]]:
     ) -> tuple[jax.Array, ...]:
         def attend(*given: jax.Array) -> jax.Array:
             return block_sparse_attention(
-                *given, case.plan, implementation=implementation, **limits
+                *given, case.work, implementation=implementation, **limits
             )
 
         *qkv, do = given
@@ -116,14 +116,14 @@ def both_passes(case: Case) -> Callable[..., tuple[jax.Array, ...]]:
 def operands(case: Case) -> tuple[list[jax.Array], dict[str, jax.Array]]:
     """Random q, k, v and do, in fp32, and what limits them."""
     rng = np.random.default_rng()
-    plan = case.plan
-    shapes = [(plan.seq_q, HEADS), *2 * [(plan.seq_k, KV_HEADS)], (plan.seq_q, HEADS)]
+    work = case.work
+    shapes = [(work.seq_q, HEADS), *2 * [(work.seq_k, KV_HEADS)], (work.seq_q, HEADS)]
     drawn = [
         rng.standard_normal((BATCH, *shape, case.size), np.float32) for shape in shapes
     ]
     limits = {}
     if case.has_segments:
-        ids = np.sort(rng.integers(0, 4, (BATCH, plan.seq_q)), axis=1)
+        ids = np.sort(rng.integers(0, 4, (BATCH, work.seq_q)), axis=1)
         limits["segment_ids"] = jnp.asarray(ids, jnp.int32)
     if case.lens is not None:
         limits["kv_seq_lens"] = jnp.asarray(case.lens)

@@ -12,9 +12,9 @@ import pytest
 
 from kernels_pallas.block_sparse_attention import (
     BlockLayout,
-    Plan,
     Tile,
-    make_plan,
+    TileWork,
+    make_tile_work,
     reference,
 )
 from kernels_pallas.block_sparse_attention.operands import Limits
@@ -80,10 +80,10 @@ class Case:
     def num_keys(self) -> int:
         return self.keys or self.length
 
-    def plan(self) -> Plan:
+    def work(self) -> TileWork:
         options = {"causal": self.causal, "longest": self.longest}
         with warnings.catch_warnings(action="ignore"):  # of coarse tiles
-            return make_plan(
+            return make_tile_work(
                 self.layout(),
                 self.length,
                 self.num_keys,
@@ -107,8 +107,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_do_what_the_reference_does(name: str, mosaic: Implementation) -> None:
     case = CASES[name]
-    plan = case.plan()
-    assert (plan.rows.num_parts > 0) == (case.longest is not None)
+    work = case.work()
+    assert (work.rows.num_parts > 0) == (case.longest is not None)
     rng = np.random.default_rng(0)
     batch = len(case.lens or (0,))
 
@@ -129,7 +129,7 @@ def test_kernels_do_what_the_reference_does(name: str, mosaic: Implementation) -
 
     def run(implementation: Implementation, *given: jax.Array) -> tuple:
         def both(*given: jax.Array) -> Any:
-            return attend(*given, limits, plan, case.size**-0.5, implementation)
+            return attend(*given, limits, work, case.size**-0.5, implementation)
 
         (o, lse), pull = jax.vjp(both, *given)
         found = pull((do.astype(o.dtype), jnp.zeros_like(lse)))

@@ -14,7 +14,7 @@ from jaxpar.jaxprs.evaluate import flops
 from kernels_pallas.block_sparse_attention import (
     BlockLayout,
     block_sparse_attention,
-    make_plan,
+    make_tile_work,
 )
 from kernels_pallas.block_sparse_attention.api import KERNEL_TILE
 from tests.kernels_pallas import test_mosaic_gpu
@@ -50,7 +50,7 @@ def lowered(
     with warnings.catch_warnings(action="ignore"):  # of coarse tiles
         layout = BlockLayout(blocks, block)
         options = {"tile": KERNEL_TILE, "longest": longest}
-        plan = make_plan(layout, LENGTH, LENGTH, causal=True, **options)
+        work = make_tile_work(layout, LENGTH, LENGTH, causal=True, **options)
     q = jax.ShapeDtypeStruct((2, LENGTH, HEADS, size), dtype)
     k = jax.ShapeDtypeStruct((2, LENGTH, HEADS // 2, size), dtype)
     ids = jax.ShapeDtypeStruct((2, LENGTH), jnp.int32)
@@ -61,7 +61,7 @@ def lowered(
             q,
             k,
             v,
-            plan,
+            work,
             segment_ids=ids if limits == "segments" else None,
             kv_seq_lens=lens if limits == "lens" else None,
             implementation=implementation,
@@ -95,11 +95,11 @@ def test_what_is_run_on_a_gpu_lowers(name: str) -> None:
 def test_operations_are_those_of_the_active_tiles() -> None:
     """Two products of each forward, three and four backward, of every head."""
     layout = BlockLayout(np.tri(4, dtype=bool), 128)
-    plan = make_plan(layout, LENGTH, LENGTH, causal=True, tile=KERNEL_TILE)
+    work = make_tile_work(layout, LENGTH, LENGTH, causal=True, tile=KERNEL_TILE)
     x = jax.ShapeDtypeStruct((2, LENGTH, HEADS, 64), jnp.bfloat16)
 
     def attend(q, k, v):
-        return block_sparse_attention(q, k, v, plan, implementation="mosaic")
+        return block_sparse_attention(q, k, v, work, implementation="mosaic")
 
     def pull(q, k, v, do):
         return jax.vjp(attend, q, k, v)[1](do)

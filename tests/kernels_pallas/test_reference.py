@@ -21,11 +21,11 @@ from jaxpar.sparse_attention import (
 )
 from kernels_pallas.block_sparse_attention import (
     BlockLayout,
-    Plan,
     Tile,
+    TileWork,
     api,
     block_sparse_attention,
-    make_plan,
+    make_tile_work,
 )
 from tests.kernels_pallas.oracle import dense_attention, visible_mask
 
@@ -51,9 +51,11 @@ def patterns(attention: str) -> dict[str, SparsityPattern]:
 CAUSAL = {True: patterns("unidirectional"), False: patterns("bidirectional")}
 
 
-def plan_of(layout: BlockLayout, seq_len: int, *, causal: bool, tile: Tile) -> Plan:
+def tile_work_of(
+    layout: BlockLayout, seq_len: int, *, causal: bool, tile: Tile
+) -> TileWork:
     with warnings.catch_warnings(action="ignore"):  # of coarse tiles
-        return make_plan(layout, seq_len, seq_len, causal=causal, tile=tile)
+        return make_tile_work(layout, seq_len, seq_len, causal=causal, tile=tile)
 
 
 def operands(seq_len: int, kv_heads: int) -> tuple[jax.Array, ...]:
@@ -93,13 +95,13 @@ def test_result_and_gradients_are_dense_attentions(
     """At a length that is no multiple of the block, nor of the tile."""
     seq_len = 93
     layout = make_layout(CAUSAL[causal][name], 96)
-    plan = plan_of(layout, seq_len, causal=causal, tile=TILE)
+    work = tile_work_of(layout, seq_len, causal=causal, tile=TILE)
     options, mask = limits_of(limits, seq_len)
     mask = mask & visible_mask(layout, seq_len, seq_len, causal=causal)
     scale = SIZE**-0.5
 
     def sparse(q, k, v):
-        return block_sparse_attention(q, k, v, plan, return_lse=True, **options)
+        return block_sparse_attention(q, k, v, work, return_lse=True, **options)
 
     def dense(q, k, v):
         return dense_attention(q, k, v, jnp.asarray(mask), scale)
@@ -128,9 +130,9 @@ def assert_same(sparse, dense, given: tuple[jax.Array, ...]) -> None:
 def test_queries_that_see_nothing_give_0_and_take_a_gradient_of_0() -> None:
     blocks = np.zeros((4, 4), bool)
     blocks[1] = True
-    plan = plan_of(BlockLayout(blocks, 16), 64, causal=False, tile=Tile(16, 16))
+    work = tile_work_of(BlockLayout(blocks, 16), 64, causal=False, tile=Tile(16, 16))
     given = operands(64, 4)
-    attend = jax.jit(lambda *x: block_sparse_attention(*x, plan))
+    attend = jax.jit(lambda *x: block_sparse_attention(*x, work))
     o, pull = jax.vjp(attend, *given)
     seen = np.repeat(blocks.any(1), 16)
     assert (np.asarray(o)[:, ~seen] == 0).all()
@@ -143,8 +145,8 @@ def test_queries_that_see_nothing_give_0_and_take_a_gradient_of_0() -> None:
 
 def test_layout_without_any_block_gives_0() -> None:
     layout = BlockLayout(np.zeros((2, 2), bool), 16)
-    plan = plan_of(layout, 32, causal=False, tile=Tile(16, 16))
-    attend = jax.jit(lambda *x: block_sparse_attention(*x, plan))
+    work = tile_work_of(layout, 32, causal=False, tile=Tile(16, 16))
+    attend = jax.jit(lambda *x: block_sparse_attention(*x, work))
     o, pull = jax.vjp(attend, *operands(32, 4))
     assert not np.asarray(o).any()
     assert not any(np.asarray(x).any() for x in pull(jnp.ones_like(o)))
@@ -154,7 +156,7 @@ def test_queries_and_keys_may_have_lengths_and_segments_of_their_own() -> None:
     rng = np.random.default_rng(3)
     blocks = rng.random((HEADS, 3, 5)) < 0.5
     layout = BlockLayout(blocks, 16)
-    plan = make_plan(layout, 47, 70, causal=False, tile=Tile(16, 16))
+    work = make_tile_work(layout, 47, 70, causal=False, tile=Tile(16, 16))
     q, *_ = operands(47, 4)
     _, k, v = operands(70, 2)
     ids = [np.sort(rng.integers(0, 2, (BATCH, n)), axis=1) for n in (47, 70)]
@@ -163,7 +165,7 @@ def test_queries_and_keys_may_have_lengths_and_segments_of_their_own() -> None:
     pair = tuple(map(jnp.asarray, ids))
     assert_same(
         lambda *x: block_sparse_attention(
-            *x, plan, scale=0.3, segment_ids=pair, return_lse=True
+            *x, work, scale=0.3, segment_ids=pair, return_lse=True
         ),
         lambda *x: dense_attention(*x, jnp.asarray(mask), 0.3),
         (q, k, v),
@@ -174,11 +176,11 @@ def test_queries_and_keys_may_have_lengths_and_segments_of_their_own() -> None:
 def test_half_precision_sums_in_fp32(dtype: Any) -> None:
     """2 percent: what rounding q, k, v and the weights to 8 bits each allows."""
     layout = make_layout(CAUSAL[True]["dense"], 256)
-    plan = plan_of(layout, 256, causal=True, tile=Tile(32, 32))
+    work = tile_work_of(layout, 256, causal=True, tile=Tile(32, 32))
     given = operands(256, 2)
     half = tuple(x.astype(dtype) for x in given)
     mask = jnp.asarray(visible_mask(layout, 256, 256, causal=True))[None]
-    ours = jax.jit(lambda *x: block_sparse_attention(*x, plan))
+    ours = jax.jit(lambda *x: block_sparse_attention(*x, work))
     right = jax.jit(lambda *x: dense_attention(*x, mask, SIZE**-0.5)[0])
     o, pull = jax.vjp(ours, *half)
     want, want_pull = jax.vjp(right, *given)
@@ -192,10 +194,12 @@ def test_half_precision_sums_in_fp32(dtype: Any) -> None:
 
 
 def test_lengths_beyond_the_keys_show_no_padding() -> None:
-    plan = plan_of(BlockLayout(np.ones((4, 4), bool), 16), 50, causal=False, tile=TILE)
+    work = tile_work_of(
+        BlockLayout(np.ones((4, 4), bool), 16), 50, causal=False, tile=TILE
+    )
     q, k, v = operands(50, 4)
     attend = jax.jit(
-        lambda lens: block_sparse_attention(q, k, v, plan, kv_seq_lens=lens)
+        lambda lens: block_sparse_attention(q, k, v, work, kv_seq_lens=lens)
     )
     right = attend(jnp.array([50, 50]))
     np.testing.assert_array_equal(attend(jnp.array([64, 51])), right)
@@ -203,12 +207,12 @@ def test_lengths_beyond_the_keys_show_no_padding() -> None:
     assert list(api._limits(q, k, None, jnp.array([64, 20])).kv_seq_lens) == [50, 20]
 
 
-def temporaries(plan: Plan, heads: int) -> int:
-    shape = (1, plan.seq_q, heads, 32)
+def temporaries(work: TileWork, heads: int) -> int:
+    shape = (1, work.seq_q, heads, 32)
     q = jax.ShapeDtypeStruct(shape, jnp.float32)
 
     def loss(q, k, v):
-        return block_sparse_attention(q, k, v, plan).sum()
+        return block_sparse_attention(q, k, v, work).sum()
 
     step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
     return step.lower(q, q, q).compile().memory_analysis().temp_size_in_bytes
@@ -219,13 +223,13 @@ def test_memory_grows_with_the_sequence_and_work_with_the_active_blocks() -> Non
     found = {}
     for seq_len in (2048, 8192):
         layout = make_layout(LocalSlidingWindow(1, block=64), seq_len)
-        plan = make_plan(layout, seq_len, seq_len, causal=True, tile=Tile(64, 64))
-        found[seq_len] = temporaries(plan, heads=1)
+        work = make_tile_work(layout, seq_len, seq_len, causal=True, tile=Tile(64, 64))
+        found[seq_len] = temporaries(work, heads=1)
     assert found[8192] < 4.2 * found[2048]
     assert found[8192] < 0.3 * 4 * 8192**2
     dense = make_layout(Dense(1, block=64, attention="unidirectional"), 8192)
-    plan = make_plan(dense, 8192, 8192, causal=True, tile=Tile(64, 64))
-    assert temporaries(plan, heads=1) < 0.3 * 4 * 8192**2
+    work = make_tile_work(dense, 8192, 8192, causal=True, tile=Tile(64, 64))
+    assert temporaries(work, heads=1) < 0.3 * 4 * 8192**2
 
 
 @pytest.mark.usefixtures("unchecked_types")
@@ -236,8 +240,8 @@ def test_memory_grows_with_the_sequence_and_work_with_the_active_blocks() -> Non
         ({"v": (2, 64, 4, 16)}, "k and v: have shapes"),
         ({"q": (1, 64, 4, 8)}, "q and k: .* batch and head size"),
         ({"k": (2, 64, 3, 8), "v": (2, 64, 3, 8)}, "4 heads of queries .* 3 heads"),
-        ({"q": (2, 64, 8, 8)}, "plan: of a layout of 4 heads, but q has 8"),
-        ({"q": (2, 48, 4, 8)}, "plan: made for 64 queries .* have 48 and 64"),
+        ({"q": (2, 64, 8, 8)}, "work: of a layout of 4 heads, but q has 8"),
+        ({"q": (2, 48, 4, 8)}, "work: made for 64 queries .* have 48 and 64"),
         ({"segment_ids": (2, 63)}, r"segment_ids: has shape \(2, 63\) for queries"),
         ({"kv_seq_lens": (3,)}, r"kv_seq_lens: has shape \(3,\); .* 2 sequences"),
     ],
@@ -247,12 +251,12 @@ def test_operands_that_do_not_belong_together_are_refused(
 ) -> None:
     layout = BlockLayout(np.ones((4, 4, 4), bool) & np.tri(4, dtype=bool), 16)
     layout.blocks[1, 1, 0] = False  # heads that differ
-    plan = make_plan(layout, 64, 64, causal=True, tile=Tile(16, 16))
+    work = make_tile_work(layout, 64, 64, causal=True, tile=Tile(16, 16))
     shapes = {name: (2, 64, 4, 8) for name in "qkv"} | change
     ids = {name: jnp.zeros(shapes.pop(name), jnp.int32) for name in list(shapes)[3:]}
     q, k, v = (jnp.zeros(shapes[name]) for name in "qkv")
     with pytest.raises(ValueError, match=message):
-        block_sparse_attention(q, k, v, plan, **ids)
+        block_sparse_attention(q, k, v, work, **ids)
 
 
 @pytest.mark.usefixtures("unchecked_types")
@@ -270,8 +274,10 @@ def test_operands_that_do_not_belong_together_are_refused(
     ],
 )
 def test_options_that_there_are_not_are_refused(options: dict, message: str) -> None:
-    plan = plan_of(BlockLayout(np.ones((2, 2), bool), 16), 32, causal=True, tile=TILE)
+    work = tile_work_of(
+        BlockLayout(np.ones((2, 2), bool), 16), 32, causal=True, tile=TILE
+    )
     given = {"q": jnp.zeros((2, 32, 4, 8))}
-    given |= {"k": given["q"], "v": given["q"], "plan": plan, **options}
+    given |= {"k": given["q"], "v": given["q"], "work": work, **options}
     with pytest.raises(ValueError, match=message):
         block_sparse_attention(**given)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.cli.recipe_flags import parse
-from jaxpar.models import plan_of
+from jaxpar.models import tile_work_of
 from recipes import long_context
 from tests.recipes.programs import small_run, start, told
 
@@ -40,7 +40,7 @@ def test_flags_that_its_help_gives_for_gpus_fit_together() -> None:
     config = parse(long_context.Config, None, flags[1].split())
     model, pattern = long_context.model_of(config)
     assert model.seq_len == 32_768
-    assert plan_of(pattern, model.seq_len, model.num_heads).active_tiles < 0.2
+    assert tile_work_of(pattern, model.seq_len, model.num_heads).active_tiles < 0.2
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from kernels_pallas.block_sparse_attention.mosaic import parts
 from kernels_pallas.block_sparse_attention.mosaic.common import Build
 from kernels_pallas.block_sparse_attention.mosaic.device_lists import device_lists
 from kernels_pallas.block_sparse_attention.operands import Limits
-from kernels_pallas.block_sparse_attention.plan import Plan
+from kernels_pallas.block_sparse_attention.tile_work import TileWork
 
 LN2 = math.log(2)
 
@@ -23,21 +23,21 @@ def forward(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     limits: Limits,
-    plan: Plan,
+    work: TileWork,
     scale: float,
     *,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend, as `reference.forward` does."""
-    build = _build(q_BTNH, k_BSKH, limits, plan, plan.rows, scale, 2, interpret)
-    given = _given(plan, limits, q_BTNH, k_BSKH, v_BSKH)
+    build = _build(q_BTNH, k_BSKH, limits, work, work.rows, scale, 2, interpret)
+    given = _given(work, limits, q_BTNH, k_BSKH, v_BSKH)
     o, lse2, *partial = forward_pass.forward(build, given)
     if partial:
         of_parts = partial[0], partial[1]
         o, lse2 = parts.join_attention(
-            (o, lse2), of_parts, plan.rows, limits.first_head
+            (o, lse2), of_parts, work.rows, limits.first_head
         )
-    return o[:, : plan.seq_q], LN2 * lse2[:, :, : plan.seq_q]
+    return o[:, : work.seq_q], LN2 * lse2[:, :, : work.seq_q]
 
 
 def backward(
@@ -45,7 +45,7 @@ def backward(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     limits: Limits,
-    plan: Plan,
+    work: TileWork,
     scale: float,
     lse_BNT: jax.Array,
     delta_BNT: jax.Array,
@@ -54,29 +54,29 @@ def backward(
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute the cotangents, as `reference.backward` does."""
-    given = _given(plan, limits, q_BTNH, k_BSKH, v_BSKH)
+    given = _given(work, limits, q_BTNH, k_BSKH, v_BSKH)
     of_rows = jnp.stack([lse_BNT / LN2, delta_BNT], axis=2)
-    padding = [(0, 0)] * 3 + [(0, -plan.seq_q % plan.tile.q)]
-    given["do"] = _padded(do_BTNH, plan.tile.q)
+    padding = [(0, 0)] * 3 + [(0, -work.seq_q % work.tile.q)]
+    given["do"] = _padded(do_BTNH, work.tile.q)
     given["of_rows"] = jnp.pad(of_rows, padding)
-    build = _build(q_BTNH, k_BSKH, limits, plan, plan.rows, scale, 3, interpret)
-    (of_q,) = _joined(backward_pass.of_queries(build, given), plan.rows, limits)
-    build = _build(q_BTNH, k_BSKH, limits, plan, plan.columns, scale, 3, interpret)
-    of_k, of_v = _joined(backward_pass.of_keys(build, given), plan.columns, limits)
+    build = _build(q_BTNH, k_BSKH, limits, work, work.rows, scale, 3, interpret)
+    (of_q,) = _joined(backward_pass.of_queries(build, given), work.rows, limits)
+    build = _build(q_BTNH, k_BSKH, limits, work, work.columns, scale, 3, interpret)
+    of_k, of_v = _joined(backward_pass.of_keys(build, given), work.columns, limits)
     batch, _, kv_heads, size = k_BSKH.shape
     shape = (batch, -1, kv_heads, q_BTNH.shape[2] // kv_heads, size)
     of_k, of_v = (
         x.reshape(shape).sum(3, dtype=jnp.float32).astype(k_BSKH.dtype)
         for x in (of_k, of_v)
     )
-    return of_q[:, : plan.seq_q], of_k[:, : plan.seq_k], of_v[:, : plan.seq_k]
+    return of_q[:, : work.seq_q], of_k[:, : work.seq_k], of_v[:, : work.seq_k]
 
 
 def _build(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     limits: Limits,
-    plan: Plan,
+    work: TileWork,
     lists: Lists,
     scale: float,
     stages: int,
@@ -85,9 +85,9 @@ def _build(
     batch, _, heads, size = q_BTNH.shape
     has_limits = limits.kv_seq_lens is not None or limits.segments_q is not None
     return Build(
-        plan=plan,
+        work=work,
         lists=device_lists(
-            lists, plan, heads, limits.first_head, has_limits=has_limits
+            lists, work, heads, limits.first_head, has_limits=has_limits
         ),
         batch=batch,
         heads=heads,
@@ -101,10 +101,10 @@ def _build(
 
 
 def _given(
-    plan: Plan, limits: Limits, q: jax.Array, k: jax.Array, v: jax.Array
+    work: TileWork, limits: Limits, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> dict[str, jax.Array]:
     """The operands that exist, by name, padded to full tiles."""
-    of_q, of_k = plan.tile.q, plan.tile.k
+    of_q, of_k = work.tile.q, work.tile.k
     given = {"q": _padded(q, of_q), "k": _padded(k, of_k), "v": _padded(v, of_k)}
     if limits.kv_seq_lens is not None:
         given["lens"] = limits.kv_seq_lens

@@ -1,4 +1,4 @@
-"""The backward pass: queries by the plan's rows, keys and values by its columns.
+"""The backward pass: queries by the tile work's rows, keys and values by its columns.
 
 Both recompute the weights from the sums that the forward pass saved. A step computes 64
 tokens of the other side of a tile, so that all sums stay in registers.
@@ -39,7 +39,7 @@ def of_queries(build: Build, given: Arrays) -> list[jax.Array]:
     """Compute the cotangent of queries, in full tiles.
 
     Args:
-      build: for these operands, and the plan's rows.
+      build: for these operands, and the tile work's rows.
       given: the inputs of the forward pass; do [B, T, N, H]; and of_rows [B, N, 2, T],
         lse to base 2 and delta.
 
@@ -55,7 +55,7 @@ def of_queries(build: Build, given: Arrays) -> list[jax.Array]:
         own,
         shared,
         {"dq": "q"},
-        build.plan.tile.q,
+        build.work.tile.q,
         lambda parts: _OfQueries(parts).run(),
     )
 
@@ -64,7 +64,7 @@ def of_keys(build: Build, given: Arrays) -> list[jax.Array]:
     """Compute the cotangents of keys and values, in full tiles.
 
     Args:
-      build: for these operands, and the plan's columns.
+      build: for these operands, and the tile work's columns.
       given: as for `of_queries`.
 
     Returns:
@@ -80,7 +80,7 @@ def of_keys(build: Build, given: Arrays) -> list[jax.Array]:
         own,
         shared,
         {"dk": "k", "dv": "v"},
-        build.plan.tile.k,
+        build.work.tile.k,
         lambda parts: _OfKeys(parts).run(),
     )
 
@@ -90,12 +90,12 @@ class _OfQueries:
 
     def __init__(self, parts: Parts):
         self.parts, self.item, self.ring = parts, parts.item, parts.ring
-        self.build, self.plan = parts.build, parts.plan
+        self.build, self.work = parts.build, parts.work
 
     @property
     def first_q(self) -> Any:
         """The first of this warpgroup's queries."""
-        return self.item.place * self.plan.tile.q + self.item.wg * ROWS
+        return self.item.place * self.work.tile.q + self.item.wg * ROWS
 
     def run(self) -> None:
         """Run this warpgroup's role."""
@@ -103,13 +103,13 @@ class _OfQueries:
         pl.when(self.item.wg == WARPGROUPS)(self._fetch)
 
     def _steps(self, tiles: Any) -> Any:
-        return tiles * (self.plan.tile.k // OTHERS)
+        return tiles * (self.work.tile.k // OTHERS)
 
     def _fetch(self) -> None:
         plgpu.set_max_registers(24, action="decrease")
 
         def sources(step: Any) -> dict[str, Any]:
-            _, first = self.parts.first_other(step, self.plan.tile.k)
+            _, first = self.parts.first_other(step, self.work.tile.k)
             return self.parts.places(pl.ds(first, OTHERS))
 
         self.ring.fetch(self._steps(self.item.count), sources)
@@ -169,7 +169,7 @@ class _OfQueries:
             # Read by threads, and written next by the copy engine.
             plgpu.commit_smem()
             self.ring.free("segments_k", step)
-        tile = self.plan.tile.k
+        tile = self.work.tile.k
         in_tile, first_k = parts.first_other(step, tile)
         own = self.item.wg * ROWS
         piece = Piece((ROWS, OTHERS), 0, self.first_q, first_k, own, in_tile)
@@ -181,12 +181,12 @@ class _OfKeys:
 
     def __init__(self, parts: Parts):
         self.parts, self.item, self.ring = parts, parts.item, parts.ring
-        self.build, self.plan = parts.build, parts.plan
+        self.build, self.work = parts.build, parts.work
 
     @property
     def first_k(self) -> Any:
         """The first of this warpgroup's keys."""
-        return self.item.place * self.plan.tile.k + self.item.wg * ROWS
+        return self.item.place * self.work.tile.k + self.item.wg * ROWS
 
     def run(self) -> None:
         """Run this warpgroup's role."""
@@ -194,13 +194,13 @@ class _OfKeys:
         pl.when(self.item.wg == WARPGROUPS)(self._fetch)
 
     def _steps(self, tiles: Any) -> Any:
-        return tiles * (self.plan.tile.q // OTHERS)
+        return tiles * (self.work.tile.q // OTHERS)
 
     def _fetch(self) -> None:
         plgpu.set_max_registers(24, action="decrease")
 
         def sources(step: Any) -> dict[str, Any]:
-            _, first = self.parts.first_other(step, self.plan.tile.q)
+            _, first = self.parts.first_other(step, self.work.tile.q)
             return self.parts.places(pl.ds(first, OTHERS))
 
         self.ring.fetch(self._steps(self.item.count), sources)
@@ -239,7 +239,7 @@ class _OfKeys:
             p = jnp.where(self._visible(step), p, 0.0)
         ring.wait("do", step)
         # Masks of several blocks leave no registers for two matmuls at a time.
-        is_tight = self.plan.masks.shape[0] > 1
+        is_tight = self.work.masks.shape[0] > 1
         if is_tight:
             parts.add_product(of_v, p, ring.at("do", step))
             plgpu.wgmma_wait(0)
@@ -272,7 +272,7 @@ class _OfKeys:
             )
             plgpu.commit_smem()
             self.ring.free("segments_q", step)
-        tile = self.plan.tile.q
+        tile = self.work.tile.q
         in_tile, first_q = parts.first_other(step, tile)
         own = self.item.wg * ROWS
         piece = Piece((ROWS, OTHERS), 1, first_q, self.first_k, in_tile, own)

@@ -100,7 +100,7 @@ class Parts:
         own: tuple[str, ...],
         ring: Ring,
     ):
-        self.build, self.plan, self.refs = build, build.plan, refs
+        self.build, self.work, self.refs = build, build.work, refs
         self.memory, self.barriers = memory, barriers
         self.own, self.ring = own, ring
         self.item = Item.read(refs, build)
@@ -144,7 +144,7 @@ class Parts:
         item, refs = self.item, self.refs
         return visible(
             piece,
-            self.plan,
+            self.work,
             refs["words"],
             item.mask(lax.div(step, jnp.int32(tile // OTHERS))),
             length=refs["lens"][item.row] if "lens" in refs else None,

@@ -20,7 +20,7 @@ from kernels_pallas.block_sparse_attention.mosaic.device_lists import (
     START,
     DeviceLists,
 )
-from kernels_pallas.block_sparse_attention.plan import Plan
+from kernels_pallas.block_sparse_attention.tile_work import TileWork
 from kernels_pallas.operations import counted
 
 WARPGROUPS = 2
@@ -38,8 +38,8 @@ class Build:
     """The static parameters of a kernel.
 
     Attributes:
-      plan: the plan.
-      lists: of the plan's rows, or of its columns.
+      work: the work of the kernels.
+      lists: of the tile work's rows, or of its columns.
       batch: rows of the batch.
       heads: of the queries.
       group: query heads that share a key head.
@@ -50,7 +50,7 @@ class Build:
       interpret: how to run without a GPU; None for a GPU.
     """
 
-    plan: Plan
+    work: TileWork
     lists: DeviceLists
     batch: int
     heads: int
@@ -122,9 +122,9 @@ class Build:
     @property
     def _operations(self) -> int:
         """FLOPs of one matmul over all active tiles."""
-        plan = self.plan
-        tiles = round(plan.active_tiles * plan.tiles_q * plan.tiles_k * self.heads)
-        return 2 * self.batch * tiles * plan.tile.q * plan.tile.k * self.size
+        work = self.work
+        tiles = round(work.active_tiles * work.tiles_q * work.tiles_k * self.heads)
+        return 2 * self.batch * tiles * work.tile.q * work.tile.k * self.size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +204,7 @@ class Item:
         return self.refs["tiles"][self.of_lists, self._read(START) + step, COLUMN]
 
     def mask(self, step: Any) -> Any:
-        """The plan's mask of a tile."""
+        """The tile work's mask of a tile."""
         return self.refs["tiles"][self.of_lists, self._read(START) + step, MASK]
 
 

@@ -1,4 +1,4 @@
-"""What do a kernel's programs read of a plan: its lists, packed into few arrays."""
+"""What do a kernel's programs read of the tile work: lists, in few packed arrays."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.block_sparse_attention.lists import Lists
-from kernels_pallas.block_sparse_attention.plan import Plan
+from kernels_pallas.block_sparse_attention.tile_work import TileWork
 
 ROW, START, COUNT, FULL, PART = range(5)
 COLUMN, MASK = range(2)
@@ -21,7 +21,7 @@ class DeviceLists:
     Attributes:
       items: [G, I, 5] of `Lists`: row, start, count, full and part.
       tiles: [G, E, 2]: column and mask.
-      words: [M, tile.q / b], the plan's masks; bit j of a word is for block j of keys.
+      words: [M, tile.q / b], the masks; bit j of a word is for block j of keys.
       is_shared: whether all heads share the lists, with G = 1.
       num_parts: partial results of a head.
     """
@@ -39,15 +39,15 @@ class DeviceLists:
 
 
 def device_lists(
-    lists: Lists, plan: Plan, num_heads: int, first_head: Any, *, has_limits: bool
+    lists: Lists, work: TileWork, num_heads: int, first_head: Any, *, has_limits: bool
 ) -> DeviceLists:
-    """Pack a plan's lists.
+    """Pack a tile work's lists.
 
     Args:
-      lists: the plan's rows or columns.
-      plan: the plan.
+      lists: the tile work's rows or columns.
+      work: the work of the kernels.
       num_heads: of the present queries.
-      first_head: the first present head of the plan's; None if all are present.
+      first_head: the first present head of the tile work's; None if all are present.
       has_limits: whether every tile needs a mask.
 
     Returns:
@@ -59,8 +59,8 @@ def device_lists(
     tiles = np.stack([lists.column, lists.mask], axis=-1)
     if tiles.shape[1] == 0:
         tiles = np.zeros((len(tiles), 1, 2), np.int32)
-    bits = 1 << np.arange(plan.masks.shape[2], dtype=np.int64)
-    words = (plan.masks * bits).sum(-1).astype(np.int32)
+    bits = 1 << np.arange(work.masks.shape[2], dtype=np.int64)
+    words = (work.masks * bits).sum(-1).astype(np.int32)
     is_shared = len(items) == 1
 
     def here(x: np.ndarray) -> jax.Array:

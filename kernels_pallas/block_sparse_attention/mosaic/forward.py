@@ -42,7 +42,7 @@ def forward(build: Build, given: dict[str, jax.Array]) -> list[jax.Array]:
     """Attend over full tiles.
 
     Args:
-      build: for these operands, and the plan's rows.
+      build: for these operands, and the tile work's rows.
       given: q [B, T, N, H], k and v [B, S, K, H], T and S multiples of the tile's; and
         with limits lens [B], segments_q [B, T] and segments_k [B, S].
 
@@ -51,7 +51,7 @@ def forward(build: Build, given: dict[str, jax.Array]) -> list[jax.Array]:
       are split, also partial results [B, N, P, tile, H] and their logarithms
       [B, N, P, tile].
     """
-    plan, num_parts = build.plan, build.lists.num_parts
+    work, num_parts = build.work, build.lists.num_parts
     batch, seq_q, heads, size = given["q"].shape
     fp32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     outs = {
@@ -59,18 +59,18 @@ def forward(build: Build, given: dict[str, jax.Array]) -> list[jax.Array]:
         "lse": fp32((batch, heads, seq_q)),
     }
     if num_parts:
-        of_parts = (batch, heads, num_parts, plan.tile.q)
+        of_parts = (batch, heads, num_parts, work.tile.q)
         outs |= {"o_parts": fp32((*of_parts, size)), "lse_parts": fp32(of_parts)}
     own = tuple(name for name in ("q", "segments_q") if name in given)
     shared = tuple(name for name in ("k", "segments_k", "v") if name in given)
     memory = {
         "q": tiled_smem(WARPGROUPS, ROWS, size, dtype=build.dtype),
-        "k": tiled_smem(build.stages, plan.tile.k, size, dtype=build.dtype),
-        "v": tiled_smem(build.stages, plan.tile.k, size, dtype=build.dtype),
+        "k": tiled_smem(build.stages, work.tile.k, size, dtype=build.dtype),
+        "v": tiled_smem(build.stages, work.tile.k, size, dtype=build.dtype),
         "lse": plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
         "segments_q": plgpu.SMEM((WARPGROUPS, ROWS), jnp.int32),
-        "segments_k": plgpu.SMEM((build.stages, plan.tile.k), jnp.int32),
-        "p": plgpu.SMEM((WARPGROUPS, ROWS, plan.tile.k), build.dtype),
+        "segments_k": plgpu.SMEM((build.stages, work.tile.k), jnp.int32),
+        "p": plgpu.SMEM((WARPGROUPS, ROWS, work.tile.k), build.dtype),
     }
     used = {*own, *shared, "lse", *(("p",) if build.interprets else ())}
     memory = {name: ref for name, ref in memory.items() if name in used}
@@ -99,11 +99,11 @@ class _Program:
         own: tuple[str, ...],
         ring: Ring,
     ):
-        self.build, self.plan = build, build.plan
+        self.build, self.work = build, build.work
         self.refs, self.memory, self.barriers = refs, memory, barriers
         self.own, self.ring = own, ring
         self.item = Item.read(refs, build)
-        first = self.item.place * self.plan.tile.q + self.item.wg * ROWS
+        first = self.item.place * self.work.tile.q + self.item.wg * ROWS
         self.first_q, self.queries = first, pl.ds(first, ROWS)
 
     def run(self) -> None:
@@ -113,7 +113,7 @@ class _Program:
 
     def _fetch(self) -> None:
         plgpu.set_max_registers(40, action="decrease")
-        item, tile = self.item, self.plan.tile.k
+        item, tile = self.item, self.work.tile.k
 
         def sources(step: Any) -> dict[str, Any]:
             keys = pl.ds(item.other(step) * tile, tile)
@@ -168,7 +168,7 @@ class _Program:
             self._take_turn()
             return acc[...]
 
-        shape = (ROWS, self.plan.tile.k)
+        shape = (ROWS, self.work.tile.k)
         scores = pl.run_scoped(multiply, accumulator(*shape))
         self.ring.free("k", step)
         shown = self._visible(step) if masked else None
@@ -196,7 +196,7 @@ class _Program:
         return sums, new_top, total
 
     def _visible(self, step: Any) -> jax.Array:
-        item, plan, refs = self.item, self.plan, self.refs
+        item, work, refs = self.item, self.work, self.refs
         segments = None
         if "segments_q" in self.own:
             self.ring.wait("segments_k", step)
@@ -208,17 +208,17 @@ class _Program:
             plgpu.commit_smem()
             self.ring.free("segments_k", step)
         piece = Piece(
-            shape=(ROWS, plan.tile.k),
+            shape=(ROWS, work.tile.k),
             q_dim=0,
             first_q=self.first_q,
-            first_k=item.other(step) * plan.tile.k,
+            first_k=item.other(step) * work.tile.k,
             q_in_tile=item.wg * ROWS,
             k_in_tile=jnp.int32(0),
         )
         length = refs["lens"][item.row] if "lens" in refs else None
         mask = item.mask(step)
         return visible(
-            piece, plan, refs["words"], mask, length=length, segments=segments
+            piece, work, refs["words"], mask, length=length, segments=segments
         )
 
     def _add_values(self, step: Any, sums: jax.Array, p: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.block_sparse_attention.plan import Plan
+from kernels_pallas.block_sparse_attention.tile_work import TileWork
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Piece:
 
 def visible(
     piece: Piece,
-    plan: Plan,
+    work: TileWork,
     words_ref: Any,
     mask: Any,
     *,
@@ -51,7 +51,7 @@ def visible(
 
     Args:
       piece: their position.
-      plan: the plan.
+      work: the work of the kernels.
       words_ref: [M, words], its masks.
       mask: the number of the tile's mask.
       length: valid keys of the sequence; None for all.
@@ -61,12 +61,12 @@ def visible(
       Booleans of the piece's shape.
     """
     q, k = piece.iota(piece.q_dim), piece.iota(1 - piece.q_dim)
-    end = plan.seq_k if length is None else length
+    end = work.seq_k if length is None else length
     shown = k + piece.first_k < end
-    if plan.causal:
+    if work.causal:
         shown &= q + piece.first_q >= k + piece.first_k
-    if plan.masks.shape[0] > 1:
-        shown &= _block_bits(piece, plan, words_ref, mask, q, k) > 0
+    if work.masks.shape[0] > 1:
+        shown &= _block_bits(piece, work, words_ref, mask, q, k) > 0
     if segments is not None:
         of_q = lax.broadcast_in_dim(segments[0], piece.shape, [piece.q_dim])
         of_k = lax.broadcast_in_dim(segments[1], piece.shape, [1 - piece.q_dim])
@@ -75,11 +75,11 @@ def visible(
 
 
 def _block_bits(
-    piece: Piece, plan: Plan, words_ref: Any, mask: Any, q: jax.Array, k: jax.Array
+    piece: Piece, work: TileWork, words_ref: Any, mask: Any, q: jax.Array, k: jax.Array
 ) -> jax.Array:
     """1 where the block of a score is active; sizes are powers of two."""
-    _, per_tile_q, per_tile_k = plan.masks.shape
-    block_q, block_k = plan.tile.q // per_tile_q, plan.tile.k // per_tile_k
+    _, per_tile_q, per_tile_k = work.masks.shape
+    block_q, block_k = work.tile.q // per_tile_q, work.tile.k // per_tile_k
     first = lax.div(piece.q_in_tile, jnp.int32(block_q))
     word = jnp.full(piece.shape, 0, jnp.int32)
     word = plgpu.layout_cast(word, plgpu.Layout.WGMMA) + words_ref[mask, first]

@@ -19,7 +19,7 @@ def join_attention(
         rows that are not split.
       parts: partial results [B, N, P, tile, H] and logarithms [B, N, P, tile].
       lists: say which part belongs to which row.
-      first_head: the first present head of the plan's; None if all are present.
+      first_head: the first present head of the tile work's; None if all are present.
 
     Returns:
       Both, with the split rows in their places.
@@ -59,7 +59,7 @@ def join_sums(
       whole: [B, T, N, H], of rows that are not split.
       parts: [B, N, P, tile, H].
       lists: say which part belongs to which row.
-      first_head: the first present head of the plan's; None if all are present.
+      first_head: the first present head of the tile work's; None if all are present.
 
     Returns:
       The sums, with the split rows in their places.

@@ -12,7 +12,7 @@ from kernels_pallas.block_sparse_attention.layout import BlockLayout
 from kernels_pallas.block_sparse_attention.lists import Lists, make_lists
 
 COARSE = 2.0
-"""Work on tiles over work on blocks above which a plan warns."""
+"""Work on tiles over work on blocks above which a warning is given."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Tile:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
+class TileWork:
     """The work of block-sparse attention, fixed before anything is compiled.
 
-    Plans are compared by identity, so that one can be a static argument of a jitted
+    They are compared by identity, so that one can be a static argument of a jitted
     function.
 
     Attributes:
@@ -62,7 +62,7 @@ class Plan:
 
     @property
     def num_heads(self) -> int:
-        """Heads of the plan; 1 if it is for any number."""
+        """Heads of the work; 1 if it is for any number."""
         return self.rows.row.shape[0]
 
     @property
@@ -76,7 +76,7 @@ class Plan:
         return -(-self.seq_k // self.tile.k)
 
 
-def make_plan(
+def make_tile_work(
     layout: BlockLayout,
     seq_q: int,
     seq_k: int,
@@ -84,8 +84,8 @@ def make_plan(
     causal: bool,
     tile: Tile | None = None,
     longest: int | None = None,
-) -> Plan:
-    """Plan block-sparse attention.
+) -> TileWork:
+    """Lay out the work of block-sparse attention.
 
     Args:
       layout: the active blocks; its last block may exceed the sequence.
@@ -98,7 +98,7 @@ def make_plan(
         programs; None for twice the mean, and at least 16.
 
     Returns:
-      The plan; the same object for the same arguments.
+      The work; the same object for the same arguments.
 
     Raises:
       ValueError: if the layout does not have these lengths, or blocks and tiles do not
@@ -110,12 +110,12 @@ def make_plan(
 
     Example:
       >>> layout = BlockLayout(np.tri(4, dtype=bool), block=64)
-      >>> plan = make_plan(layout, 256, 256, causal=True, tile=Tile(64, 64))
-      >>> plan.active_tiles, plan.rows.count
+      >>> work = make_tile_work(layout, 256, 256, causal=True, tile=Tile(64, 64))
+      >>> work.active_tiles, work.rows.count
       (0.625, array([[4, 3, 2, 1]], dtype=int32))
     """
     tile = _usual_tile(layout.block) if tile is None else tile
-    return _make_plan(layout, seq_q, seq_k, causal, tile, longest)
+    return _make_tile_work(layout, seq_q, seq_k, causal, tile, longest)
 
 
 def _usual_tile(block: int) -> Tile:
@@ -125,14 +125,14 @@ def _usual_tile(block: int) -> Tile:
 
 
 @functools.lru_cache(maxsize=64)
-def _make_plan(
+def _make_tile_work(
     layout: BlockLayout,
     seq_q: int,
     seq_k: int,
     causal: bool,
     tile: Tile,
     longest: int | None,
-) -> Plan:
+) -> TileWork:
     _check(layout, seq_q, seq_k, causal=causal, tile=tile, longest=longest)
     blocks = layout.distinct
     if causal:
@@ -148,7 +148,7 @@ def _make_plan(
     if causal:
         full &= first_k + tile.k - 1 <= first_q
     transposed = [array.swapaxes(1, 2) for array in (active, full, mask)]
-    plan = Plan(
+    work = TileWork(
         rows=make_lists(active, full, mask, longest=longest),
         columns=make_lists(*transposed, longest=longest),
         masks=masks,
@@ -160,8 +160,8 @@ def _make_plan(
         active_blocks=float(blocks.mean()),
         active_tiles=float(active.mean()),
     )
-    _warn_if_coarse(plan)
-    return plan
+    _warn_if_coarse(work)
+    return work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,12 +245,12 @@ def _sizes_that_nest(block: int) -> str:
     return ", ".join(map(str, near or [block, 2 * block]))
 
 
-def _warn_if_coarse(plan: Plan) -> None:
-    if plan.active_tiles > COARSE * plan.active_blocks:
+def _warn_if_coarse(work: TileWork) -> None:
+    if work.active_tiles > COARSE * work.active_blocks:
         warnings.warn(
-            f"blocks of {plan.block} on tiles of {plan.tile.q} x {plan.tile.k}: "
-            f"{plan.active_blocks:.1%} of blocks are active, but "
-            f"{plan.active_tiles:.1%} of tiles, and full tiles are computed; larger "
+            f"blocks of {work.block} on tiles of {work.tile.q} x {work.tile.k}: "
+            f"{work.active_blocks:.1%} of blocks are active, but "
+            f"{work.active_tiles:.1%} of tiles, and full tiles are computed; larger "
             "blocks, or a smaller tile, reduce the work.",
             stacklevel=4,
         )

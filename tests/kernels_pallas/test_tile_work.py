@@ -1,4 +1,4 @@
-"""Does a plan work on every active block once, in rows and in columns, and no other?"""
+"""Does tile work cover each active block once, by rows and by columns, and no other?"""
 
 import warnings
 from typing import Any
@@ -8,14 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels_pallas.block_sparse_attention import BlockLayout, Plan, Tile, make_plan
+from kernels_pallas.block_sparse_attention import (
+    BlockLayout,
+    Tile,
+    TileWork,
+    make_tile_work,
+)
 from kernels_pallas.block_sparse_attention.lists import Lists
 from tests.kernels_pallas.oracle import visible_mask
 
 
-def plan_of(*args: Any, **options: Any) -> Plan:
+def tile_work_of(*args: Any, **options: Any) -> TileWork:
     with warnings.catch_warnings(action="ignore"):  # of coarse tiles
-        return make_plan(*args, **options)
+        return make_tile_work(*args, **options)
 
 
 @st.composite
@@ -36,10 +41,10 @@ def cases(draw: st.DrawFn) -> tuple[BlockLayout, dict[str, Any]]:
     return BlockLayout(blocks, block), {"seq_q": seq_q, "seq_k": seq_k, **options}
 
 
-def covered(plan: Plan, lists: Lists, *, transposed: bool) -> np.ndarray:
-    """How often the items of a plan's lists reach each query and key."""
+def covered(work: TileWork, lists: Lists, *, transposed: bool) -> np.ndarray:
+    """How often the items of a tile work's lists reach each query and key."""
     heads = len(lists.row)
-    shape = (heads, plan.tiles_q * plan.tile.q, plan.tiles_k * plan.tile.k)
+    shape = (heads, work.tiles_q * work.tile.q, work.tiles_k * work.tile.k)
     found = np.zeros(shape, int)
     for head in range(heads):
         for item, row in enumerate(lists.row[head]):
@@ -49,40 +54,42 @@ def covered(plan: Plan, lists: Lists, *, transposed: bool) -> np.ndarray:
                 q, k = row, lists.column[head, at]
                 q, k = (k, q) if transposed else (q, k)
                 needs_no_mask = at - first < lists.full[head, item]
-                found[head] += elements(plan, q, k, lists.mask[head, at], needs_no_mask)
-    return found[:, : plan.seq_q, : plan.seq_k]
+                found[head] += elements(work, q, k, lists.mask[head, at], needs_no_mask)
+    return found[:, : work.seq_q, : work.seq_k]
 
 
-def elements(plan: Plan, q: int, k: int, mask: int, needs_no_mask: bool) -> np.ndarray:
-    rows, columns = np.indices((plan.tiles_q * plan.tile.q, plan.tiles_k * plan.tile.k))
-    inside = (rows // plan.tile.q == q) & (columns // plan.tile.k == k)
+def elements(
+    work: TileWork, q: int, k: int, mask: int, needs_no_mask: bool
+) -> np.ndarray:
+    rows, columns = np.indices((work.tiles_q * work.tile.q, work.tiles_k * work.tile.k))
+    inside = (rows // work.tile.q == q) & (columns // work.tile.k == k)
     if needs_no_mask:
-        assert plan.masks[mask].all()
+        assert work.masks[mask].all()
         return inside
-    blocks = plan.masks[mask]
-    size_q, size_k = plan.tile.q // blocks.shape[0], plan.tile.k // blocks.shape[1]
-    shown = blocks[rows % plan.tile.q // size_q, columns % plan.tile.k // size_k]
-    return inside & shown & ((columns <= rows) | (not plan.causal))
+    blocks = work.masks[mask]
+    size_q, size_k = work.tile.q // blocks.shape[0], work.tile.k // blocks.shape[1]
+    shown = blocks[rows % work.tile.q // size_q, columns % work.tile.k // size_k]
+    return inside & shown & ((columns <= rows) | (not work.causal))
 
 
 @given(cases())
 def test_every_visible_pair_is_reached_once_and_no_other(case) -> None:
     layout, options = case
-    plan = plan_of(layout, **options)
+    work = tile_work_of(layout, **options)
     want = visible_mask(
         layout, options["seq_q"], options["seq_k"], causal=options["causal"]
     )
     want = np.broadcast_to(want, (len(layout.blocks), *want.shape[1:]))
-    for lists, transposed in ((plan.rows, False), (plan.columns, True)):
-        found = covered(plan, lists, transposed=transposed)
+    for lists, transposed in ((work.rows, False), (work.columns, True)):
+        found = covered(work, lists, transposed=transposed)
         np.testing.assert_array_equal(np.broadcast_to(found, want.shape), want)
 
 
 @given(cases())
 def test_every_row_has_its_items_longest_first(case) -> None:
     layout, options = case
-    plan = plan_of(layout, **options)
-    for lists, rows in ((plan.rows, plan.tiles_q), (plan.columns, plan.tiles_k)):
+    work = tile_work_of(layout, **options)
+    for lists, rows in ((work.rows, work.tiles_q), (work.columns, work.tiles_k)):
         for head in range(len(lists.row)):
             there = lists.row[head] >= 0
             items = lists.row[head][there]
@@ -97,8 +104,8 @@ def test_every_row_has_its_items_longest_first(case) -> None:
 @given(cases())
 def test_pieces_of_a_row_are_its_partial_results(case) -> None:
     layout, options = case
-    plan = plan_of(layout, **options)
-    for lists in (plan.rows, plan.columns):
+    work = tile_work_of(layout, **options)
+    for lists in (work.rows, work.columns):
         for head, row in enumerate(lists.row):
             for item, part in zip(row, lists.part[head], strict=True):
                 alone = (row == item).sum() == 1
@@ -116,44 +123,48 @@ def test_long_rows_are_split_by_default() -> None:
     """A row of 64 tiles among rows of 2 does not outlast the rest."""
     blocks = np.eye(64, dtype=bool)
     blocks[0] = blocks[:, 0] = True
-    plan = make_plan(
+    work = make_tile_work(
         BlockLayout(blocks, 32), 2048, 2048, causal=False, tile=Tile(32, 32)
     )
-    assert plan.rows.count.max() == 16
-    assert plan.rows.num_parts == plan.columns.num_parts == 4
+    assert work.rows.count.max() == 16
+    assert work.rows.num_parts == work.columns.num_parts == 4
     causal = BlockLayout(np.ones((64, 64), bool), 32)
-    plan = make_plan(causal, 2048, 2048, causal=True, tile=Tile(32, 32))
-    assert plan.rows.num_parts == 0, "rows of a triangle are not long"
+    work = make_tile_work(causal, 2048, 2048, causal=True, tile=Tile(32, 32))
+    assert work.rows.num_parts == 0, "rows of a triangle are not long"
 
 
 def test_heads_that_are_alike_share_their_lists() -> None:
     blocks = np.tile(np.tri(4, dtype=bool), (3, 1, 1))
-    plan = make_plan(BlockLayout(blocks, 16), 64, 64, causal=True, tile=Tile(16, 16))
-    assert plan.num_heads == 1
+    work = make_tile_work(
+        BlockLayout(blocks, 16), 64, 64, causal=True, tile=Tile(16, 16)
+    )
+    assert work.num_heads == 1
 
 
 def test_fractions_are_of_blocks_and_of_tiles() -> None:
     layout = BlockLayout(np.eye(8, dtype=bool), 16)
-    plan = plan_of(layout, 128, 128, causal=True, tile=Tile(64, 64))
-    assert (plan.active_blocks, plan.active_tiles) == (1 / 8, 1 / 2)
+    work = tile_work_of(layout, 128, 128, causal=True, tile=Tile(64, 64))
+    assert (work.active_blocks, work.active_tiles) == (1 / 8, 1 / 2)
 
 
 def test_blocks_that_coarsen_badly_are_warned_of() -> None:
     layout = BlockLayout(np.eye(64, dtype=bool), 16)
     with pytest.warns(UserWarning, match=r"1\.6% of blocks .* 12\.5% of tiles"):
-        make_plan(layout, 1024, 1024, causal=True, tile=Tile(128, 128))
+        make_tile_work(layout, 1024, 1024, causal=True, tile=Tile(128, 128))
 
 
 @pytest.mark.parametrize(("block", "size"), [(16, 64), (128, 64), (48, 48)])
 def test_tile_is_what_suits_a_cpu(block: int, size: int) -> None:
     layout = BlockLayout(np.ones((4, 4), bool), block)
-    plan = make_plan(layout, 4 * block, 4 * block, causal=False)
-    assert plan.tile == Tile(size, size)
+    work = make_tile_work(layout, 4 * block, 4 * block, causal=False)
+    assert work.tile == Tile(size, size)
 
 
-def test_plan_is_made_once() -> None:
+def test_tile_work_is_made_once() -> None:
     layout = BlockLayout(np.tri(2, dtype=bool), 16)
-    made = [make_plan(layout, 32, 32, causal=True, tile=Tile(16, 16)) for _ in "ab"]
+    made = [
+        make_tile_work(layout, 32, 32, causal=True, tile=Tile(16, 16)) for _ in "ab"
+    ]
     assert made[0] is made[1]
 
 
@@ -172,7 +183,7 @@ def test_what_does_not_fit_is_refused(options: dict, message: str) -> None:
     layout = BlockLayout(np.ones((4, 4), bool), 16)
     given = {"seq_q": 64, "seq_k": 64, "causal": True, "tile": Tile(16, 16), **options}
     with pytest.raises(ValueError, match=message):
-        make_plan(layout, **given)
+        make_tile_work(layout, **given)
 
 
 @pytest.mark.parametrize(
