@@ -65,7 +65,7 @@ def show_plan(args: ShowPlan) -> None:
 
 def _check_files(args: ShowPlan) -> None:
     """Check that the files can be written, before anything compiles."""
-    from jaxpar.show.picture import check_path  # noqa: PLC0415
+    from jaxpar.show.plotting import check_path  # noqa: PLC0415
     from jaxpar.show.report import SUFFIXES  # noqa: PLC0415
 
     if args.json is not None and not args.json.absolute().parent.is_dir():

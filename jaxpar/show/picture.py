@@ -1,56 +1,42 @@
-"""How is a plan drawn: one picture with the panels that it has numbers for."""
+"""How is a plan drawn: one picture with a panel for each section that has numbers."""
 
-import contextlib
+import collections
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from jaxpar.planner.plan import Plan
-from jaxpar.show.bars import INK, MARGIN, MUTED, WIDTH
-from jaxpar.show.panels import panels
-from jaxpar.show.plotting import import_matplotlib
-
-FORMATS: Mapping[str, Mapping[str, None]] = MappingProxyType(
-    {
-        ".png": {"Software": None},
-        ".svg": dict.fromkeys(("Creator", "Date", "Format", "Type")),
-        ".pdf": dict.fromkeys(("Creator", "Producer", "CreationDate")),
-    }
+from jaxpar.planner.roofline import Estimate
+from jaxpar.show.plotting import (
+    INK,
+    MUTED,
+    check_path,
+    import_matplotlib,
+    new_figure,
+    save,
 )
-"""Suffix -> metadata left out of the file, so that equal plans give equal bytes."""
+from jaxpar.show.schedule import draw_schedule
+from jaxpar.show.sections import (
+    Piece,
+    headline,
+    memory_pieces,
+    quantity,
+    sections,
+    time_pieces,
+)
 
-DOTS_PER_INCH = 150
-HEADING, TITLE = 0.58, 0.3
-"""Inches of the picture's heading and of a panel's."""
-
-_STYLE = {
-    "font.family": "DejaVu Sans",  # Comes with matplotlib.
-    "font.size": 8.0,
-    "text.color": INK,
-    "text.parse_math": False,  # A "$" in a name is a "$".
-    "axes.edgecolor": MUTED,
-    "axes.linewidth": 0.6,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "xtick.color": MUTED,
-    "xtick.labelsize": 7.5,
-    "ytick.labelsize": 8.0,
-    "ytick.labelcolor": INK,
-    "ytick.major.size": 0.0,
-    "legend.fontsize": 7.5,
-    "legend.frameon": False,
-    "legend.handlelength": 1.2,
-    "legend.handleheight": 0.9,
-    "legend.borderpad": 0.0,
-    "legend.borderaxespad": 0.0,
-    "hatch.linewidth": 0.8,
-    "svg.fonttype": "path",
-    "svg.hashsalt": "jaxpar",
-}
+WIDTH, HEADING = 8.0, 0.35
+"""Inches: the picture, a heading."""
+RED, LINKS = "#b3261e", "#c9733b"
+MOODS = {None: INK, True: "#1a7f4b", False: RED}
+"""Whether a finding is good news -> its colour."""
+MOST_ROWS, MOST_LETTERS = 10, 60
+DERIVED = (
+    "hatched: derived (closed forms, and the rest of the temporaries); solid, and "
+    "the peak: the compiler's"
+)
 
 
 def draw(plan: Plan, path: Path) -> None:
@@ -66,109 +52,148 @@ def draw(plan: Plan, path: Path) -> None:
       OSError: if `path` can't be written.
     """
     check_path(path)
-    suffix = path.suffix.lower()
-    with styled():
-        make_figure(plan).savefig(
-            path, format=suffix[1:], dpi=DOTS_PER_INCH, metadata=FORMATS[suffix]
-        )
-
-
-def check_path(path: Path, suffixes: Sequence[str] = tuple(FORMATS)) -> None:
-    """Reject a file that can't be written; call it before anything compiles.
-
-    Args:
-      path: the file.
-      suffixes: the accepted suffixes.
-
-    Raises:
-      ModuleNotFoundError: if matplotlib is missing.
-      ValueError: if it has none of `suffixes`.
-      FileNotFoundError: if its folder does not exist.
-    """
-    import_matplotlib("matplotlib.figure")
-    if path.suffix.lower() not in suffixes:
-        raise ValueError(f"path={str(path)!r} must end in {' or '.join(suffixes)}.")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(
-            f"path={str(path)!r}: there is no folder {str(path.parent)!r}; make it "
-            "first."
-        )
+    drawn, found = panels(plan), sections(plan)
+    first, second = headline(plan)
+    heights = [HEADING] + [
+        HEADING + (drawn[each.name][0] if each.name in drawn else 0) for each in found
+    ]
+    left = {"x": 0.015, "ha": "left"}
+    with new_figure(WIDTH, HEADING + sum(heights)) as figure:
+        figure.suptitle(first, fontsize=11, **left)
+        top, *parts = figure.subfigures(len(heights), height_ratios=heights)
+        top.suptitle(second, color=MUTED, fontweight="normal", **left)
+        for part, section in zip(parts, found, strict=True):
+            text = f"{section.heading} — {section.finding}"
+            part.suptitle(text, color=MOODS[section.fits], **left)
+            if section.name in drawn:
+                drawn[section.name][1](part)
+        save(figure, path, path.suffix[1:].lower())
 
 
 def as_svg(plan: Plan, name: str) -> str:
-    """Draw one panel as an element for HTML.
-
-    Args:
-      plan: the plan.
-      name: of `jaxpar.show.panels.panels`.
-
-    Returns:
-      ``<svg>``; its ids start with the name, because a page has several panels.
-    """
+    """Draw one of `panels` as ``<svg>``; its ids start with the name."""
     written = io.StringIO()
-    with styled():
-        figure = make_figure(plan, [name])
-        figure.savefig(written, format="svg", metadata=FORMATS[".svg"])
+    inches, paint = panels(plan)[name]
+    with new_figure(WIDTH, inches) as figure:
+        paint(figure)
+        save(figure, written, "svg")
     text = written.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{name}-", text)
     return re.sub(r' xmlns(:xlink)?="[^"]*"| version="1.1"', "", text)
 
 
-@contextlib.contextmanager
-def styled() -> Iterator[None]:
-    """Draw in our style, whatever the user's own is."""
-    matplotlib = import_matplotlib("matplotlib")
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_STYLE)
-        yield
+def panels(plan: Plan) -> dict[str, tuple[float, Callable[[Any], None]]]:
+    """Section -> inches of height and painter of a figure, where there are numbers."""
+    found: dict[str, tuple[float, Callable[[Any], None]]] = {}
+    found["memory"] = (1.6, lambda figure: _memory(figure, plan))
+    rows, times = traffic_rows(plan), plan.estimate
+    if rows:
+        found["traffic"] = (
+            0.4 + 0.2 * len(rows),
+            lambda figure: _traffic(figure, rows),
+        )
+    if times is not None:
+        found["time"] = (1.1, lambda figure: _time(figure, times))
+    schedule = plan.schedule
+    if schedule is not None:
+        found["pipeline"] = (
+            0.8 + min(0.26 * schedule.num_stages, 4.0),
+            lambda figure: draw_schedule(
+                figure, schedule, plan.schedule_times, 7.0, "forwards of one stage"
+            ),
+        )
+    return found
 
 
-def make_figure(plan: Plan, names: Sequence[str] = ()) -> Any:
-    """Arrange panels, one below the other.
-
-    Args:
-      plan: the plan.
-      names: of `jaxpar.show.panels.panels`, drawn without headings; if empty, all
-        panels with headings.
-
-    Returns:
-      The `matplotlib.figure.Figure`, to be made and saved inside `styled`.
-    """
-    found = panels(plan)
-    shown = [found[name] for name in names or found]
-    top, strip = (MARGIN / 2, 0.0) if names else (HEADING, TITLE)
-    height = top + sum(strip + panel.inches + panel.below for panel in shown)
-    figure = import_matplotlib("matplotlib.figure").Figure(figsize=(WIDTH, height))
-
-    def write(x: float, down: float, text: str, **style: Any) -> None:
-        figure.text(x / WIDTH, 1 - down / height, text, va="top", **style)
-
-    if not names:
-        first, second = headline(plan)
-        write(MARGIN, 0.14, first, fontsize=11, fontweight="bold")
-        write(MARGIN, 0.36, second, color=MUTED)
-    for panel in shown:
-        right, down = WIDTH - MARGIN, top + 0.07
-        if not names:
-            write(MARGIN, down, panel.heading, fontsize=8.5, fontweight="bold")
-            write(right, down, panel.finding, color=panel.colour, ha="right")
-        top += strip + panel.inches
-        left, bottom = panel.left / WIDTH, 1 - top / height
-        wide = (right - panel.left) / WIDTH
-        if panel.paint is not None:
-            panel.paint(figure.add_axes((left, bottom, wide, panel.inches / height)))
-        top += panel.below
-    return figure
+def traffic_rows(plan: Plan) -> list[tuple[str, int, int]]:
+    """(collective, bytes that a device sends, times), most first, the least summed."""
+    sent, times = collections.Counter[str](), collections.Counter[str]()
+    for row in plan.program.collectives:
+        over = f" over {' x '.join(row.axes)}" if row.axes else ""
+        name = f"{row.kind}{over}, {row.dtype}"
+        sent[name] += row.sent_bytes
+        times[name] += row.count
+    rows = [(name, number, times[name]) for name, number in sent.most_common()]
+    others = rows[MOST_ROWS - 1 :]
+    if len(others) > 1:
+        summed = (sum(row[1] for row in others), sum(row[2] for row in others))
+        rows = [*rows[: MOST_ROWS - 1], (f"{len(others)} others", *summed)]
+    return rows
 
 
-def headline(plan: Plan) -> tuple[str, str]:
-    """The plan's heading, in two lines."""
-    mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
-    plural = "s" * (plan.num_devices != 1)
-    return (
-        f"{plan.target}: {plan.num_devices:,} device{plural}",
-        f"{mesh}; ZeRO {plan.zero}; {plan.precision}; {plan.num_params:,} parameters; "
-        f"compiled for {plan.compiled_for}",
+def _memory(figure: Any, plan: Plan) -> None:
+    pieces, limit, peak = (
+        memory_pieces(plan),
+        plan.device_memory_bytes,
+        plan.memory.peak,
     )
+    axes = _stack(figure, pieces, "B")
+    axes.axvline(peak, color=INK, label=f"peak {quantity(peak, 'B')}")
+    if limit is not None:
+        text, colour = f"device memory {quantity(limit, 'B')}", MOODS[plan.fits]
+        axes.axvline(limit, color=colour, linestyle="--", label=text)
+    whole = sum(piece.value for piece in pieces)
+    span = 1.01 * max(whole, peak, limit or 0)
+    if plan.fits is False:
+        axes.axvspan(limit, span, color=RED, alpha=0.09, linewidth=0, zorder=0)
+    apart = "; not all live at once" if whole > 1.01 * peak else ""
+    axes.set(xlim=(0, span), ylim=(-0.4, 0.6))
+    axes.set_xlabel(DERIVED + apart, loc="left")
+    figure.legend(loc="outside lower left", ncols=3)
+
+
+def _traffic(figure: Any, rows: list[tuple[str, int, int]]) -> None:
+    axes = figure.subplots()
+    names, sent, times = zip(*rows, strict=True)
+    bars = axes.barh(range(len(rows)), sent, height=0.66, color=LINKS)
+    axes.set_yticks(range(len(rows)), [_cut(name) for name in names])
+    axes.invert_yaxis()
+    labels = [
+        f"{quantity(n, 'B')}, {count:,} time{'s' * (count != 1)}"
+        for n, count in zip(sent, times, strict=True)
+    ]
+    axes.bar_label(bars, labels, padding=3)
+    _tick(axes, "B")
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= MOST_LETTERS else name[: MOST_LETTERS - 3] + "..."
+
+
+def _time(figure: Any, found: Estimate) -> None:
+    axes = _stack(figure, time_pieces(found), "s")
+    beside = max(found.links_seconds - found.exposed_seconds, 0.0)
+    axes.set_xlim(0, found.step_seconds)
+    axes.set_xlabel(
+        f"collectives take {quantity(found.links_seconds, 's')}, "
+        f"{quantity(beside, 's')} of it overlapped",
+        loc="left",
+    )
+    figure.legend(loc="outside lower left", ncols=4)
+
+
+def _stack(figure: Any, pieces: Iterable[Piece], unit: str) -> Any:
+    """Draw a stacked bar; the legend has names and values."""
+    axes, begin = figure.subplots(), 0.0
+    for piece in pieces:
+        if piece.value:
+            axes.barh(
+                0,
+                piece.value,
+                left=begin,
+                color=piece.colour,
+                edgecolor="white",
+                hatch="////" if piece.derived else None,
+                label=f"{piece.name} {quantity(piece.value, unit)}",
+            )
+        begin += piece.value
+    axes.set(yticks=[], ylim=(-0.4, 0.4))
+    _tick(axes, unit)
+    return axes
+
+
+def _tick(axes: Any, unit: str) -> None:
+    axes.spines["left"].set_visible(False)
+    formatter = import_matplotlib("matplotlib.ticker").EngFormatter
+    axes.xaxis.set_major_formatter(formatter(unit))

@@ -1,16 +1,18 @@
 """How is a schedule shown: as text in a terminal, or drawn to scale?"""
 
-import dataclasses
+import collections
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Group
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from jaxpar.pipeline.schedules.table import IDLE, Schedule, cost, kept
-from jaxpar.show.plotting import import_matplotlib
+from jaxpar.show.plotting import new_figure, save
 
 # Work -> letter and colour in the terminal, colour and name in the drawing.
 LETTERS = {"forward": "F", "backward": "B", "weight": "W"}
@@ -22,27 +24,16 @@ STYLES = {
 COLOURS = {"forward": "#56b4e9", "backward": "#2cb48c", "weight": "#f0b429"}
 NAMES = {"forward": "forward", "backward": "backward", "weight": "gradients of weights"}
 
-BOX_INCHES = 0.3
-MOST_INCHES = 100.0
-DOTS_PER_INCH = 150
-SMALLEST_FONT = 3.0
-POINTS_PER_INCH = 72.0
-DIGIT_WIDTH = 0.65
-"""Width of a digit, in heights of the font."""
+BOX_INCHES, MOST_INCHES = 0.3, 100.0
+MOST_OUTLINES = 5000
+"""An SVG draws up to this many boxes as outlines, more as one image."""
+MOST_NAMED = 32
+"""Stages with a label."""
+SMALLEST_FONT = 4.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Box:
-    """One piece of work, to scale.
-
-    Attributes:
-      work: "forward", "backward" or "weight".
-      stage: the stage that does it.
-      microbatch: its micro-batch.
-      chunk: its chunk of the stage.
-      begin: start time, in the unit of the times given.
-      length: duration.
-    """
+class Box(NamedTuple):
+    """One piece of work ("forward", "backward" or "weight"), to scale."""
 
     work: str
     stage: int
@@ -89,15 +80,8 @@ def boxes(schedule: Schedule, times: Mapping[str, float]) -> list[Box]:
 def chart(schedule: Schedule, width: int) -> Text:
     """Write a schedule with one row per stage, time from left to right in ticks.
 
-    A stage's row has a line for each kind of work. A chart wider than `width` continues
-    in another band below.
-
-    Args:
-      schedule: a valid schedule.
-      width: of the terminal, in characters.
-
-    Returns:
-      The chart; its colours are not needed to read it.
+    A stage's row has a line for each kind of work. A chart wider than `width`
+    characters continues in another band below. Its colours are not needed to read it.
 
     Example:
       >>> from jaxpar.pipeline.schedules.interleaved import make_1f1b
@@ -108,28 +92,27 @@ def chart(schedule: Schedule, width: int) -> Text:
       stage 1 F  . 0 1 2 .
               B  . 0 1 2 .
     """
-    label = len(f"stage {schedule.num_stages - 1} F ")
     lanes = list(_lanes(schedule))
-    written = (_name(schedule, slot) for _, slots in lanes for slot in _used(slots))
-    longest = max(map(len, (*written, str(schedule.num_ticks - 1))))
-    cell = longest + 1
+    last = _name(schedule, (schedule.num_microbatches - 1, schedule.num_chunks - 1))
+    cell = 1 + max(len(last), len(str(schedule.num_ticks - 1)))
+    label = len(f"stage {schedule.num_stages - 1} F ")
     ticks_a_band = max((width - label) // cell, 1)
     lines = []
     for first in range(0, schedule.num_ticks, ticks_a_band):
         ticks = range(first, min(first + ticks_a_band, schedule.num_ticks))
-        if first:
-            lines.append(Text())
         head = "tick".ljust(label) + "".join(f"{tick:>{cell}}" for tick in ticks)
-        lines.append(Text(head, style="dim"))
+        lines += [Text()] * bool(first) + [Text(head, style="dim")]
         for stage in range(schedule.num_stages):
-            for number, (work, slots) in enumerate(lanes):
-                name = f"stage {stage}" if number == 0 else ""
+            name = f"stage {stage}"
+            for work, slots in lanes:
                 line = Text(f"{name:<{label - 2}}{LETTERS[work]} ")
                 for slot in slots[list(ticks), stage]:
-                    idle = slot[0] == IDLE
-                    text = "." if idle else _name(schedule, slot)
-                    line.append(f"{text:>{cell}}", "dim" if idle else STYLES[work])
+                    text = _name(schedule, slot)
+                    line.append(
+                        f"{text:>{cell}}", "dim" if text == "." else STYLES[work]
+                    )
                 lines.append(line)
+                name = ""
     return Text("\n").join(lines)
 
 
@@ -149,25 +132,21 @@ def report(schedule: Schedule, times: Mapping[str, float], width: int) -> Group:
     legend = ", ".join(f"{LETTERS[work]} {NAMES[work]}" for work in works)
     number = "micro-batch" if schedule.num_chunks == 1 else "micro-batch.chunk"
     taken = ", ".join(f"{NAMES[work]} {times[work]:g}" for work in works)
-    most, table = kept(schedule), Table(box=None, pad_edge=False)
+    most = kept(schedule)
     columns = {"inputs": most.inputs, "cotangents": most.cotangents}
     if schedule.splits_backward:
         columns["products"] = most.products
-    table.add_column("stage")
-    for name in columns:
-        table.add_column(name, justify="right")
+    heads = [Column(name, justify="right") for name in columns]
+    table = Table("stage", *heads, box=None, pad_edge=False)
     for stage, counts in enumerate(zip(*columns.values(), strict=True)):
         table.add_row(str(stage), *map(str, counts))
     return Group(
-        Text(title(schedule)),
+        title(schedule),
         chart(schedule, width),
-        Text(f"{legend}; a number is a {number}\n"),
-        Text(
-            f"ticks {found.ticks}, total time {found.total:g}, "
-            f"bubble {100 * found.bubble:.1f}%"
-        ),
-        Text(f"time of a micro-batch on a stage: {taken}\n"),
-        Text("held at once, at most, in micro-batches:"),
+        f"{legend}; a number is a {number}\n",
+        f"ticks {found.ticks}, total time {found.total:g}, bubble {found.bubble:.1%}",
+        f"time of a micro-batch on a stage: {taken}\n",
+        "held at once, at most, in micro-batches:",
         table,
     )
 
@@ -201,50 +180,64 @@ def draw(
       ModuleNotFoundError: if matplotlib is missing.
       OSError: if `file` can't be written.
     """
-    figure_module = import_matplotlib()
-    found = boxes(schedule, times)
-    cost_found = cost(schedule, **times)
-    shortest = min(box.length for box in found)
-    inches = min(max(BOX_INCHES * cost_found.total / shortest, 6.0), MOST_INCHES)
-    height = 1.5 + 0.4 * schedule.num_stages
-    figure = figure_module.Figure(figsize=(inches + 1.5, height), layout="constrained")
-    axes = figure.add_subplot()
-    for work in LETTERS:
-        # The legend takes the colour of the first.
-        own = sorted((b for b in found if b.work == work), key=lambda b: b.chunk)
-        axes.barh(
-            [box.stage for box in own],
-            [box.length for box in own],
-            left=[box.begin for box in own],
-            height=0.9,
-            color=[_shade(COLOURS[work], box.chunk, schedule) for box in own],
+    found = cost(schedule, **times)
+    shortest = min(box.length for box in boxes(schedule, times))
+    inches = min(max(BOX_INCHES * found.total / shortest, 6.0), MOST_INCHES)
+    with new_figure(inches + 1.0, 1.2 + 0.35 * schedule.num_stages) as figure:
+        draw_schedule(figure, schedule, times, inches)
+        figure.suptitle(f"{title(schedule)}; bubble {found.bubble:.1%}")
+        save(figure, file, "png")
+
+
+def draw_schedule(
+    figure: Any,
+    schedule: Schedule,
+    times: Mapping[str, float],
+    inches: float,
+    unit: str = "",
+) -> None:
+    """Draw the boxes on a figure; of interleaved stages, later chunks paler.
+
+    Micro-batch numbers are written if the shortest box has room for them.
+
+    Args:
+      figure: the figure or subfigure.
+      schedule: a valid schedule.
+      times: as for `boxes`.
+      inches: width of the axes, about.
+      unit: of the times.
+    """
+    axes, found, stages = figure.subplots(), boxes(schedule, times), schedule.num_stages
+    found.sort(key=lambda box: box.chunk)  # The legend takes the first box's colour.
+    total = max(box.begin + box.length for box in found)
+    points = 72 * inches / total * min(box.length for box in found)
+    lanes, named = collections.defaultdict(list), {}
+    for box in found:
+        lanes[box.work, box.stage].append(box)
+    for (work, stage), own in lanes.items():
+        shades = [1 - 0.6 * box.chunk / schedule.num_chunks for box in own]
+        drawn = axes.broken_barh(
+            [(box.begin, box.length) for box in own],
+            (stage - 0.44, 0.88),
+            facecolors=[(COLOURS[work], shade) for shade in shades],
             edgecolor="white",
-            label=NAMES[work] if own else None,
+            linewidth=min(0.6, points / 10),
+            rasterized=len(found) > MOST_OUTLINES,
         )
-    digits = len(str(schedule.num_microbatches - 1))
-    box_points = POINTS_PER_INCH * inches * shortest / cost_found.total
-    font = min(9.0, box_points / (DIGIT_WIDTH * digits))
+        named.setdefault(NAMES[work], drawn)
+    font = min(7.5, points / len(str(schedule.num_microbatches)))
     for box in found if font >= SMALLEST_FONT else ():
-        axes.text(
-            box.begin + box.length / 2,
-            box.stage,
-            str(box.microbatch),
-            ha="center",
-            va="center",
-            fontsize=font,
-            in_layout=False,
-        )
+        middle = box.begin + box.length / 2
+        style = {"ha": "center", "va": "center_baseline", "fontsize": font}
+        axes.text(middle, box.stage, str(box.microbatch), in_layout=False, **style)
+    labelled = range(0, stages, math.ceil(stages / MOST_NAMED))
+    axes.set_yticks(labelled, [f"stage {stage}" for stage in labelled])
+    axes.set(xlim=(0, total), ylim=(stages - 0.5, -0.5))
+    time = f"time in {unit}" if unit else "time"
     paler = "; later chunks are paler" if schedule.num_chunks > 1 else ""
-    stages = range(schedule.num_stages)
-    axes.set_yticks(stages, [f"stage {stage}" for stage in stages])
-    axes.set(
-        xlim=(0, cost_found.total),
-        ylim=(schedule.num_stages - 0.5, -0.5),
-        xlabel=f"time; a tick lasts as long as its slowest stage{paler}",
-        title=f"{title(schedule)}; bubble {100 * cost_found.bubble:.1f}%",
-    )
-    figure.legend(loc="outside lower center", ncols=len(LETTERS), frameon=False)
-    figure.savefig(file, format="png", dpi=DOTS_PER_INCH)
+    time += "; a tick lasts as long as its slowest stage; blank: idle"
+    axes.set_xlabel(time + paler, loc="left")
+    figure.legend(named.values(), named, loc="outside lower left", ncols=len(named))
 
 
 def _lanes(schedule: Schedule) -> Iterator[tuple[str, np.ndarray]]:
@@ -252,21 +245,11 @@ def _lanes(schedule: Schedule) -> Iterator[tuple[str, np.ndarray]]:
     yield "forward", schedule.forward
     yield "backward", schedule.backward
     for slot in range(schedule.weight.shape[2]):
-        if _used(schedule.weight[:, :, slot]).size:
+        if (schedule.weight[:, :, slot] != IDLE).any():
             yield "weight", schedule.weight[:, :, slot]
 
 
-def _used(slots: np.ndarray) -> np.ndarray:
-    return slots[slots[..., 0] != IDLE]
-
-
-def _name(schedule: Schedule, slot: np.ndarray) -> str:
+def _name(schedule: Schedule, slot: Sequence[int] | np.ndarray) -> str:
     m, chunk = map(int, slot)
-    return str(m) if schedule.num_chunks == 1 else f"{m}.{chunk}"
-
-
-def _shade(colour: str, chunk: int, schedule: Schedule) -> tuple[float, ...]:
-    """The colour; later chunks are paler."""
-    pale = 0.6 * chunk / schedule.num_chunks
-    parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    return tuple(part + (1 - part) * pale for part in parts)
+    name = str(m) if schedule.num_chunks == 1 else f"{m}.{chunk}"
+    return "." if m == IDLE else name

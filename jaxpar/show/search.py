@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -81,10 +80,10 @@ def show_tried(
     console.print(table)
 
 
-def as_dict(search: Search) -> dict[str, Any]:
-    """A search as JSON's types: the ranking with every plan, and the excluded."""
+def as_json(search: Search) -> str:
+    """A search as JSON: the ranking with every plan, and the excluded."""
     knobs = search.survey.knobs
-    return {
+    found = {
         "target": search.target.name,
         "compiled": len(search.plans),
         "ranking": [
@@ -101,8 +100,4 @@ def as_dict(search: Search) -> dict[str, Any]:
             if isinstance(why, str)
         },
     }
-
-
-def as_json(search: Search) -> str:
-    """`as_dict` as text."""
-    return json.dumps(as_dict(search), indent=2)
+    return json.dumps(found, indent=2)

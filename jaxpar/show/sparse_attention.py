@@ -5,7 +5,7 @@ import warnings
 
 import numpy as np
 
-from jaxpar.show.plotting import import_matplotlib
+from jaxpar.show.plotting import new_figure, save
 from kernels_pallas.block_sparse_attention import BlockLayout, Tile, make_tile_work
 
 SHADES = " ░▒▓█"
@@ -14,8 +14,6 @@ SHADES = " ░▒▓█"
 TILES = (Tile(64, 64), Tile(128, 128))
 CELL_INCHES = 0.12
 MOST_INCHES = 12.0
-DOTS_PER_INCH = 150
-COLOUR = "#2c6fbb"
 
 
 def chart(layout: BlockLayout, head: int, width: int) -> list[str]:
@@ -98,28 +96,14 @@ def draw(layout: BlockLayout, head: int, file: str | os.PathLike[str]) -> None:
     _check_head(layout, head)
     blocks = layout.blocks[head]
     inches = min(max(CELL_INCHES * blocks.shape[1], 4.0), MOST_INCHES)
-    figure = import_matplotlib().Figure(
-        figsize=(inches + 1, inches + 1), layout="constrained"
-    )
-    axes = figure.add_subplot()
-    # If there are more blocks than dots, a dot shows the active fraction of its blocks.
-    size = max(1, -(-blocks.shape[1] // int(inches * DOTS_PER_INCH)))
     extent = (0, blocks.shape[1] * layout.block, blocks.shape[0] * layout.block, 0)
-    colours = import_matplotlib("matplotlib.colors")
-    axes.imshow(
-        _shares(blocks, size),
-        cmap=colours.LinearSegmentedColormap.from_list("active", ["white", COLOUR]),
-        vmin=0,
-        vmax=1,
-        extent=extent,
-        interpolation="nearest",
-    )
-    axes.set(
-        xlabel="key",
-        ylabel="query",
-        title=f"head {head}, blocks of {layout.block}: {blocks.mean():.1%} active",
-    )
-    figure.savefig(file, format="png", dpi=DOTS_PER_INCH)
+    title = f"head {head}, blocks of {layout.block}: {blocks.mean():.1%} active"
+    with new_figure(inches + 1, inches + 1) as figure:
+        axes = figure.subplots()
+        # Where blocks are smaller than dots, a dot is their mean.
+        axes.imshow(blocks.astype(float), cmap="Blues", vmin=0, vmax=1, extent=extent)
+        axes.set(xlabel="key", ylabel="query", title=title)
+        save(figure, file, "png")
 
 
 def _shares(blocks: np.ndarray, size: int) -> np.ndarray:

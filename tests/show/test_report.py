@@ -10,8 +10,8 @@ import sys
 import jax
 import pytest
 
-from jaxpar.show.panels import memory_pieces, verdict
 from jaxpar.show.report import as_html, write_html
+from jaxpar.show.sections import memory_pieces, verdict
 from tests.planner.handmade import (
     CASES,
     COLLECTIVES,
@@ -97,36 +97,38 @@ def test_json_of_the_page_is_the_plan(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "mood"), [("fits", "fits"), ("does not fit", "over"), ("cpu", "unknown")]
+    ("name", "mood"), [("fits", "fits"), ("does not fit", "over"), ("cpu", "")]
 )
 def test_page_begins_with_the_verdict(name, mood):
     page, plan = Page(html_of(name)), CASES[name]
     assert page.text("h1") == [f"{plan.target}: {plan.num_devices} devices"]
-    assert ("p", "class", f"verdict {mood}") in page.attributes
-    assert verdict(plan) in page.text("p")
+    assert next(a for a in page.attributes if a[1] == "class") == ("p", "class", mood)
+    assert page.text("p")[1] == verdict(plan)
 
 
 def test_tables_have_every_number():
     plan, rows = CASES["fits"], Page(html_of("fits")).rows
     kinds = {row[0]: row[1:] for row in rows if row}
     for piece in memory_pieces(plan):
-        by = "derived" if piece.derived else "the compiler's"
+        by = "derived" if piece.derived else "compiled"
         assert kinds[piece.name][0] == by
         assert kinds[piece.name][2] == f"{piece.value:,}"
-    assert kinds["peak"] == ["the compiler's", "75.0 GB", "75,000,000,000", "50.0%"]
+    assert kinds["peak"] == ["compiled", "75.0 GB", "75,000,000,000", "50.0%"]
     assert kinds["temporaries, total"][1] == "33.0 GB"
-    assert kinds["device"][:2] == ["the hardware's", "150 GB"]
+    assert kinds["device"][:2] == ["hardware", "150 GB"]
     gathers = ["all-gather", "data", "bf16", "516", "64", "26.0 GB", "25.6 GB"]
     assert gathers in rows
     assert ["collective-permute", "none", "f32", "1", "2", "4 B", "4 B"] in rows
-    assert kinds["by groups that span hosts"] == ["33.0 GB"]
-    assert kinds["with recomputation"] == ["5e+16"]
-    assert kinds["of these, exposed"] == ["200 ms"]
-    assert kinds["bubble, 10.0%"] == ["500 ms"]
-    assert kinds["the step"] == ["5.00 s"]
-    assert kinds["MFU"] == ["41.2%"]
-    assert kinds["tokens per second"] == ["200,000"]
+    assert kinds["with recomputation"] == ["5e+16, 25% more"]
+    assert kinds["compiled in"] == ["60.0 s"]
+    assert kinds["collectives"] == ["800 ms"]
+    assert kinds["exposed communication"] == ["200 ms"]
+    assert kinds["bubble"] == ["500 ms"]
     assert kinds["device-hours of 1e+12 tokens"] == ["88,889"]
+    assert Page(html_of("fits")).text("p")[2:] == [
+        "38.4 GB: 5.00 GB inside its host, 33.0 GB between hosts",
+        "5.00 s, MFU 41.2%, 200,000 tokens/s",
+    ]
 
 
 def test_padding_is_told():
@@ -139,15 +141,15 @@ def test_padding_is_told():
 def test_page_of_cpus_has_no_estimate_and_says_why():
     page = Page(html_of("cpu"))
     assert page.tags.count("svg") == 2
-    assert any("No estimate" in text for text in page.text("p"))
-    assert not [row for row in page.rows if row[:1] in (["MFU"], ["device"])]
-    assert "Assumptions" not in page.text("h2")
+    assert "no estimate: the rates of these devices are unknown" in page.text("p")
+    assert not [row for row in page.rows if row[:1] == ["device"]]
+    assert page.text("li") == list(CASES["cpu"].notes)
 
 
 def test_page_of_a_step_without_collectives_says_so():
     page = Page(html_of("nothing crosses"))
     assert page.tags.count("svg") == 1
-    assert "The program has no collective." in page.text("p")
+    assert "nothing: the program has no collective" in page.text("p")
 
 
 def test_page_has_notes_assumptions_and_versions():
@@ -157,7 +159,7 @@ def test_page_has_notes_assumptions_and_versions():
     assert any("GB/s inside its host" in text for text in page.text("li"))
     assert "Pipeline, 1f1b: 8 stages, 32 micro-batches" in page.text("h2")
     (footer,) = page.text("footer")
-    assert f"jax {jax.__version__}; compiled for cuda in 60.0 s" in footer
+    assert f"jax {jax.__version__}" in footer
 
 
 def test_hostile_words_stay_words():

@@ -142,6 +142,35 @@ def test_drawing_is_wider_the_longer_the_schedule(tmp_path):
     assert sizes[0][1] == sizes[1][1]
 
 
+def test_drawing_has_room_for_its_texts_and_is_the_same_each_time(
+    tmp_path, monkeypatch
+):
+    schedule = make_schedule("interleaved:2", 10, 20)
+    figures = []
+
+    def keep(figure, *_):
+        figure.draw_without_rendering()
+        figures.append(figure)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("jaxpar.show.schedule.save", keep)
+        draw(schedule, TIMES, tmp_path / "schedule.png")
+    (figure,), (axes,) = figures, figures[0].axes
+    texts = [*axes.texts, *axes.get_xticklabels()[:-1], *axes.get_yticklabels()]
+    texts += [axes.xaxis.label, figure._suptitle, *figure.legends[0].get_texts()]
+    places = [text.get_window_extent() for text in texts]
+    assert len(axes.texts) == len(work_of(schedule))
+    assert all(figure.bbox.containsx(x) for p in places for x in (p.x0, p.x1))
+    assert all(figure.bbox.containsy(y) for p in places for y in (p.y0, p.y1))
+    places.sort(key=lambda place: place.x0)
+    for at, one in enumerate(places):
+        right = itertools.takewhile(lambda p, one=one: p.x0 < one.x1, places[at + 1 :])
+        assert not any(one.overlaps(other) for other in right)
+    for name in "ab":
+        draw(make_schedule("1f1b", 2, 2), TIMES, tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
 def test_missing_matplotlib_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     message = r"picture needs matplotlib, .* run pip install 'jaxpar\[plot\]', or leave"
