@@ -41,7 +41,7 @@ def gather(number: int, axes: tuple[str, ...] = ("data",), **change) -> Operatio
 
 def leaf(name: str, held: int, **change) -> LeafReport:
     right = {"shape": (64,), "dtype": "float32", "spec": "('data',)", "why": ""}
-    return LeafReport(name=name, bytes_per_device=held, **(right | change))
+    return LeafReport(name=name, bytes_per_device=held, bytes=0, **(right | change))
 
 
 def measured(*operations: Operation, **change) -> Measured:
