@@ -14,7 +14,7 @@ from rich.console import Console
 from jaxpar.launch.group import variables, worker_command
 from jaxpar.launch.k8s import K8s, write_manifest
 from jaxpar.launch.limits import Limits
-from jaxpar.launch.ray_trainer import Ray, launch_ray
+from jaxpar.launch.ray_hosts import Hosts, ray_place, start_on_ray
 from jaxpar.launch.rendezvous import Attempt
 from jaxpar.launch.sbatch import Batch, write_script
 from jaxpar.launch.scheduler import (
@@ -27,6 +27,7 @@ from jaxpar.launch.scheduler import (
 from jaxpar.launch.security import read_tls, require_secure
 from jaxpar.launch.start import Launch, host_gpus, workers_of
 from jaxpar.launch.supervisor import supervise
+from jaxpar.launch.worker import end_with_parent
 from jaxpar.launch.worker_environment import VARIABLE
 
 Script = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SCRIPT")]
@@ -123,6 +124,25 @@ class Mpi(Supervised):
 
 
 @dataclasses.dataclass(frozen=True)
+class Ray(Supervised):
+    """Start a run's supervisors with Ray, one per host.
+
+    Without --cluster, Ray is started on this host alone for the run. Start it again to
+    resume the run.
+
+    Attributes:
+      hosts: hosts that Ray chooses.
+      cluster: address of a running cluster, as ray.init takes it. Its hosts all need
+        this Python, the script and --out, at the same paths.
+      use_gpu: reserve a GPU for each worker; otherwise workers use the CPU.
+    """
+
+    hosts: int = 1
+    cluster: str | None = None
+    use_gpu: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Certs:
     """Make a private authority and a certificate for each host, for mutual TLS.
 
@@ -151,23 +171,11 @@ class K8sManifest(K8s):
     flags: tyro.conf.Suppress[tuple[str, ...]] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class OnRay(Ray):
-    """Start a run's workers with Ray Train, on a cluster or on this host alone.
-
-    Start it again to resume the run, with fewer or more workers if needed: the global
-    batch stays the same.
-    """
-
-    script: Script
-    flags: tyro.conf.Suppress[tuple[str, ...]] = ()
-
-
 Commands = (
     Annotated[Local, tyro.conf.subcommand("local")]
     | Annotated[Slurm, tyro.conf.subcommand("slurm")]
     | Annotated[Mpi, tyro.conf.subcommand("mpi")]
-    | Annotated[OnRay, tyro.conf.subcommand("ray")]
+    | Annotated[Ray, tyro.conf.subcommand("ray")]
     | Annotated[K8sManifest, tyro.conf.subcommand("k8s")]
     | Annotated[Certs, tyro.conf.subcommand("certs")]
 )
@@ -181,7 +189,7 @@ class StartRun:
 
     def with_flags(self, flags: tuple[str, ...]) -> "StartRun":
         """The command with the flags after ``--``."""
-        if not isinstance(self.where, Supervised | K8sManifest | OnRay):
+        if not isinstance(self.where, Supervised | K8sManifest):
             raise ValueError("launch certs takes no flags after --.")
         return StartRun(dataclasses.replace(self.where, flags=flags))
 
@@ -195,10 +203,8 @@ def start_run(args: StartRun) -> None:
         write_manifest(
             dataclasses.replace(where, file=None) if where.dry_run else where
         )
-    elif isinstance(where, OnRay):
-        code = launch_ray(where)
-        if code:
-            raise SystemExit(code)
+    elif isinstance(where, Ray):
+        _start_ray(where)
     elif isinstance(where, Slurm):
         _start_slurm(where)
     elif isinstance(where, Mpi):
@@ -228,13 +234,7 @@ def _start_at(args: Supervised, place: Place) -> None:
 def _start_slurm(args: Slurm) -> None:
     place = slurm_place()
     if args.script_out is not None:
-        if args.batch.nodes > 1 and args.tls is None and not args.insecure:
-            raise ValueError(
-                f"--batch.nodes {args.batch.nodes}: workers on several nodes listen "
-                "where others can connect. Give the folder of the nodes' certificates "
-                "(--tls DIR, by `jaxpar launch certs`), or --insecure on a private "
-                "network"
-            )
+        _require_secure_hosts("--batch.nodes", args.batch.nodes, args)
         launch = make_launch(
             dataclasses.replace(args, tls=None), host=0, hosts=args.batch.nodes
         )
@@ -263,6 +263,35 @@ def _start_mpi(args: Mpi) -> None:
     mpiexec = require_program("mpiexec", remedy)
     more = shlex.split(args.mpiexec)
     _hand_over([mpiexec, "-n", str(args.hosts), *more, *_again()], args)
+
+
+def _start_ray(args: Ray) -> None:
+    placed = ray_place()
+    if placed is not None:
+        end_with_parent()
+        place, gpus = placed
+        _start_at(dataclasses.replace(args, gpus=gpus or args.gpus), place)
+        return
+    _require_secure_hosts("--hosts", args.hosts, args)
+    launch = make_launch(dataclasses.replace(args, tls=None), host=0, hosts=args.hosts)
+    command = _again()[1:]
+    if args.dry_run:
+        where = args.cluster or "a cluster on this host alone"
+        device = "GPU" if args.use_gpu else "CPU"
+        print(f"{args.hosts} hosts of {launch.processes} workers, a {device} each, on")
+        print(f"{where}: {shlex.join(command)}")
+        return
+    hosts = Hosts(args.hosts, args.cluster, args.use_gpu, args.insecure)
+    raise SystemExit(start_on_ray(command, launch, hosts))
+
+
+def _require_secure_hosts(flag: str, hosts: int, args: Supervised) -> None:
+    if hosts > 1 and args.tls is None and not args.insecure:
+        raise ValueError(
+            f"{flag} {hosts}: workers on several hosts listen where others can "
+            "connect. Give the folder of the hosts' certificates (--tls DIR, by "
+            "`jaxpar launch certs`), or --insecure on a private network"
+        )
 
 
 def _again(without: str | None = None) -> list[str]:

@@ -1,7 +1,7 @@
-"""Which cluster of Ray does a run use, and who else could?
+"""Which cluster of Ray does a run use, and who else could use it?
 
-One that runs, with its token; or one that is started on this host for the run alone,
-listens on the loopback address, and has a token of its own in a private file.
+A running one, with its token; or one that is started on this host for the run alone,
+listens on the loopback address, and has its own token in a private file.
 """
 
 import contextlib
@@ -20,20 +20,20 @@ _OBJECT_STORE_BYTES = 128 * 1024**2
 
 @contextlib.contextmanager
 def connected(address: str | None, processes: int, *, insecure: bool) -> Iterator[Any]:
-    """Have a cluster of Ray that lets in only who has its token.
+    """Connect to a cluster of Ray that requires a token.
 
     Args:
-      address: of one that runs; None to have one on this host, for the block.
-      processes: that the one on this host has room for.
-      insecure: take one that asks for no token.
+      address: of a running one; None to start one on this host for the block.
+      processes: workers that the one on this host has room for.
+      insecure: use one that requires no token.
 
     Yields:
       The module ``ray``.
 
     Raises:
-      ValueError: if the one that runs is to be used without a token.
-      ModuleNotFoundError: if Ray Train is not installed.
-      RuntimeError: if a cluster on this host would listen where others reach it.
+      ValueError: if the running one requires no token.
+      ModuleNotFoundError: if Ray is not installed.
+      RuntimeError: if a cluster on this host would listen where others can connect.
     """
     with contextlib.ExitStack() as at_end:
         quiet = {"log_to_driver": False, "logging_level": "WARNING"}
@@ -45,7 +45,7 @@ def connected(address: str | None, processes: int, *, insecure: bool) -> Iterato
             yield ray
             return
         private = at_end.enter_context(
-            # Ray's processes may be at their last files yet.
+            # Ray's processes may still be writing files.
             tempfile.TemporaryDirectory(prefix="jaxpar-", ignore_cleanup_errors=True)
         )
         _set_up_private_cluster(Path(private))
@@ -63,18 +63,18 @@ def connected(address: str | None, processes: int, *, insecure: bool) -> Iterato
         own = ray.util.get_node_ip_address()
         if not is_loopback(own):
             raise RuntimeError(
-                f"Ray listens on {own}, where others reach it: it was imported "
-                "before it was told not to. Launch from a process of its own"
+                f"Ray listens on {own}, where others can connect: it was imported "
+                "before its settings were made. Launch from a new process"
             )
         yield ray
 
 
 def _set_up_private_cluster(folder: Path) -> None:
-    """Set what Ray reads when it is imported, for itself and all that it starts.
+    """Set what Ray reads when it is imported, for itself and the processes it starts.
 
     Args:
-      folder: of this user alone; for the token, which is never in an environment or on
-        a command line.
+      folder: readable by this user alone; for the token, which is never in an
+        environment variable or on a command line.
     """
     token = folder / "token"
     token.touch(mode=0o600)
@@ -83,7 +83,7 @@ def _set_up_private_cluster(folder: Path) -> None:
     os.environ.update(
         RAY_AUTH_MODE="token",
         RAY_AUTH_TOKEN_PATH=str(token),
-        # On any system this has Ray take the loopback address for its own.
+        # On any system this makes Ray use the loopback address.
         RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
         RAY_USAGE_STATS_ENABLED="0",
     )
@@ -93,23 +93,22 @@ def _require_token_mode(*, insecure: bool) -> None:
     mode = os.environ.setdefault("RAY_AUTH_MODE", "disabled" if insecure else "token")
     if mode != "token" and not insecure:
         raise ValueError(
-            f"--address: RAY_AUTH_MODE is {mode!r}, so whoever connects to the cluster "
-            "runs code on it. Start it with RAY_AUTH_MODE=token and set that here too, "
-            "or give --insecure on a network that is yours alone"
+            f"--cluster: RAY_AUTH_MODE is {mode!r}, so anybody who connects to the "
+            "cluster can run code on it. Start it with RAY_AUTH_MODE=token, and set "
+            "that here too, or give --insecure on a private network"
         )
 
 
 def import_ray() -> Any:
-    """Import Ray Train, once what it reads is set.
+    """Import Ray, once its settings are made.
 
     Raises:
-      ModuleNotFoundError: if it, or what it needs, is not installed.
+      ModuleNotFoundError: if it is not installed.
     """
     try:
         import ray  # noqa: PLC0415 # pyright: ignore - an extra; needs its settings
-        import ray.train.v2.jax  # noqa: PLC0415 # pyright: ignore - an extra
     except ImportError as error:
         raise ModuleNotFoundError(
-            f"`jaxpar launch ray` needs Ray Train ({error}): pip install jaxpar[ray]"
+            f"`jaxpar launch ray` needs Ray ({error}): pip install jaxpar[ray]"
         ) from error
     return ray

@@ -35,7 +35,7 @@ def main(args: list[str]) -> None:
         raise SystemExit(
             "jaxpar.launch.worker is started by a supervisor: use `jaxpar launch`"
         )
-    _end_with_parent()
+    end_with_parent()
     stacks = worker.stacks.open("w", encoding="utf-8")
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     heartbeat = own_heartbeat()
@@ -89,8 +89,8 @@ def _code(ended: SystemExit) -> int:
     return 1
 
 
-def _end_with_parent() -> None:
-    """Make the system end this process when its supervisor is killed (on Linux)."""
+def end_with_parent() -> None:
+    """Make the system end this process when its parent is killed (on Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

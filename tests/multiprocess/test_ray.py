@@ -1,4 +1,4 @@
-"""Are Ray's workers one job, that trains as one process does and stays at it?
+"""Does a run on Ray train as one process does, and survive what Ray survives?
 
 A real local cluster of Ray for each launch, which takes its time to start.
 """
@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,6 @@ import psutil
 import pytest
 
 from jaxpar.exit_codes import GAVE_UP, REFUSED, STOPPED
-from jaxpar.launch.heartbeat import Beat, read_heartbeat
-from jaxpar.launch.ray_plan import attempt_folder, attempts
 from jaxpar.launch.security import is_loopback
 from jaxpar.launch.supervisor import free_port
 from jaxpar.launch.worker_environment import VARIABLE
@@ -50,33 +47,12 @@ pytestmark = [
 AGENTS_SECONDS = 120
 SCRIPT = ROOT / "tests/multiprocess/ray_script.py"
 FLAGS = ("--dropout=0", "--steps=12", "--save-every=4")
-START = """
-import json, sys
-from pathlib import Path
-from jaxpar.launch.ray_trainer import Ray, launch_ray
-given = json.loads(sys.argv[1])
-paths = {name: Path(given.pop(name)) for name in ("script", "out")}
-raise SystemExit(launch_ray(Ray(**paths, flags=tuple(given.pop("flags")), **given)))
-"""
-# Workers that are told of no coordinator are what Ray's own joining leaves on a CPU.
-SEPARATE = """
-from jaxpar.launch import ray_cluster
-import_ray = ray_cluster.import_ray
-def import_and_separate():
-    ray = import_ray()
-    from jaxpar.launch import ray_worker
-    ray.cloudpickle.register_pickle_by_value(ray_worker)
-    announce = ray_worker._announce
-    ray_worker._announce = lambda *given: (announce(*given)[0], None, 2)
-    return ray
-ray_cluster.import_ray = import_and_separate
-"""
 
 
 @pytest.fixture(scope="session")
 def ray() -> None:
     if importlib.util.find_spec("ray") is None:
-        missing("needs Ray Train: pip install jaxpar[ray]")
+        missing("needs Ray: pip install jaxpar[ray]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,17 +67,17 @@ class ByRay(Launched):
     """A launch by Ray that runs, and leaves no process behind."""
 
     def __init__(
-        self,
-        out: Path,
-        *flags: str,
-        cluster: Cluster | None = None,
-        program: str = START,
-        **given: Any,
+        self, out: Path, *flags: str, cluster: Cluster | None = None, **given: Any
     ):
-        spec = {"script": str(SCRIPT), "out": str(out), "flags": flags, "processes": 2}
+        given = {"processes": 2} | given
         if cluster is not None:
-            given["address"] = cluster.address
-        super().__init__(out, [sys.executable, "-c", program, json.dumps(spec | given)])
+            given["cluster"] = cluster.address
+        options = [
+            f"--{name}" if value is True else f"--{name}={value}"
+            for name, value in given.items()
+        ]
+        own = ["launch", "ray", f"--out={out}", *options, str(SCRIPT)]
+        super().__init__(out, [sys.executable, "-m", "jaxpar", *own, "--", *flags])
         self._started: set[psutil.Process] = set()
         self._cluster = cluster
 
@@ -122,13 +98,6 @@ class ByRay(Launched):
             return []
         self._started |= set(found)
         return found
-
-    def attempt(self) -> int:
-        return max(attempts(self.out), default=0)
-
-    def beat(self, worker: int = 0) -> Beat | None:
-        folder = attempt_folder(self.out, self.attempt())
-        return read_heartbeat(folder / f"worker-{worker:04d}.heartbeat")
 
     def workers(self) -> list[psutil.Process]:
         among = self.all_processes()
@@ -158,10 +127,27 @@ def listening(process: psutil.Process) -> Iterator[str]:
         return
 
 
-def end_of(out: Path, *flags: str, **given: Any) -> tuple[int, str]:
-    """Launch and wait: the code, and what was said."""
-    with ByRay(out, *flags, **given) as run:
-        return run.code(), run.told()
+@contextlib.contextmanager
+def node(log: Path, *flags: str) -> Iterator[subprocess.Popen]:
+    """One of Ray's, as a user starts it."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [Path(sys.executable).with_name("ray"), "start", "--block", *flags],
+            env=environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        limit = time.monotonic() + LIMIT_SECONDS
+        while "Ray runtime started" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < limit
+            time.sleep(0.1)
+        yield process
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -176,23 +162,9 @@ def cluster() -> Iterator[Cluster]:
         patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
         patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         port = free_port("127.0.0.1")
-        start = ["start", "--head", "--block", f"--port={port}", "--num-cpus=2"]
+        head = ["--head", f"--port={port}", "--num-cpus=2"]
         more = ["--include-dashboard=false", f"--temp-dir={folder}/ray"]
-        with (folder / "log").open("wb") as log:
-            process = subprocess.Popen(
-                [Path(sys.executable).with_name("ray"), *start, *more],
-                env=environment(),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        at_end.callback(process.wait, timeout=60)
-        at_end.callback(process.terminate)
-        limit = time.monotonic() + LIMIT_SECONDS
-        while "Ray runtime started" not in (folder / "log").read_text():
-            assert process.poll() is None, (folder / "log").read_text()
-            assert time.monotonic() < limit
-            time.sleep(0.1)
+        process = at_end.enter_context(node(folder / "log", *head, *more))
         yield Cluster(f"127.0.0.1:{port}", psutil.Process(process.pid))
 
 
@@ -248,25 +220,39 @@ def test_two_workers_are_one_job_that_only_this_host_reaches(
         assert token not in run.told() + run.report()
     assert not path.parent.exists()
     assert_whole(out, alone)
-    assert [each.name for each in (out / "launch").glob("ray-*")] == ["ray-0001"]
+    assert not list((out / "launch").glob("ray-stop-*"))
 
 
-@pytest.mark.parametrize("which", ["worker", "Ray's"])
-def test_killed_worker_has_all_start_again(
-    which: str, alone: Path, tmp_path: Path
-) -> None:
-    """Its own process, or the one of Ray's that started it."""
+def test_killed_worker_has_all_start_again(alone: Path, tmp_path: Path) -> None:
+    """By its supervisor, as on every host."""
     out = tmp_path / "killed"
     with ByRay(out, *FLAGS, "--pause=0.3") as run:
         run.wait_for_step(6)
-        victim = run.workers()[1]
-        (victim if which == "worker" else victim.parent()).kill()
+        run.workers()[1].kill()
         run.until(lambda: run.attempt() == 2, "a second attempt")
-        run.until(lambda: len(run.workers()) == 2, "two workers")
         assert run.code() == 0, run.told()
-        report = run.report()
-    found = " .* was killed by SIGKILL" if which == "worker" else ": Ray's process end"
-    assert re.search(f"worker 1{found}.*: Ray has started all again", report), report
+        assert re.search("worker 1 .* was killed by SIGKILL.*: restarting", run.told())
+    assert_whole(out, alone)
+    assert [each["resumed"] for each in read_account(out)] == [0, 4]
+
+
+def test_killed_process_of_ray_has_its_supervisor_start_again(
+    alone: Path, tmp_path: Path
+) -> None:
+    """It takes its supervisor and the workers with it; Ray starts it again."""
+    out = tmp_path / "lost"
+    with ByRay(out, *FLAGS, "--pause=0.3") as run:
+        run.wait_for_step(6)
+        before = run.workers()
+        supervisor = before[0].parent()
+        assert supervisor is not None
+        of_ray = supervisor.parent()
+        assert of_ray is not None
+        of_ray.kill()
+        psutil.wait_procs([supervisor, *before], timeout=30)
+        assert not any(map(is_running, [supervisor, *before]))
+        run.until(lambda: run.attempt() == 2, "a second attempt")
+        assert run.code() == 0, run.told()
     assert_whole(out, alone)
     assert [each["resumed"] for each in read_account(out)] == [0, 4]
 
@@ -277,30 +263,20 @@ def test_run_is_given_up_when_the_restarts_are_used(
     out = tmp_path / "given-up"
     with ByRay(out, *FLAGS, "--pause=0.3", restarts=0, cluster=cluster) as run:
         run.wait_for_step(2)
-        run.kill_a_worker(0)
+        run.workers()[0].kill()
         assert run.code() == GAVE_UP, run.told()
-    assert "was killed by SIGKILL; 0 restarts are used" in run.told()
+    assert "all 0 restarts of this hour are used" in run.told()
 
 
 def test_what_starting_again_would_not_mend_is_not_tried_again(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     out = tmp_path / "refused"
-    code, told = end_of(out, *FLAGS, "--mesh.data=3", cluster=cluster)
-    assert code == REFUSED, told
-    assert "launch: ValueError: mesh: 3 devices can't be divided among 2" in told
-    assert attempts(out) == [1]
-
-
-def test_workers_that_would_be_separate_jobs_are_refused(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    out = tmp_path / "separate"
-    code, told = end_of(out, *FLAGS, program=SEPARATE + START, cluster=cluster)
-    assert code == REFUSED, told
-    assert "of 2 and has no coordinator: each would train the whole run" in told
-    assert attempts(out) == [1]
-    assert not (out / "run.json").exists()
+    with ByRay(out, *FLAGS, "--mesh.data=3", cluster=cluster) as run:
+        code, attempts = run.code(), run.attempt()
+    assert code == REFUSED, run.told()
+    assert "ValueError: mesh: 3 devices can't be divided among 2" in run.told()
+    assert attempts == 1
 
 
 def test_signal_saves_and_ends_and_the_run_goes_on(
@@ -314,11 +290,19 @@ def test_signal_saves_and_ends_and_the_run_goes_on(
         assert run.code() == STOPPED, run.told()
     (event,) = events(out, "stopped")
     assert 6 <= event["step"] < 12
-    code, told = end_of(out, *FLAGS, "--pause=0.3", cluster=cluster)
-    assert code == 0, told
+    with ByRay(out, *FLAGS, "--pause=0.3", cluster=cluster) as run:
+        assert run.code() == 0, run.told()
     assert_whole(out, alone)
-    assert attempts(out) == [1, 2]
     assert read_account(out)[1]["resumed"] == event["step"]
+
+
+def test_hosts_that_the_cluster_does_not_have_are_named(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    options: Any = {"hosts": 2, "insecure": True, "limits.rendezvous": 2}
+    with ByRay(tmp_path / "two", cluster=cluster, **options) as run:
+        assert run.code() != 0
+    assert "--hosts 2 --processes 2: Ray had no such hosts within 2 s" in run.told()
 
 
 def test_killed_launcher_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -327,21 +311,3 @@ def test_killed_launcher_leaves_nothing_behind(tmp_path: Path) -> None:
         run.wait_for_step(2)
         run.all_processes()
         run.process.kill()
-
-
-def test_hosts_are_checked_before_a_worker_starts(tmp_path: Path) -> None:
-    with warnings.catch_warnings(action="ignore"):  # Ray's own, at its import.
-        from jaxpar.launch import ray_trainer, ray_worker  # noqa: PLC0415
-    from jaxpar.launch.rendezvous import Board  # noqa: PLC0415
-
-    script = tmp_path / "script.py"
-    script.touch()
-    plan = ray_trainer.make_plan(ray_trainer.Ray(script, out=tmp_path / "out"))
-    attempt = ray_worker._attempt(1, "127.0.0.1:1234", 2, 2)
-    near, far = (Board(tmp_path, 1, 1, ip) for ip in ("127.0.0.1", "10.0.0.5"))
-    assert ray_worker._contract(plan, near, attempt).index == 1
-    with pytest.raises(ValueError, match=r"--address 10.0.0.5: others can reach it"):
-        ray_worker._contract(plan, far, attempt)
-    script.unlink()
-    with pytest.raises(FileNotFoundError, match="every host of the cluster must see"):
-        ray_worker._contract(plan, near, attempt)

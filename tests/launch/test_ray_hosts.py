@@ -1,0 +1,98 @@
+"""What is requested from Ray, and what is refused before Ray starts anything?"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxpar.cli.launch import Ray, _start_ray
+from jaxpar.launch.ray_hosts import VARIABLE, Hosts, ray_place, start_on_ray
+from jaxpar.launch.start import Launch
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    path = tmp_path / "script.py"
+    path.touch()
+    return path
+
+
+def test_place_is_what_ray_s_task_has_written() -> None:
+    assert ray_place({}) is None
+    given = {"host": 1, "hosts": 2, "name": "10.0.0.5", "gpus": [3, 4]}
+    placed = ray_place({VARIABLE: json.dumps(given)})
+    assert placed is not None
+    place, gpus = placed
+    assert (place.host, place.hosts, place.name) == (1, 2, "10.0.0.5")
+    assert gpus == (3, 4)
+
+
+def test_dry_run_prints_and_starts_nothing(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["launch", "ray", "--processes=2", "--dry-run", str(script)]
+    monkeypatch.setattr(sys, "argv", ["jaxpar", *given])
+    out = script.parent / "out"
+    _start_ray(Ray(script, out=out, processes=2, dry_run=True))
+    said = capsys.readouterr().out
+    assert "1 hosts of 2 workers, a CPU each" in said
+    assert f"a cluster on this host alone: -m jaxpar {' '.join(given)}" in said
+    assert not out.exists()
+
+
+def test_several_hosts_need_certificates_and_a_cluster(script: Path) -> None:
+    with pytest.raises(ValueError, match=r"--hosts 2: workers on several hosts listen"):
+        _start_ray(Ray(script, hosts=2, cluster="auto"))
+    launch, hosts = Launch(("s",), script.parent), Hosts(2, None, False, True)
+    with pytest.raises(ValueError, match=r"--hosts 2: without a cluster of Ray"):
+        start_on_ray([], launch, hosts)
+
+
+def test_missing_script_is_refused(script: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="'absent': there is no such script"):
+        _start_ray(Ray(Path("absent")))
+
+
+def test_supervisor_that_ray_placed_ends_with_its_parent(script: Path) -> None:
+    """A task of Ray that is killed leaves no supervisor behind."""
+    script.write_text("import time; time.sleep(60)")
+    place = {"host": 0, "hosts": 1, "name": None, "gpus": []}
+    out = script.parent / "out"
+    own = ["-m", "jaxpar", "launch", "ray", "--processes=1", f"--out={out}"]
+    program = (
+        "import subprocess, sys, time\n"
+        f"child = subprocess.Popen([sys.executable, *{own!r}, {str(script)!r}])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, VARIABLE: json.dumps(place)},
+    ) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        member = out / "launch" / "host-0000.json"
+        _until(member.exists)
+        parent.send_signal(signal.SIGKILL)
+    _until(lambda: not _is_running(child))
+
+
+def _is_running(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().split()[2] != "Z"
+
+
+def _until(holds) -> None:
+    import time  # noqa: PLC0415
+
+    limit = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < limit
+        time.sleep(0.05)
