@@ -3,8 +3,6 @@
 import dataclasses
 from pathlib import Path
 
-import pytest
-
 from jaxpar.launch.rendezvous import (
     Attempt,
     Board,
@@ -13,7 +11,6 @@ from jaxpar.launch.rendezvous import (
     cause_of,
     wait_until,
 )
-from jaxpar.launch.supervisor import RestartBudget, only_one
 
 ATTEMPT = Attempt(
     number=3,
@@ -77,25 +74,6 @@ def test_waiting_ends_with_the_time() -> None:
     assert wait_until(lambda: 7, 1.0, lambda: None) == 7
 
 
-def test_budget_pauses_longer_while_nothing_is_gained(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = [1000.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    budget = RestartBudget(4)
-    assert [budget.spend(progressed=p) for p in (False, False, True, False)] == [
-        2.0,
-        4.0,
-        1.0,
-        2.0,
-    ]
-    assert budget.spend(progressed=True) is None
-    now[0] += 3601
-    assert budget.spend(progressed=True) == 1.0
-    with pytest.raises(ValueError, match="restarts is -1; it must be at least 0"):
-        RestartBudget(-1)
-
-
 def test_what_is_final_decides_then_what_failed_by_itself() -> None:
     def of(*kinds: str) -> str:
         return cause_of({i: Outcome(k, 1, k, []) for i, k in enumerate(kinds)}).kind
@@ -105,14 +83,3 @@ def test_what_is_final_decides_then_what_failed_by_itself() -> None:
     assert of("failed", "stalled") == "stalled"
     assert of("stalled", "refused") == "refused"
     assert of("saved", "stopped") == "stopped", "asked of one, and all have saved"
-
-
-def test_second_launcher_of_a_host_is_refused(tmp_path: Path) -> None:
-    first, second = boards(tmp_path / "run" / "launch")
-    with only_one(first), only_one(second):
-        again = Board(first.folder, 0, 1, "127.0.0.1")
-        refusal = pytest.raises(BlockingIOError, match=r"another launcher .* as host 0")
-        with refusal, only_one(again):
-            pytest.fail("taken")
-    with only_one(again):
-        assert (first.folder / "host-0000.lock").exists()

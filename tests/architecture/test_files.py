@@ -1,0 +1,78 @@
+"""Has every module of the package a test file of its name, in the same folder?
+
+So that a red test names the broken file, and a new module is not forgotten.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+NO_LOGIC = {
+    "exit_codes": "constants",
+    "types": "names of types",
+    "jaxprs/compat": "imports that differ among versions of jax",
+    "sharding/tensor": "names of dims and axes",
+    "launch/gloo": "one setting, which tests/multiprocess needs",
+}
+"""Modules without a test file -> why."""
+
+_NAMES = """
+    checkpoint/store
+    cli/layout cli/plan cli/recipe_flags
+    compiled/collectives
+    engine/check_programs engine/checks engine/compiled_step engine/initialize
+    engine/one_thread engine/place_rows engine/placement engine/program
+    engine/state_view engine/tensors engine/tracing
+    jaxprs/draws
+    launch/certificates launch/group launch/join launch/k8s_pod
+    launch/start launch/watchdog
+    model/proxies
+    models/gpt/config models/gpt/embed_head models/gpt/model models/gpt/pipeline
+    models/shard_kernel
+    optim/buckets optim/fused optim/fused_update optim/make_update optim/optax_update
+    optim/trace_update
+    pipeline/backward pipeline/block_cost pipeline/buffers pipeline/chunks
+    pipeline/execution pipeline/executor pipeline/gradients pipeline/slots
+    pipeline/stage_functions
+    planner/absent_devices planner/environment planner/plan_step
+    show/plotting show/search show/sections
+    sparse_attention/patterns
+    step/gradients step/inputs step/loss step/loss_check step/state step/train_step
+    step/update
+"""
+BY_OTHERS = frozenset(_NAMES.split())
+"""Modules that only files of other names test: to be emptied, never to be added to."""
+
+
+def modules() -> Iterator[str]:
+    """Every module with a name, without its suffix."""
+    for path in sorted((ROOT / "jaxpar").rglob("*.py")):
+        if not path.stem.startswith("__"):
+            yield path.relative_to(ROOT / "jaxpar").with_suffix("").as_posix()
+
+
+def has_tests(module: str) -> bool:
+    """Whether its folder, or the one above in jaxpar/, has a file of its name."""
+    *folders, name = module.split("/")
+    places = {"/".join(folders), *folders[:1]}
+    return any(
+        (ROOT / "tests" / place / f"test_{name}.py").exists() for place in places
+    )
+
+
+@pytest.mark.parametrize("module", list(modules()))
+def test_module_has_a_test_file(module):
+    is_excused = module in NO_LOGIC or module in BY_OTHERS
+    assert has_tests(module) != is_excused, (
+        f"jaxpar/{module}.py has a test file and is on the list of those without"
+        if is_excused
+        else f"jaxpar/{module}.py needs tests/{module.rpartition('/')[0]}/"
+        f"test_{module.rpartition('/')[2]}.py"
+    )
+
+
+def test_excused_modules_exist():
+    assert not (BY_OTHERS | set(NO_LOGIC)) - set(modules())
