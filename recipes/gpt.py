@@ -37,7 +37,7 @@ class Config:
     """Rows of the global batch."""
     accumulate: int = 1
     """Micro-batches a step."""
-    steps: int = 640
+    steps: int = 480
     """Training steps."""
     learning_rate: float = 5e-3
     """Peak of the schedule: linear warm-up over a tenth of the run, then cosine."""
@@ -53,7 +53,7 @@ class Config:
     """Held-out data in the same form; needed where `data` is given."""
     eval_batches: int = 32
     """Held-out batches to evaluate on."""
-    save_every: int = 160
+    save_every: int = 120
     """Steps between checkpoints."""
     keep: int = 3
     """Checkpoints that stay, the newest."""

@@ -142,8 +142,8 @@ def _list(args: List) -> None:
         saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
         size = f"{manifest.num_bytes / 1e6:,.1f}" if manifest else "-"
         metric = manifest.metric if manifest else None
-        told = "-" if metric is None else f"{metric:.6g}"
-        table.add_row(str(step), saved, size, told, said)
+        shown = "-" if metric is None else f"{metric:.6g}"
+        table.add_row(str(step), saved, size, shown, said)
     console = Console(highlight=False)
     console.print(table if folders else f"{args.folder} holds no checkpoints")
 

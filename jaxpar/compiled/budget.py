@@ -272,9 +272,9 @@ def _over_axis(
         than = f"but the budget is {allowed:,} ({number / allowed:.1f} times as much)."
     else:
         than = "which the budget does not name."
-    told = "all-reduce and reduce-scatter" if kind == REDUCTION else kind
+    collective = "all-reduce and reduce-scatter" if kind == REDUCTION else kind
     return _violation(
-        f"{axes}: {told} moves {number:,} bytes a step, {than}",
+        f"{axes}: {collective} moves {number:,} bytes a step, {than}",
         causes,
         "If it is an activation, constrain its sharding where it is computed: "
         'jaxpar.constrain(x, "data"). If it is intended, record a new budget '

@@ -114,9 +114,9 @@ def _flops_of(eqn: core.JaxprEqn) -> int:
         return 2 * _size(eqn.outvars[0]) * math.prod(kernel) // outputs
     if name == "ffi_call":
         return int(dict(params["attributes"]).get("flops", 0))
-    told = operations_of(params["name"]) if name in ("jit", "pjit") else None
-    if told is not None:
-        return told
+    own = operations_of(params["name"]) if name in ("jit", "pjit") else None
+    if own is not None:
+        return own
     inner = [flops(closed.jaxpr.eqns) for closed in inner_jaxprs(eqn).values()]
     if name == "cond":
         return max(inner)

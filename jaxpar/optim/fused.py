@@ -58,7 +58,7 @@ class FusedOptimizer:
         Warns:
           UserWarning: always, because the update is not fused.
         """
-        told = (
+        message = (
             "a fused optimizer inside another transformation updates leaf by leaf, "
             "with moments in fp32"
         )
@@ -67,8 +67,8 @@ class FusedOptimizer:
             "accumulates (accumulate), or use the optax optimizer"
         )
         if self.bits == 8:
-            raise ValueError(f"bits=8: {told}; {remedy}.")
-        warnings.warn(f"{told}; {remedy}.", UserWarning, stacklevel=2)
+            raise ValueError(f"bits=8: {message}; {remedy}.")
+        warnings.warn(f"{message}; {remedy}.", UserWarning, stacklevel=2)
         return self.equal.update(*args, **options)
 
 

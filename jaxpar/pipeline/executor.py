@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxpar.pipeline.buffers import from_stage, unused_like
 from jaxpar.pipeline.chunks import Chunks
 from jaxpar.pipeline.schedules.table import IDLE
-from jaxpar.pipeline.slots import Rings, Slots
+from jaxpar.pipeline.slots import Buffers, Slots
 from jaxpar.pipeline.stage_functions import StageFunctions
 from jaxpar.pipeline.tick_table import TickRows, TickTable
 from jaxpar.step.inputs import Inputs
@@ -81,7 +81,7 @@ class _Carry:
       head: gradients of the head, fp32.
     """
 
-    buffers: Rings
+    buffers: Buffers
     weights: jax.Array
     sums: Sums
     embed: Params | None
@@ -127,7 +127,7 @@ class _Executor:
         if training:
             zeros = jax.tree.map(_fp32_zeros, self.params)
         return _Carry(
-            buffers=self.slots.empty_rings(table, hidden, training=training),
+            buffers=self.slots.empty_buffers(table, hidden, training=training),
             weights=jnp.zeros(self.functions.accumulate, jnp.float32),
             sums=of_no_examples(sums),
             **zeros,

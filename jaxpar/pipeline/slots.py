@@ -32,7 +32,7 @@ from jaxpar.types import Params, PyTree
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Rings:
+class Buffers:
     """The stages' buffers between ticks, [P, places, ...] each.
 
     Attributes:
@@ -64,7 +64,9 @@ class Slots:
     inputs: Inputs
     key: ShardKey
 
-    def empty_rings(self, table: TickTable, hidden: PyTree, *, training: bool) -> Rings:
+    def empty_buffers(
+        self, table: TickTable, hidden: PyTree, *, training: bool
+    ) -> Buffers:
         """Make the buffers of a schedule.
 
         Args:
@@ -86,9 +88,9 @@ class Slots:
 
         waiting = buffer(table.num_inputs, hidden)
         if not training:
-            return Rings(waiting, [], [], [])
+            return Buffers(waiting, [], [], [])
         kept, products = self._shapes_between(hidden)
-        return Rings(
+        return Buffers(
             inputs=waiting,
             kept=buffer(table.num_kept, kept),
             cotangents=buffer(table.num_cotangents, hidden),
@@ -96,8 +98,8 @@ class Slots:
         )
 
     def forwards(
-        self, buffers: Rings, entered: PyTree, row: TickRows
-    ) -> tuple[PyTree, Rings]:
+        self, buffers: Buffers, entered: PyTree, row: TickRows
+    ) -> tuple[PyTree, Buffers]:
         """Run each stage's forward.
 
         Args:
@@ -135,12 +137,12 @@ class Slots:
 
     def backwards(
         self,
-        buffers: Rings,
+        buffers: Buffers,
         grads: Params,
         cotangent: PyTree,
         weights: jax.Array,
         row: TickRows,
-    ) -> tuple[Rings, Params, PyTree]:
+    ) -> tuple[Buffers, Params, PyTree]:
         """Run each stage's backward, and its deferred weight gradients.
 
         Args:
@@ -197,8 +199,8 @@ class Slots:
         return buffers, grads, sent_back
 
     def send(
-        self, buffers: Rings, out: PyTree, sent_back: PyTree | None, row: TickRows
-    ) -> Rings:
+        self, buffers: Buffers, out: PyTree, sent_back: PyTree | None, row: TickRows
+    ) -> Buffers:
         """Send activations forwards and cotangents back, and buffer received ones.
 
         Args:

@@ -37,9 +37,9 @@ def describe() -> dict[str, str]:
         ("plans for TPUs", "tpu", has_tpu_compiler(), "plan-tpu"),
     ):
         kind = [k for k in kinds() if load_hardware(k).platform == platform_name]
-        told = ", ".join(kind)
-        remedy = f"{told} with XLA:CPU's program; pip install 'jaxpar[{extra}]'"
-        found[name] = told if there else remedy
+        method = ", ".join(kind)
+        remedy = f"{method} with XLA:CPU's program; pip install 'jaxpar[{extra}]'"
+        found[name] = method if there else remedy
     return found
 
 

@@ -68,8 +68,8 @@ def plan_in_subprocess(path: Path, target: str, args: Sequence[str] = ()) -> Pla
       SystemExit: if the flags are wrong or ask for help, after printing the message.
     """
     name = parse_target(target).name
-    told = " ".join((path.name, *args, "on", name))
-    return answer_of(call(f"{__name__}:plan_recipe", path, name, args, what=told))
+    label = " ".join((path.name, *args, "on", name))
+    return answer_of(call(f"{__name__}:plan_recipe", path, name, args, what=label))
 
 
 def answer_of(answer: Any) -> Any:

@@ -223,9 +223,9 @@ def survey_in_subprocess(
     path: Path, target: str, args: Sequence[str], *, pins: bool = True
 ) -> Survey:
     """Survey in a subprocess; raises as `plan_in_subprocess` does."""
-    told = f"survey of {path.name} on {target}"
+    label = f"survey of {path.name} on {target}"
     asked = (path, target, args, pins)
-    return answer_of(call(f"{__name__}:survey", *asked, what=told))
+    return answer_of(call(f"{__name__}:survey", *asked, what=label))
 
 
 def survey(path: Path, target: str, args: Sequence[str], pins: bool = True) -> Survey:

@@ -78,7 +78,7 @@ class Search:
     target: Target
     left: set[Choice]
     plans: dict[Choice, Plan]
-    fallen: dict[Choice, str]
+    rejected: dict[Choice, str]
     _lines: dict[Any, _Line | None] = dataclasses.field(default_factory=dict)
     _predicted: dict[Choice, Prediction] = dataclasses.field(default_factory=dict)
     _rates: dict[Any, float] = dataclasses.field(default_factory=dict)
@@ -172,7 +172,7 @@ class Search:
             why = self._why_not(choice, mine)
             if why:
                 self.left.discard(choice)
-                self.fallen[choice] = why
+                self.rejected[choice] = why
 
     def _why_not(self, choice: Choice, mine: Mapping[Choice, float]) -> str | None:
         least, memory = self.facts(choice).least, self.memory
@@ -204,14 +204,14 @@ class Search:
         """Record the result of compiling a choice: its plan, or why it failed."""
         self.left.discard(choice)
         if isinstance(found, str):
-            self.fallen[choice] = found
+            self.rejected[choice] = found
             return
         self.plans[choice] = found
         self._lines.clear()
         self._predicted.clear()
         if not found.fits:
             peak, memory = found.memory.peak / 1e9, self.memory / 1e9
-            self.fallen[choice] = f"compiled: takes {peak:.1f} of {memory:.1f} GB"
+            self.rejected[choice] = f"compiled: takes {peak:.1f} of {memory:.1f} GB"
 
     def next(self, number: int) -> list[Choice]:
         """The most promising choices, dissimilar to each other."""
@@ -302,7 +302,7 @@ def run(
             search.prune()
     for choice in search.left:
         seconds = search.predict(choice).seconds
-        search.fallen[choice] = f"not compiled: predicted to take {seconds:.3g} s"
+        search.rejected[choice] = f"not compiled: predicted to take {seconds:.3g} s"
     search.left.clear()
 
 
@@ -347,10 +347,10 @@ def _alike(one: Choice, other: Choice) -> bool:
     )
 
 
-def reasons(fallen: Iterable[str]) -> Sequence[tuple[str, int]]:
+def reasons(rejected: Iterable[str]) -> Sequence[tuple[str, int]]:
     """Count the reasons for exclusion, most frequent first, without their numbers."""
     counted: dict[str, int] = {}
-    for why in fallen:
+    for why in rejected:
         kind = why.partition(":")[0].partition(" than ZeRO")[0][:60]
         counted[kind] = counted.get(kind, 0) + 1
     return sorted(counted.items(), key=lambda pair: -pair[1])

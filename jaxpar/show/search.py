@@ -15,22 +15,22 @@ from jaxpar.planner.search import TOP, Search, reasons, seconds_of
 def show_search(search: Search, console: Console) -> None:
     """Print the ten fastest choices of a search, and why the others were excluded."""
     target, best = search.target, search.ranking
-    number = len(search.fallen) + len(best)
+    number = len(search.rejected) + len(best)
     console.print(
         f"[bold]{target.name}[/]: {number:,} choices, {len(search.plans)} compiled, "
         f"{len(best)} of these fit"
     )
     if best:
         console.print(_ranking(best[:TOP], search))
-    fallen = Table("why the others were excluded", box=box.SIMPLE)
-    fallen.add_column("choices", justify="right")
-    for why, count in reasons(search.fallen.values()):
-        fallen.add_row(why, f"{count:,}")
+    rejected = Table("why the others were excluded", box=box.SIMPLE)
+    rejected.add_column("choices", justify="right")
+    for why, count in reasons(search.rejected.values()):
+        rejected.add_row(why, f"{count:,}")
     refused = [why for why in search.survey.facts.values() if isinstance(why, str)]
     for why in dict.fromkeys(refused):
-        fallen.add_row(why, "")
-    if fallen.row_count:
-        console.print(fallen)
+        rejected.add_row(why, "")
+    if rejected.row_count:
+        console.print(rejected)
 
 
 def _ranking(best: Sequence[tuple[Choice, Plan]], search: Search) -> Table:
@@ -92,7 +92,7 @@ def as_json(search: Search) -> str:
         ],
         "fallen": [
             {"flags": list(choice.flags(knobs)), "why": why}
-            for choice, why in sorted(search.fallen.items())
+            for choice, why in sorted(search.rejected.items())
         ],
         "refused": {
             " x ".join(map(str, mesh)): why

@@ -65,7 +65,7 @@ class GatheredAtUse:
         *,
         is_whole: bool,
     ):
-        self.plan, self.slot, self.source = leaf, slot, source
+        self.leaf_sharding, self.slot, self.source = leaf, slot, source
         self.collectives, self.dtype, self.is_whole = collectives, dtype, is_whole
         self._made: jax.Array | None = None
 
@@ -91,7 +91,11 @@ class GatheredAtUse:
 
     def _use(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
         """``use(slot, source) -> leaf``; its backward pass reduces into the slot."""
-        leaf, collectives, slot_dtype = self.plan, self.collectives, self.slot.dtype
+        leaf, collectives, slot_dtype = (
+            self.leaf_sharding,
+            self.collectives,
+            self.slot.dtype,
+        )
 
         def make(_: jax.Array, source: jax.Array) -> jax.Array:
             if self.is_whole:
@@ -125,7 +129,9 @@ def call_gathering_at_use(
       What `fn` returns. Where leaves are gathered at use, the backward pass gathers
       them again: they are never residuals.
     """
-    whole = [jax.ShapeDtypeStruct(leaf.plan.shape, leaf.dtype) for leaf in leaves]
+    whole = [
+        jax.ShapeDtypeStruct(leaf.leaf_sharding.shape, leaf.dtype) for leaf in leaves
+    ]
     flat_args, args_tree = jax.tree.flatten(args)
 
     def flat_fn(leaves: list, flat_args: list) -> Any:
@@ -135,7 +141,8 @@ def call_gathering_at_use(
 
     def body(arrays: list, flat_args: list) -> list:
         deferred = [
-            leaf.rebuilt(a, leaf.plan) for leaf, a in zip(leaves, arrays, strict=True)
+            leaf.rebuilt(a, leaf.leaf_sharding)
+            for leaf, a in zip(leaves, arrays, strict=True)
         ]
         return _evaluate(closed, [*deferred, *flat_args])
 
@@ -221,7 +228,7 @@ def _scan(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
     consts = [_made(x) for x in ins[:num_consts]]
     init = [_made(x) for x in ins[num_consts : num_consts + num_carry]]
     xs = [_sliceable(x) for x in ins[num_consts + num_carry :]]
-    slices = [_sliced_plan(x) for x in xs]
+    slices = [_sliced(x) for x in xs]
 
     def body(carry: list, packed: list) -> tuple[list, list]:
         layer = _unpacked(xs, packed, slices)
@@ -242,14 +249,16 @@ def _scan(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
     return [*carry, *ys]
 
 
-def _sliced_plan(value: Any) -> LeafSharding | None:
+def _sliced(value: Any) -> LeafSharding | None:
     return (
-        value.plan.without_leading_dim() if isinstance(value, GatheredAtUse) else None
+        value.leaf_sharding.without_leading_dim()
+        if isinstance(value, GatheredAtUse)
+        else None
     )
 
 
 def _sliceable(value: Any) -> Any:
-    if isinstance(value, GatheredAtUse) and _sliced_plan(value) is None:
+    if isinstance(value, GatheredAtUse) and _sliced(value) is None:
         return value.make()
     return value
 
@@ -265,7 +274,7 @@ def _unpacked(
 ) -> list[Any]:
     """Replace the arrays of `values` by the tracers of `packed`."""
     leaf_shardings = leaf_shardings or [
-        v.plan if isinstance(v, GatheredAtUse) else None for v in values
+        v.leaf_sharding if isinstance(v, GatheredAtUse) else None for v in values
     ]
     return [
         value.rebuilt(arrays, leaf) if isinstance(value, GatheredAtUse) else arrays

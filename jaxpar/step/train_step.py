@@ -58,7 +58,7 @@ def make_train_step(
         finite = jnp.isfinite(norm)
         applied = finite & (sums.loss.weight > 0)
         results = sums.results()
-        params, opt_state, told = update.apply(
+        params, opt_state, reported = update.apply(
             grads,
             state.params,
             state.opt_state,
@@ -82,7 +82,7 @@ def make_train_step(
             "skipped": loss_scale.skipped,
             "loss_scale": scale,
         }
-        return new, results | counters | told
+        return new, results | counters | reported
 
     return step
 

@@ -198,7 +198,7 @@ class _Loop:
         self.clock.enter("step" if self.has_compiled else "compile", step)
         if self.stragglers.step(step, time.monotonic() - began):
             self._judge(logger)
-            self.stragglers.tell()
+            self.stragglers.gather()
         metrics = self.engine.step(batch)
         if not self.has_compiled:
             self.has_compiled = True
@@ -221,17 +221,17 @@ class _Loop:
         if taken is None:
             return
         values = jax.device_get(taken.metrics)
-        of_workers, slow = self.stragglers.hear()
+        of_workers, slow = self.stragglers.collect()
         logger.log(taken.step, {**values, **of_workers})
         for each in slow:
             times = round(each.times, 2)
-            self._tell(
+            self._report(
                 "slow", taken.step, worker=each.worker, times=times, why=describe(each)
             )
         loss, norm = float(values["loss"]), float(values["grad_norm"])
         if not self.monitor.is_finite(loss, norm):
             self.doubtful.append(taken)
-            self._tell(
+            self._report(
                 "skipped", taken.step, loss=loss, grad_norm=norm, **self._batch(taken)
             )
         else:
@@ -239,7 +239,7 @@ class _Loop:
         why = self.monitor.judge(loss, norm)
         if why:
             bad = list(self.doubtful) or [taken]
-            self._tell("bad", taken.step, why=why, loss=loss, **self._batch(taken))
+            self._report("bad", taken.step, why=why, loss=loss, **self._batch(taken))
             raise _BadNumbersError(why, [each.ordinal for each in bad])
 
     def _batch(self, taken: Taken) -> dict[str, Any]:
@@ -262,7 +262,7 @@ class _Loop:
             start = self.run.resume(self.engine, self.data)
         assert start is not None, "begin saved the initial state"
         self._take_up(start)
-        self._tell("rolled back", start, why=why, left_out=sorted(ordinals))
+        self._report("rolled back", start, why=why, left_out=sorted(ordinals))
         return start
 
     def _take_up(self, start: int) -> None:
@@ -306,7 +306,7 @@ class _Loop:
         why = f"a save failed: {error}"
         if self.recovery.on_failed_save == "stop":
             self._stop(SAVE_FAILED, why)
-        self._tell("save failed", self.engine.steps, why=str(error))
+        self._report("save failed", self.engine.steps, why=str(error))
 
     def _probe(self, step: int) -> None:
         try:
@@ -322,11 +322,11 @@ class _Loop:
         )
 
     def _stop(self, code: int, why: str) -> None:
-        self._tell("stopped", self.engine.steps, why=why, code=code)
+        self._report("stopped", self.engine.steps, why=why, code=code)
         self.account()
         raise RunStopped(code, why)
 
-    def _tell(self, event: str, step: int, **fields: Any) -> None:
+    def _report(self, event: str, step: int, **fields: Any) -> None:
         self.run.note(event, step, **fields)
         said = ", ".join(f"{name} {value}" for name, value in fields.items())
         if jax.process_index() == 0:

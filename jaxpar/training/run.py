@@ -80,11 +80,11 @@ class Run:
     def note(self, event: str, step: int, **fields: Any) -> None:
         """Add a line to the run's events, on process 0."""
         if jax.process_index() == 0:
-            told = {
+            values = {
                 name: str(x) if isinstance(x, float) and not math.isfinite(x) else x
                 for name, x in fields.items()
             }
-            line = {"event": event, "step": step, "time": time.time(), **told}
+            line = {"event": event, "step": step, "time": time.time(), **values}
             with (self.folder / _EVENTS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line, allow_nan=False) + "\n")
 

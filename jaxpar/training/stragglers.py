@@ -65,7 +65,7 @@ class StragglerDetector:
         self._factor = factor
         self._waited, self._steps = 0.0, 0
         self._since = time.monotonic()
-        self._told: jax.Array | None = None
+        self._gathered: jax.Array | None = None
         self._recent: dict[int, collections.deque[float]] = collections.defaultdict(
             lambda: collections.deque(maxlen=lasting)
         )
@@ -79,12 +79,12 @@ class StragglerDetector:
           waited: seconds it waited for its batch.
 
         Returns:
-          Whether to `tell`, once the devices are idle.
+          Whether to `gather`, once the devices are idle.
         """
         self._steps, self._waited = self._steps + 1, self._waited + waited
         return self._every > 0 and step % self._every == 0
 
-    def tell(self) -> None:
+    def gather(self) -> None:
         """Measure, and send it to the others, without waiting."""
         now = time.monotonic()
         steps = max(self._steps, 1)
@@ -94,20 +94,22 @@ class StragglerDetector:
             "work_seconds": _alone_seconds(),
             "memory_gb": _memory_bytes() / 1e9,
         }
-        self._told = _gathered(np.array([mine[name] for name in FIELDS], np.float32))
+        self._gathered = _gathered(
+            np.array([mine[name] for name in FIELDS], np.float32)
+        )
         self._waited, self._steps, self._since = 0.0, 0, time.monotonic()
 
-    def hear(self) -> tuple[dict[str, float], list[Slow]]:
+    def collect(self) -> tuple[dict[str, float], list[Slow]]:
         """Take the numbers that were sent last.
 
         Returns:
           Each field's minimum, median and maximum, for the metrics; and the workers
           that have become persistently slow. Empty if nothing was sent.
         """
-        told, self._told = self._told, None
-        if told is None:
+        gathered, self._gathered = self._gathered, None
+        if gathered is None:
             return {}, []
-        rows = np.asarray(jax.device_get(told))
+        rows = np.asarray(jax.device_get(gathered))
         by_worker: list[dict[str, float]] = [
             {name: float(x) for name, x in zip(FIELDS, row, strict=True)}
             for row in rows

@@ -45,7 +45,7 @@ def test_best_is_within_two_percent_of_the_truth(name, jobs):
     assert world.seconds(choice) <= 1.02 * truth(world)
     assert len(search.plans) <= 24
     number = len(list(choices(world.survey())))
-    assert len(search.fallen) + len(search.ranking) == number
+    assert len(search.rejected) + len(search.ranking) == number
 
 
 def test_ranking_holds_what_fits_fastest_first():
@@ -54,7 +54,7 @@ def test_ranking_holds_what_fits_fastest_first():
     assert seconds == sorted(seconds)
     assert all(plan.fits for _, plan in search.ranking)
     compiled = [c for c in search.plans if not search.plans[c].fits]
-    assert all("compiled: takes" in search.fallen[c] for c in compiled)
+    assert all("compiled: takes" in search.rejected[c] for c in compiled)
 
 
 def test_search_goes_on_past_choices_that_fail():
@@ -71,14 +71,14 @@ def test_search_goes_on_past_choices_that_fail():
     search = searched(world, make_plan)
     assert search.ranking
     assert all(c.mesh != best.mesh and c.zero != 2 for c, _ in search.ranking)
-    assert "plan: the compiler crashed (SIGABRT)." in search.fallen.values()
+    assert "plan: the compiler crashed (SIGABRT)." in search.rejected.values()
 
 
 def test_model_that_can_not_fit_has_no_ranking_and_compiles_nothing():
     search = searched(World(psi=200e9))
     assert search.ranking == []
     assert search.plans == {}
-    whys = [why for why, _ in reasons(search.fallen.values())]
+    whys = [why for why, _ in reasons(search.rejected.values())]
     assert whys == ["state, copies and gradients alone need more than the memory"]
 
 
@@ -105,5 +105,5 @@ def test_search_is_shown_and_written_with_why_the_rest_fell(capsys):
     written = json.loads(as_json(search))
     assert written["ranking"][0]["flags"] == list(best.flags(search.survey.knobs))
     assert written["ranking"][0]["plan"]["fits"] is True
-    assert len(written["fallen"]) == len(search.fallen)
+    assert len(written["fallen"]) == len(search.rejected)
     assert all(row["why"] for row in written["fallen"])

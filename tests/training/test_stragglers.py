@@ -44,7 +44,7 @@ def test_reason_names_the_devices() -> None:
 def test_one_process_measures_nothing() -> None:
     stragglers = StragglerDetector(1, 1.5)
     assert not any(stragglers.step(step, 0.1) for step in range(5))
-    assert stragglers.hear() == ({}, [])
+    assert stragglers.collect() == ({}, [])
 
 
 def test_slow_worker_is_named_once_it_is_so_three_times(
@@ -57,8 +57,8 @@ def test_slow_worker_is_named_once_it_is_so_three_times(
     named = []
     for second in (slow, slow, alike, slow, slow, slow, slow):
         rows = [[each[name] for name in FIELDS] for each in (alike, second)]
-        stragglers._told = jax.numpy.array(rows)
-        numbers, found = stragglers.hear()
+        stragglers._gathered = jax.numpy.array(rows)
+        numbers, found = stragglers.collect()
         named.append([each.worker for each in found])
     assert named == [[], [], [], [], [], [1], []]
     assert numbers["memory_gb_max"] == 1.0

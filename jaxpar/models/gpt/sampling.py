@@ -113,7 +113,7 @@ def continue_text(
     num_tokens: int,
     *,
     tokenizer: Tokenizer | None = None,
-    temperature: float = 0.5,
+    temperature: float = 0.3,
 ) -> str:
     """Continue a text.
 
