@@ -29,9 +29,6 @@ _NAMES = """
     jaxprs/draws
     launch/certificates launch/group launch/join launch/k8s_pod
     launch/start launch/watchdog
-    model/proxies
-    models/gpt/config models/gpt/embed_head models/gpt/model models/gpt/pipeline
-    models/shard_kernel
     optim/buckets optim/fused optim/fused_update optim/make_update optim/optax_update
     optim/trace_update
     pipeline/backward pipeline/block_cost pipeline/buffers pipeline/chunks

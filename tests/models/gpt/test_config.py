@@ -1,3 +1,5 @@
+"""Which configs are refused, and what does one that is accepted hold?"""
+
 from typing import Any
 
 import jax

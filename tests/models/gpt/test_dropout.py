@@ -1,3 +1,5 @@
+"""Does dropout differ by call and by layer, and is it off in evaluation?"""
+
 import dataclasses
 from typing import Any
 

@@ -1,3 +1,5 @@
+"""Has the GPT on a mesh the gradients of one device, and what does it communicate?"""
+
 import dataclasses
 import functools
 import re

@@ -1,3 +1,5 @@
+"""Is the GPT's loss the mean over targets that NumPy computes?"""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
