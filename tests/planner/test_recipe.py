@@ -50,7 +50,7 @@ def test_recipe_is_planned_with_its_own_flags(tmp_path):
     assert found["tokens_per_step"] == 16 * 4096
     state = found["bytes_per_device"]["state"]
     assert state == pytest.approx(12 * found["num_params"] / 16, rel=2e-3)
-    assert "cpu:16: 16 devices, data 8 x pipe 1 x tensor 2, ZeRO 2" in done.stdout
+    assert "cpu:16: 16 devices; data 8 x pipe 1 x tensor 2; ZeRO 2" in done.stdout
     for part in ("optimizer state", "communication per step", "matmuls"):
         assert part in done.stdout
 
