@@ -23,7 +23,7 @@ from jaxpar.launch.ray_cluster import connected
 from jaxpar.launch.rendezvous import POLL_SECONDS
 from jaxpar.launch.report import Report
 from jaxpar.launch.scheduler import Place
-from jaxpar.launch.start import Launch
+from jaxpar.launch.start import Launch, host_gpus
 
 VARIABLE = "JAXPAR_RAY_PLACE"
 """Environment variable of a supervisor that Ray has placed."""
@@ -48,15 +48,36 @@ class Hosts:
     insecure: bool
 
 
-def ray_place(
-    environment: Mapping[str, str] = os.environ,
-) -> tuple[Place, tuple[int, ...]] | None:
-    """The place and the GPUs of a supervisor that Ray started; None outside of one."""
+def ray_place(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """The place of a supervisor that Ray started; None outside of one."""
     if VARIABLE not in environment:
         return None
-    given = json.loads(environment[VARIABLE])
-    gpus = tuple(given.pop("gpus"))
-    return Place(**given), gpus
+    return Place(**json.loads(environment[VARIABLE]))
+
+
+def workers_per_host(
+    processes: int | None, *, cluster: str | None, use_gpu: bool
+) -> int:
+    """Check how many workers each host is to have; the default if it is None.
+
+    Raises:
+      ValueError: if the hosts can't have so many; the message names the flag.
+    """
+    gpus = len(host_gpus())
+    if processes is None and use_gpu and cluster is not None:
+        raise ValueError(
+            "--processes: state how many GPUs to reserve on each host of the cluster"
+        )
+    if processes is None:
+        processes = max(gpus, 1) if use_gpu else 1
+    if processes < 1:
+        raise ValueError(f"--processes {processes}: must be at least 1")
+    if use_gpu and cluster is None and processes > gpus:
+        raise ValueError(
+            f"--use-gpu: {processes} workers need a GPU each, and this host has "
+            f"{gpus}; choose fewer (--processes), or name a cluster of Ray (--cluster)"
+        )
+    return processes
 
 
 def start_on_ray(command: Sequence[str], launch: Launch, hosts: Hosts) -> int:
@@ -179,7 +200,6 @@ def _run_supervisor(
         "host": host,
         "hosts": hosts,
         "name": ray.util.get_node_ip_address() if hosts > 1 else None,
-        "gpus": [int(number) for number in ray.get_gpu_ids()],
     }
     log = Path(stop).with_name(f"host-{host:04d}.log")
     with log.open("ab") as output:
