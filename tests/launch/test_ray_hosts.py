@@ -13,6 +13,7 @@ import pytest
 
 from jaxpar.cli import launch as cli_launch
 from jaxpar.cli.launch import Ray, _start_ray
+from jaxpar.exit_codes import STOPPED
 from jaxpar.launch import ray_hosts
 from jaxpar.launch.ray_hosts import VARIABLE, Hosts, ray_place, start_on_ray
 from jaxpar.launch.scheduler import Place
@@ -102,6 +103,38 @@ def test_workers_are_as_many_as_asked_for_or_as_gpus(
     (launch,) = launches
     assert launch.processes == number
     assert launch.gpus == (tuple(range(number)) if "use_gpu" in given else ())
+
+
+def run_on_host(folder: Path, program: str) -> int:
+    """Run a supervisor's task, with a program for the supervisor."""
+    session = folder / "launch" / "ray-1"
+    session.mkdir(parents=True, exist_ok=True)
+    return ray_hosts._run_supervisor(["-c", program], 0, 1, {}, folder, session)
+
+
+def test_supervisor_that_was_killed_is_an_error_that_ray_retries(
+    tmp_path: Path,
+) -> None:
+    killed = "import os; print('here'); os.kill(os.getpid(), 9)"
+    with pytest.raises(ChildProcessError, match=r"host 0 .* was killed by SIGKILL"):
+        run_on_host(tmp_path, killed)
+    (tmp_path / "launch" / "ray-1" / "host-0000.log").write_text("step 1\n")
+    assert run_on_host(tmp_path, "raise SystemExit(75)") == 75
+    report = (tmp_path / "launch" / "report.txt").read_text()
+    assert "Ray has started the supervisor of host 0 again" in report
+
+
+def test_stop_before_a_supervisor_listens_is_a_stop(tmp_path: Path) -> None:
+    session = tmp_path / "launch" / "ray-1"
+    session.mkdir(parents=True)
+    (session / "stop").touch()
+    assert run_on_host(tmp_path, "import time; time.sleep(60)") == STOPPED
+
+
+def test_host_without_the_folders_is_named(tmp_path: Path) -> None:
+    given = ([], 1, 2, {}, tmp_path, tmp_path / "absent")
+    with pytest.raises(FileNotFoundError, match="all hosts must mount --out and"):
+        ray_hosts._run_supervisor(*given)
 
 
 def test_supervisor_that_ray_placed_ends_with_its_parent(script: Path) -> None:
