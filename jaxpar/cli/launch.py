@@ -14,7 +14,7 @@ from rich.console import Console
 from jaxpar.launch.group import variables, worker_command
 from jaxpar.launch.k8s import K8s, write_manifest
 from jaxpar.launch.limits import Limits
-from jaxpar.launch.ray_hosts import Hosts, ray_place, start_on_ray
+from jaxpar.launch.ray_hosts import Hosts, ray_place, start_on_ray, workers_per_host
 from jaxpar.launch.rendezvous import Attempt
 from jaxpar.launch.sbatch import Batch, write_script
 from jaxpar.launch.scheduler import (
@@ -134,7 +134,8 @@ class Ray(Supervised):
       hosts: hosts that Ray chooses.
       cluster: address of a running cluster, as ray.init takes it. Its hosts all need
         this Python, the script and --out, at the same paths.
-      use_gpu: reserve a GPU for each worker; otherwise workers use the CPU.
+      use_gpu: reserve a GPU for each worker; otherwise workers use the CPU, and a
+        host has one if --processes is not given.
     """
 
     hosts: int = 1
@@ -266,23 +267,36 @@ def _start_mpi(args: Mpi) -> None:
 
 
 def _start_ray(args: Ray) -> None:
-    placed = ray_place()
-    if placed is not None:
+    if args.gpus:
+        raise ValueError("--gpus: Ray chooses the GPUs; give --use-gpu instead")
+    cluster, use_gpu = args.cluster, args.use_gpu
+    processes = workers_per_host(args.processes, cluster=cluster, use_gpu=use_gpu)
+    args = dataclasses.replace(args, processes=processes)
+    place = ray_place()
+    if place is not None:
         end_with_parent()
-        place, gpus = placed
-        _start_at(dataclasses.replace(args, gpus=gpus or args.gpus), place)
+        _start_at(args, place)
         return
     _require_secure_hosts("--hosts", args.hosts, args)
     launch = make_launch(dataclasses.replace(args, tls=None), host=0, hosts=args.hosts)
     command = _again()[1:]
     if args.dry_run:
-        where = args.cluster or "a cluster on this host alone"
-        device = "GPU" if args.use_gpu else "CPU"
-        print(f"{args.hosts} hosts of {launch.processes} workers, a {device} each, on")
-        print(f"{where}: {shlex.join(command)}")
+        where = f"the cluster {cluster}" if cluster else "this host alone"
+        device = "GPU" if use_gpu else "CPU"
+        print(f"Ray, on {where}; hosts: {args.hosts}, workers per host: {processes},")
+        print(f"with a {device} each; each host runs:")
+        print(shlex.join(["python", *command]))
         return
-    hosts = Hosts(args.hosts, args.cluster, args.use_gpu, args.insecure)
+    hosts = Hosts(args.hosts, cluster, use_gpu, args.insecure)
     raise SystemExit(start_on_ray(command, launch, hosts))
+
+
+def _gpus(args: Supervised) -> tuple[int, ...]:
+    """The GPUs of a host's workers."""
+    if isinstance(args, Ray):
+        # A supervisor sees those that Ray has reserved for it, numbered from 0.
+        return tuple(range(args.processes or 1)) if args.use_gpu else ()
+    return args.gpus or host_gpus()
 
 
 def _require_secure_hosts(flag: str, hosts: int, args: Supervised) -> None:
@@ -326,9 +340,11 @@ def make_launch(
         raise FileNotFoundError(f"{str(args.script)!r}: there is no such script")
     if not 0 <= host < hosts:
         raise ValueError(f"--host {host}: must be from 0 to --hosts - 1 ({hosts - 1})")
+    if args.restarts < 0:
+        raise ValueError(f"--restarts {args.restarts}: must be at least 0")
     tls = None if args.tls is None else read_tls(args.tls, args.address)
     require_secure(args.address, tls, insecure=args.insecure)
-    gpus = args.gpus or host_gpus()
+    gpus = _gpus(args)
     processes = args.processes or max(len(gpus), 1)
     if gpus and len(gpus) % processes:
         raise ValueError(

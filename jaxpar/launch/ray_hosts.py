@@ -5,11 +5,14 @@ its host or Ray's own process is lost. All else is as under Slurm or MPI: superv
 coordinate through files in the run's folder, and restart workers themselves.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import secrets
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,16 +22,19 @@ from types import FrameType
 from typing import Any
 
 from jaxpar.exit_codes import GAVE_UP, STOPPED
+from jaxpar.launch.group import tail
 from jaxpar.launch.ray_cluster import connected
 from jaxpar.launch.rendezvous import POLL_SECONDS
 from jaxpar.launch.report import Report
 from jaxpar.launch.scheduler import Place
-from jaxpar.launch.start import Launch
+from jaxpar.launch.start import Launch, host_gpus
 
 VARIABLE = "JAXPAR_RAY_PLACE"
 """Environment variable of a supervisor that Ray has placed."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_END_SECONDS = 10.0
+"""Time for the first host's supervisor to end, after that of another host."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,19 +54,40 @@ class Hosts:
     insecure: bool
 
 
-def ray_place(
-    environment: Mapping[str, str] = os.environ,
-) -> tuple[Place, tuple[int, ...]] | None:
-    """The place and the GPUs of a supervisor that Ray started; None outside of one."""
+def ray_place(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """The place of a supervisor that Ray started; None outside of one."""
     if VARIABLE not in environment:
         return None
-    given = json.loads(environment[VARIABLE])
-    gpus = tuple(given.pop("gpus"))
-    return Place(**given), gpus
+    return Place(**json.loads(environment[VARIABLE]))
+
+
+def workers_per_host(
+    processes: int | None, *, cluster: str | None, use_gpu: bool
+) -> int:
+    """Check how many workers each host is to have; the default if it is None.
+
+    Raises:
+      ValueError: if the hosts can't have so many; the message names the flag.
+    """
+    gpus = len(host_gpus())
+    if processes is None and use_gpu and cluster is not None:
+        raise ValueError(
+            "--processes: state how many GPUs to reserve on each host of the cluster"
+        )
+    if processes is None:
+        processes = max(gpus, 1) if use_gpu else 1
+    if processes < 1:
+        raise ValueError(f"--processes {processes}: must be at least 1")
+    if use_gpu and cluster is None and processes > gpus:
+        raise ValueError(
+            f"--use-gpu: {processes} workers need a GPU each, and this host has "
+            f"{gpus}; choose fewer (--processes), or name a cluster of Ray (--cluster)"
+        )
+    return processes
 
 
 def start_on_ray(command: Sequence[str], launch: Launch, hosts: Hosts) -> int:
-    """Start a supervisor on each host, and wait for their end.
+    """Start a supervisor on each host, and wait for the run's end.
 
     Args:
       command: of a supervisor, after Python.
@@ -68,7 +95,7 @@ def start_on_ray(command: Sequence[str], launch: Launch, hosts: Hosts) -> int:
       hosts: how many, and where.
 
     Returns:
-      The exit code of the first host's supervisor; `GAVE_UP` if Ray lost one too often.
+      The run's exit code, from a supervisor; `GAVE_UP` if Ray lost one too often.
 
     Raises:
       ValueError: if the hosts can't be had; the message names the flag.
@@ -83,51 +110,66 @@ def start_on_ray(command: Sequence[str], launch: Launch, hosts: Hosts) -> int:
     signals = _Signals()
     folder = launch.folder.absolute() / "launch"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    stop = folder / f"ray-stop-{secrets.token_hex(4)}"
-    log = folder / "host-0000.log"
-    log.write_bytes(b"")
-    with connected(hosts.cluster, launch.processes, insecure=hosts.insecure) as ray:
-        signals.listen()  # Ray has replaced the handlers.
-        tasks = _submit(ray, command, launch, hosts, stop)
-        try:
-            with Report(launch.folder, host=0).following(log):
-                while len(ray.wait(tasks, num_returns=len(tasks), timeout=0.0)[1]):
-                    if signals.asked:
-                        stop.touch()
-                    time.sleep(POLL_SECONDS)
-            return ray.get(tasks)[0]
-        except ray.exceptions.RayError as error:
-            print(f"launch: Ray gave up a host: {error}", file=sys.stderr, flush=True)
-            return GAVE_UP
-        finally:
-            stop.unlink(missing_ok=True)
+    # Of this launch alone: another launcher of the run may be at work.
+    session = folder / f"ray-{secrets.token_hex(4)}"
+    session.mkdir(mode=0o700)
+    try:
+        with connected(hosts.cluster, launch.processes, insecure=hosts.insecure) as ray:
+            signals.listen()  # Ray has replaced the handlers.
+            tasks = _submit(ray, command, launch, hosts, session)
+            signals.is_running = True
+            return _follow(ray, tasks, session, signals)
+    finally:
+        shutil.rmtree(session, ignore_errors=True)
 
 
 class _Signals:
-    """Notices signals; before a supervisor runs, they end the launcher."""
+    """Notices signals; before supervisors run, they end the launcher."""
 
     def __init__(self):
-        self.asked, self._is_running = False, False
-        self._set()
+        self.asked: int | None = None
+        self.is_running = False
+        self.listen()
 
     def listen(self) -> None:
-        self._is_running = True
-        self._set()
-
-    def _set(self) -> None:
         for number in _SIGNALS:
             signal.signal(number, self._notice)
 
     def _notice(self, number: int, _: FrameType | None) -> None:
-        if number == signal.SIGINT and self.asked:
+        if number == signal.SIGINT and self.asked == signal.SIGINT:
             raise SystemExit(128 + number)  # The second: supervisors end with Ray's.
-        self.asked = True
-        if not self._is_running:
+        self.asked = number
+        if not self.is_running:
             raise SystemExit(STOPPED)
 
 
+def _follow(ray: Any, tasks: list[Any], session: Path, signals: _Signals) -> int:
+    """Show what the first host's supervisor prints until the run is over."""
+    run, log = session.parent.parent, _log(session, host=0)
+    log.touch()
+    try:
+        with Report(run, host=0).following(log):
+            ended: list[Any] = []
+            while not ended:
+                ended, _ = ray.wait(tasks, timeout=POLL_SECONDS)
+                if signals.asked is not None:
+                    _stop_file(session).touch()
+            code = ray.get(ended[0])
+            # It ends with the others, unless one of them could not begin.
+            first, _ = ray.wait(tasks[:1], timeout=_END_SECONDS)
+        if first:
+            return ray.get(first[0])
+        host = tasks.index(ended[0])
+        said = "\n".join(["", *tail(_log(session, host))])
+        why = f"the supervisor of host {host} ended with code {code}:{said}"
+    except ray.exceptions.RayError as error:
+        code, why = GAVE_UP, f"Ray gave up a host: {getattr(error, 'cause', error)}"
+    Report(run, host=0).over(code, why)
+    return code
+
+
 def _submit(
-    ray: Any, command: Sequence[str], launch: Launch, hosts: Hosts, stop: Path
+    ray: Any, command: Sequence[str], launch: Launch, hosts: Hosts, session: Path
 ) -> list[Any]:
     """Reserve the hosts, and start a task on each."""
     from ray.util.scheduling_strategies import (  # noqa: PLC0415 # pyright: ignore - an extra
@@ -156,10 +198,11 @@ def _submit(
             num_cpus=launch.processes,
             num_gpus=launch.processes if hosts.use_gpu else 0,
             max_retries=launch.restarts,
+            retry_exceptions=[ChildProcessError],
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 group, placement_group_bundle_index=host
             ),
-        ).remote(list(command), host, hosts.number, given, str(Path.cwd()), str(stop))
+        ).remote(list(command), host, hosts.number, given, Path.cwd(), session)
         for host in range(hosts.number)
     ]
 
@@ -169,20 +212,30 @@ def _run_supervisor(
     host: int,
     hosts: int,
     given: dict[str, str],
-    working_folder: str,
-    stop: str,
+    working_folder: Path,
+    session: Path,
 ) -> int:
-    """Be the task of a host: run its supervisor, and pass on the request to stop."""
-    import ray  # noqa: PLC0415 # pyright: ignore[reportMissingImports] - an extra
+    """Be the task of a host: run its supervisor, and pass on the request to stop.
 
-    place = {
-        "host": host,
-        "hosts": hosts,
-        "name": ray.util.get_node_ip_address() if hosts > 1 else None,
-        "gpus": [int(number) for number in ray.get_gpu_ids()],
-    }
-    log = Path(stop).with_name(f"host-{host:04d}.log")
-    with log.open("ab") as output:
+    Raises:
+      FileNotFoundError: if a folder of the launcher's is not on this host.
+      ChildProcessError: if the supervisor was killed; Ray starts the task again.
+    """
+    for folder in (session, working_folder):
+        if not folder.is_dir():
+            raise FileNotFoundError(
+                f"{str(folder)!r} is not on {socket.gethostname()}: all hosts must "
+                "mount --out and the launcher's working folder, at the same paths"
+            )
+    place = dataclasses.asdict(
+        Place(host, hosts, _own_address() if hosts > 1 else None)
+    )
+    with _log(session, host).open("a") as output:
+        if output.tell():
+            with contextlib.redirect_stdout(output):
+                why = "the last one, or Ray's own process, was killed"
+                text = f"{why}: Ray has started the supervisor of host {host} again"
+                Report(session.parent.parent, host).say(text)
         process = subprocess.Popen(
             [sys.executable, *command],
             stdin=subprocess.DEVNULL,
@@ -194,8 +247,35 @@ def _run_supervisor(
         )
     is_asked = False
     while process.poll() is None:
-        if not is_asked and Path(stop).exists():
+        if not is_asked and _stop_file(session).exists():
             process.send_signal(signal.SIGTERM)
             is_asked = True
         time.sleep(POLL_SECONDS)
-    return process.returncode
+    code = process.returncode
+    if is_asked and code == -signal.SIGTERM:  # It had not begun to listen.
+        return STOPPED
+    if code < 0:
+        raise ChildProcessError(
+            f"the supervisor of host {host} ({socket.gethostname()}) was killed by "
+            f"{signal.Signals(-code).name}"
+        )
+    return code
+
+
+def _own_address() -> str:
+    """This host's address in the cluster."""
+    from ray.util import (  # noqa: PLC0415 - an extra
+        get_node_ip_address,  # pyright: ignore[reportMissingImports]
+    )
+
+    return get_node_ip_address()
+
+
+def _log(session: Path, host: int) -> Path:
+    """The file of what a host's supervisor prints."""
+    return session / f"host-{host:04d}.log"
+
+
+def _stop_file(session: Path) -> Path:
+    """The file by which a launcher requests that supervisors save and end."""
+    return session / "stop"

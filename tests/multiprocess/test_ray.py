@@ -23,8 +23,9 @@ import psutil
 import pytest
 
 from jaxpar.exit_codes import GAVE_UP, REFUSED, STOPPED
+from jaxpar.launch.rendezvous import Board
 from jaxpar.launch.security import is_loopback
-from jaxpar.launch.supervisor import free_port
+from jaxpar.launch.supervisor import only_one
 from jaxpar.launch.worker_environment import VARIABLE
 from jaxpar.training.goodput import read_account
 from tests.multiprocess.launching import (
@@ -47,6 +48,21 @@ pytestmark = [
 AGENTS_SECONDS = 120
 SCRIPT = ROOT / "tests/multiprocess/ray_script.py"
 FLAGS = ("--dropout=0", "--steps=12", "--save-every=4")
+# `ray start` has a second node only on an address that others reach.
+NODES = """
+import os, sys
+from ray.cluster_utils import Cluster
+node = {"num_cpus": 2, "object_store_memory": 100 * 1024**2}
+head = {**node, "include_dashboard": False}
+cluster = Cluster(initialize_head=True, head_node_args=head)
+cluster.add_node(**node)
+with open(sys.argv[1] + ".tmp", "w") as file:
+    file.write(cluster.address)
+os.rename(file.name, sys.argv[1])
+sys.stdin.read()
+cluster.shutdown()
+"""
+TWO_HOSTS: Any = {"hosts": 2, "processes": 1, "insecure": True}
 
 
 @pytest.fixture(scope="session")
@@ -127,32 +143,9 @@ def listening(process: psutil.Process) -> Iterator[str]:
         return
 
 
-@contextlib.contextmanager
-def node(log: Path, *flags: str) -> Iterator[subprocess.Popen]:
-    """One of Ray's, as a user starts it."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [Path(sys.executable).with_name("ray"), "start", "--block", *flags],
-            env=environment(),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        limit = time.monotonic() + LIMIT_SECONDS
-        while "Ray runtime started" not in log.read_text():
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < limit
-            time.sleep(0.1)
-        yield process
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Started by a user, with a token: it takes its time to start."""
+    """Two nodes of this machine, with a token: they take their time to start."""
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as at_end:
         folder = Path(at_end.enter_context(tempfile.TemporaryDirectory(prefix="ray-")))
         token = folder / "token"
@@ -161,11 +154,24 @@ def cluster() -> Iterator[Cluster]:
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
         patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-        port = free_port("127.0.0.1")
-        head = ["--head", f"--port={port}", "--num-cpus=2"]
-        more = ["--include-dashboard=false", f"--temp-dir={folder}/ray"]
-        process = at_end.enter_context(node(folder / "log", *head, *more))
-        yield Cluster(f"127.0.0.1:{port}", psutil.Process(process.pid))
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-c", NODES, str(folder / "address")],
+                env={**environment(), "RAY_TMPDIR": str(folder)},
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        at_end.callback(process.wait, timeout=60)
+        assert process.stdin is not None
+        at_end.callback(process.stdin.close)
+        limit = time.monotonic() + LIMIT_SECONDS
+        while not (folder / "address").exists():
+            assert process.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < limit, (folder / "log").read_text()
+            time.sleep(0.1)
+        yield Cluster((folder / "address").read_text(), psutil.Process(process.pid))
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +226,7 @@ def test_two_workers_are_one_job_that_only_this_host_reaches(
         assert token not in run.told() + run.report()
     assert not path.parent.exists()
     assert_whole(out, alone)
-    assert not list((out / "launch").glob("ray-stop-*"))
+    assert not list((out / "launch").glob("ray-*"))
 
 
 def test_killed_worker_has_all_start_again(alone: Path, tmp_path: Path) -> None:
@@ -253,8 +259,50 @@ def test_killed_process_of_ray_has_its_supervisor_start_again(
         assert not any(map(is_running, [supervisor, *before]))
         run.until(lambda: run.attempt() == 2, "a second attempt")
         assert run.code() == 0, run.told()
+    assert "Ray has started the supervisor of host 0 again" in run.report()
     assert_whole(out, alone)
     assert [each["resumed"] for each in read_account(out)] == [0, 4]
+
+
+def test_two_hosts_are_one_job_and_start_again_when_one_is_lost(
+    alone: Path, cluster: Cluster, tmp_path: Path
+) -> None:
+    out = tmp_path / "hosts"
+    with ByRay(out, *FLAGS, "--pause=0.3", cluster=cluster, **TWO_HOSTS) as run:
+        run.wait_for_step(6)
+        # Above a worker: its supervisor, Ray's process for the task, the node.
+        assert len({each.parents()[2] for each in run.workers()}) == 2
+        supervisor = run.workers()[1].parent()
+        assert supervisor is not None
+        supervisor.kill()
+        run.until(lambda: run.attempt() == 2, "a second attempt")
+        assert run.code() == 0, run.told()
+    assert_whole(out, alone)
+    assert [each["resumed"] for each in read_account(out)] == [0, 4]
+
+
+def test_host_that_cannot_begin_ends_the_run_with_its_reason(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Such as one without the script, or the second one of the run."""
+    out = tmp_path / "taken"
+    with (
+        only_one(Board(out / "launch", 1, 1, "")),
+        ByRay(out, *FLAGS, cluster=cluster, **TWO_HOSTS) as run,
+    ):
+        assert run.code() == 2, run.told()
+    assert "the supervisor of host 1 ended with code 2:" in run.told()
+    assert "another launcher runs the run" in run.told()
+
+
+def test_second_launcher_of_a_run_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    out = tmp_path / "taken"
+    with (
+        only_one(Board(out / "launch", 0, 1, "")),
+        ByRay(out, *FLAGS, cluster=cluster) as run,
+    ):
+        assert run.code() == 2, run.told()
+    assert "another launcher runs the run" in run.told()
 
 
 def test_run_is_given_up_when_the_restarts_are_used(
@@ -299,10 +347,10 @@ def test_signal_saves_and_ends_and_the_run_goes_on(
 def test_hosts_that_the_cluster_does_not_have_are_named(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    options: Any = {"hosts": 2, "insecure": True, "limits.rendezvous": 2}
-    with ByRay(tmp_path / "two", cluster=cluster, **options) as run:
+    options: Any = {"hosts": 3, "insecure": True, "limits.rendezvous": 2}
+    with ByRay(tmp_path / "three", cluster=cluster, **options) as run:
         assert run.code() != 0
-    assert "--hosts 2 --processes 2: Ray had no such hosts within 2 s" in run.told()
+    assert "--hosts 3 --processes 2: Ray had no such hosts within 2 s" in run.told()
 
 
 def test_killed_launcher_leaves_nothing_behind(tmp_path: Path) -> None:
