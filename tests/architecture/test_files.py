@@ -23,9 +23,6 @@ _NAMES = """
     checkpoint/store
     cli/layout cli/plan cli/recipe_flags
     compiled/collectives
-    engine/check_programs engine/checks engine/compiled_step engine/initialize
-    engine/one_thread engine/place_rows engine/placement engine/program
-    engine/state_view engine/tensors engine/tracing
     jaxprs/draws
     launch/certificates launch/group launch/join launch/k8s_pod
     launch/start launch/watchdog
