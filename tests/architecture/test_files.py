@@ -30,9 +30,6 @@ _NAMES = """
     planner/absent_devices planner/environment planner/plan_step
     show/plotting show/search show/sections
     sparse_attention/patterns
-    optim/buckets optim/fused optim/fused_update optim/make_update optim/optax_update
-    optim/trace_update
-    step/update
 """
 BY_OTHERS = frozenset(_NAMES.split())
 """Modules that only files of other names test: to be emptied, never to be added to."""
