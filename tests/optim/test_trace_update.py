@@ -8,8 +8,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from optax import contrib
 
 import jaxpar
+from jaxpar.optim.trace_update import UpdateTrace, trace_update
 
 ROWS = 16
 
@@ -58,6 +60,13 @@ STATES = {
         returning(lambda old: [*old.values()], None),
         r"its update returns a state of other leaves than init: new \['0', '1'\]",
     ),
+    "a tuple for a list": (
+        optax.GradientTransformation(
+            lambda params: [jnp.zeros(3)], lambda g, old, params=None: (g, tuple(old))
+        ),
+        r"its update returns a state of another structure than init: PyTreeDef\(\(\*,\)"
+        r"\) for PyTreeDef\(\[\*\]\)",
+    ),
     "updates of another shape": (
         returning(lambda old: old, lambda g: jax.tree.map(lambda x: x.mean(0), g)),
         r"optimizer: its update returns shape \(6,\) for parameter kernel of shape "
@@ -69,30 +78,6 @@ STATES = {
     ),
 }
 
-TYPES = {
-    "rate": (1e-3, r"optimizer=0\.001 must .*; pass a learning rate to one, as in op"
-             r"tax\.adamw\(0\.001\)"),
-    "schedule": (
-        optax.cosine_decay_schedule(1e-3, 10),
-        r"optimizer=<function cosine_decay_schedule.*> must .* call its factory, as in "
-        r"optax\.adamw\(1e-3\), and pass a schedule to it, as in optax\.adamw\(sched",
-    ),
-    "nnx.Optimizer": (
-        nnx.Optimizer(
-            nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param
-        ),
-        r"optimizer=Optimizer\(\.\.\.\) must .*; pass the one inside it, "
-        r"optimizer=tx for nnx\.Optimizer\(model, tx\)",
-    ),
-    "string in the state": (
-        optax.GradientTransformation(
-            lambda params: {"name": "mine"}, lambda grads, state, params=None: grads
-        ),
-        r"optimizer: leaf name of its state is str, but must be an array, a number or "
-        r"a PRNG key\. Hold it outside of the state",
-    ),
-}  # fmt: skip
-
 
 @pytest.mark.parametrize("case", STATES)
 def test_update_that_a_step_cannot_carry_is_refused(case, compiled):
@@ -102,9 +87,34 @@ def test_update_that_a_step_cannot_carry_is_refused(case, compiled):
     assert compiled == []
 
 
-@pytest.mark.parametrize("case", TYPES)
-def test_what_is_no_optimizer_is_said(case, compiled, unchecked_types):
-    optimizer, message = TYPES[case]
-    with pytest.raises(TypeError, match=message):
-        make_engine(optimizer)
-    assert compiled == []
+def of_nothing(grads: Any, state: Any, params: Any = None) -> Any:
+    return grads, state
+
+
+def of_value(grads: Any, state: Any, params: Any = None, *, value: Any) -> Any:
+    return jax.tree.map(lambda x: x * value, grads), state
+
+
+def of_any(grads: Any, state: Any, params: Any = None, **extras: Any) -> Any:
+    assert {name: jax.tree.map(jnp.shape, x) for name, x in extras.items()} == {
+        "value": (),
+        "grad": {"w": (4, 6)},
+    }
+    return grads, state
+
+
+@pytest.mark.parametrize(
+    ("update", "extras"),
+    [(of_nothing, ()), (of_value, ("value",)), (of_any, ("value", "grad"))],
+)
+def test_extras_are_those_that_the_update_takes(update, extras):
+    params = {"w": jax.ShapeDtypeStruct((4, 6), jnp.float32)}
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    assert trace_update(optimizer, params, ()) == UpdateTrace(extras, has_loops=False)
+
+
+def test_loops_of_matmuls_are_seen():
+    params = {"w": jax.ShapeDtypeStruct((4, 6), jnp.float32)}
+    optimizer = contrib.muon(0.1)
+    state = jax.eval_shape(optimizer.init, params)
+    assert trace_update(optimizer, params, state).has_loops

@@ -1,0 +1,143 @@
+"""Which arguments are refused before anything is traced, and with which remedy?"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+from jaxpar.engine.checks import check_arguments, check_elements, check_trainable
+from jaxpar.mesh import MeshShape, make_mesh
+
+
+def check(**change: Any) -> None:
+    right = {
+        "mesh": make_mesh(MeshShape(data=4, tensor=2)),
+        "optimizer": optax.sgd(0.1),
+        "clip_norm": None,
+        "seed": 0,
+    }
+    check_arguments(**(right | change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"seed": 2**32 - 1},
+        {"clip_norm": 1e-6},
+        {"clip_norm": float("inf")},
+        {"optimizer": optax.MultiSteps(optax.sgd(0.1), 2)},
+    ],
+    ids=str,
+)
+def test_values_in_range_are_taken(change):
+    check(**change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": -1}, r"seed=-1 must be an integer from 0"),
+        ({"seed": 2**32}, r"seed=4294967296 must be an integer from 0 to 2\*\*32 - 1"),
+        (
+            {"clip_norm": 0.0},
+            r"clip_norm=0\.0 must be positive, or None for no clipping",
+        ),
+        ({"clip_norm": -1.0}, r"clip_norm=-1\.0 must be positive"),
+        ({"clip_norm": float("nan")}, "clip_norm=nan must be pos"),
+    ],
+)
+def test_number_out_of_range_raises(change, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        check(**change)
+
+
+@pytest.mark.parametrize("seed", [1.0, "1", None])
+def test_seed_that_is_not_an_integer_raises(seed, unchecked_types):
+    with pytest.raises(ValueError, match=r"seed=.* must be an integer from 0"):
+        check(seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("names", "kinds"),
+    [
+        (("data",), (AxisType.Auto,)),
+        (("tensor", "data", "pipe"), (AxisType.Auto,) * 3),
+        (("data", "pipe", "tensor"), (AxisType.Explicit,) * 3),
+    ],
+    ids=["axes", "order", "explicit"],
+)
+def test_mesh_not_made_for_the_engine_raises(names, kinds):
+    shape = (8, 1, 1)[: len(names)]
+    mesh = jax.make_mesh(shape, names, axis_types=kinds)
+    message = (
+        r"mesh: its axes are \('\w+'.* of types \(.*\), but must be \('data', 'pipe', "
+        r"'tensor'\), all automatic\. Pass a jaxpar\.MeshShape, or make the mesh by"
+    )
+    with pytest.raises(ValueError, match=message):
+        check(mesh=mesh)
+
+
+OPTIMIZERS = {
+    "rate": (1e-3, r"optimizer=0\.001 must .*; pass a learning rate to one, as in op"
+             r"tax\.adamw\(0\.001\)"),
+    "factory": (optax.adamw, r"optimizer=<function adamw.*> must be an optax trans"
+                r"formation, with init and update; call its factory, as in optax"),
+    "schedule": (
+        optax.cosine_decay_schedule(1e-3, 10),
+        r"optimizer=<function cosine_decay_schedule.*> must .* call its factory, as in "
+        r"optax\.adamw\(1e-3\), and pass a schedule to it, as in optax\.adamw\(sched",
+    ),
+    "nnx.Optimizer": (
+        nnx.Optimizer(
+            nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param
+        ),
+        r"optimizer=Optimizer\(\.\.\.\) must .*; pass the one inside it, "
+        r"optimizer=tx for nnx\.Optimizer\(model, tx\)",
+    ),
+    "name": ("adamw", r"optimizer='adamw' must be .* call its factory, as in opt"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS)
+def test_what_is_not_an_optimizer_raises(case):
+    optimizer, message = OPTIMIZERS[case]
+    with pytest.raises(TypeError, match=message):
+        check(optimizer=optimizer)
+
+
+def struct(dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((2, 3), dtype)
+
+
+def test_parameters_of_any_floating_dtype_can_be_trained():
+    check_trainable({"a": struct(jnp.float32), "b": {"c": struct(jnp.bfloat16)}})
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.complex64, np.bool_])
+def test_parameter_without_a_real_gradient_raises(dtype):
+    message = (
+        rf"model: parameter b/c is {np.dtype(dtype)}, but a parameter must be "
+        r"floating to be trained\. Make it another kind of nnx\.Variable, or put "
+        "it into another Linen collection than params"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_trainable({"a": struct(jnp.float32), "b": {"c": struct(dtype)}})
+
+
+def test_no_parameters_raise():
+    with pytest.raises(ValueError, match=r"model: it has no parameters to train"):
+        check_trainable({})
+
+
+def test_parameter_without_elements_is_taken_on_one_device_only():
+    params = {"a": struct(jnp.float32), "w": jax.ShapeDtypeStruct((0, 6), jnp.float32)}
+    check_elements(params, make_mesh(MeshShape(data=1), jax.devices()[:1]))
+    message = r"model: parameter w has shape \(0, 6\) and no elements; .* on one device"
+    with pytest.raises(ValueError, match=message):
+        check_elements(params, make_mesh(MeshShape(data=2), jax.devices()[:2]))

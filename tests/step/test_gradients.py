@@ -1,0 +1,162 @@
+"""Are gradients over shards and micro-batches those of plain JAX on the whole batch?
+
+The tolerance, 1e-5, is for fp32 sums in another order.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxpar
+from jaxpar.mesh import MeshShape, make_mesh, on_abstract_mesh
+from jaxpar.model.bridge import make_network
+from jaxpar.sharding.collectives import AutomaticCollectives, ManualCollectives
+from jaxpar.sharding.zero import shard_leaves, zero_stage
+from jaxpar.step.gradients import (
+    Partition,
+    make_evaluation,
+    make_forward,
+    make_gradients,
+    microbatch_rows,
+)
+from jaxpar.step.inputs import Replicated, make_inputs
+from jaxpar.step.loss import as_losses
+from jaxpar.step.precision import make_precision
+from jaxpar.step.row_draws import AsTraced
+from jaxpar.tree import named_leaves
+
+ROWS, WIDTH = 16, 32
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(ROWS, WIDTH)).astype(np.float32)
+MASK = (RNG.uniform(size=ROWS) > 0.4).astype(np.float32)
+BATCH = {"x": X, "mask": MASK}
+
+
+def weighted(model, batch):
+    """A mean over rows that are not masked: its weight differs by shard."""
+    squares = (model(batch["x"]) ** 2).sum(1)
+    n = jaxpar.Sum(batch["mask"].sum())
+    return jaxpar.Weighted((squares * batch["mask"]).sum(), batch["mask"].sum()), {
+        "n": n
+    }
+
+
+LOSS = as_losses(weighted, None)[0]
+
+
+def make_partition(
+    shape: MeshShape, zero: int, *, coupled: bool = False
+) -> tuple[Partition, Any]:
+    """A linear model's, and its parameters."""
+    mesh = make_mesh(shape, jax.devices()[: shape.num_devices])
+    network = make_network(
+        lambda rngs: nnx.Linear(WIDTH, 16, rngs=rngs),
+        LOSS.on_sample,
+        make_inputs(BATCH, jnp.int32(0)),
+    )
+    params, _ = network.init(jax.random.key(0))
+    whole = {name: (None,) * leaf.ndim for name, leaf in named_leaves(params).items()}
+    structs = jax.eval_shape(lambda: params)
+    leaves = shard_leaves(structs, whole, zero_stage(zero), mesh.shape)
+    given = tuple(leaves.values()), zero_stage(zero), make_precision("fp32"), mesh
+    return Partition(network, *given, coupled, AsTraced()), params
+
+
+def plain_loss(params: Any, x: np.ndarray, mask: np.ndarray) -> Any:
+    out = x @ params["kernel"] + params["bias"]
+    return ((out**2).sum(1) * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize(
+    ("shape", "zero", "coupled", "accumulate"),
+    [
+        (MeshShape(data=1), 0, False, 2),
+        (MeshShape(data=4), 1, False, 1),
+        (MeshShape(data=4), 2, False, 2),
+        (MeshShape(data=4), 3, False, 2),
+        (MeshShape(data=4, tensor=2), 1, True, 1),
+    ],
+    ids=str,
+)
+def test_gradients_times_the_scale_equal_plain_jax(shape, zero, coupled, accumulate):
+    partition, params = make_partition(shape, zero, coupled=coupled)
+    gradients = make_gradients(partition, LOSS, params, accumulate)
+
+    @jax.jit
+    def run(params: Any, batch: Any) -> Any:
+        with on_abstract_mesh(partition.mesh):
+            given = {}, make_inputs(batch, jnp.int32(0)), jax.random.key(0)
+            return gradients(params, *given, jnp.float32(8.0))
+
+    grads, sums, _ = run(params, BATCH)
+    loss, right = jax.value_and_grad(plain_loss)(params, X, MASK)
+    for name, grad in grads.items():
+        np.testing.assert_allclose(grad, 8 * right[name], rtol=1e-5, atol=1e-5)
+    assert float(sums.loss.total / sums.loss.weight) == pytest.approx(float(loss))
+    assert float(sums.metrics["n"].value) == MASK.sum()
+
+
+def test_batch_without_weight_has_gradients_of_zero():
+    partition, params = make_partition(MeshShape(data=1), 0)
+    gradients = make_gradients(partition, LOSS, params, 1)
+    inputs = make_inputs(BATCH | {"mask": np.zeros(ROWS, np.float32)}, jnp.int32(0))
+    given = {}, inputs, jax.random.key(0), jnp.float32(1)
+    grads, _, _ = jax.jit(gradients)(params, *given)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(grads))
+
+
+def test_forward_adds_up_its_parts():
+    partition, params = make_partition(MeshShape(data=1), 0)
+    forward = make_forward(partition, LOSS, params, training=True)
+    inputs = make_inputs(BATCH, jnp.int32(0))
+    given = inputs, {}, jax.random.key(0)
+    sums = jax.jit(forward, static_argnums=4)(partition.views(params), *given, 4)
+    right = plain_loss(params, X, MASK)
+    assert float(sums.loss.total / sums.loss.weight) == pytest.approx(float(right))
+    assert float(sums.metrics["n"].value) == MASK.sum()
+
+
+@pytest.mark.parametrize("rows", [ROWS, 3])
+def test_evaluation_takes_rows_over_data_or_left_over_ones_once(rows):
+    """Left-over rows are on all four shards and count once."""
+    partition, params = make_partition(MeshShape(data=4), 1)
+    evaluation = make_evaluation(partition, LOSS, params)
+
+    @jax.jit
+    def run(params: Any, batch: Any) -> Any:
+        with on_abstract_mesh(partition.mesh):
+            given = {}, make_inputs(batch, jnp.int32(0)), jax.random.key(0)
+            return evaluation(params, *given, rows < ROWS)
+
+    sums = run(params, {name: leaf[:rows] for name, leaf in BATCH.items()})
+    right = plain_loss(params, X[:rows], MASK[:rows])
+    assert float(sums.loss.total / sums.loss.weight) == pytest.approx(float(right))
+    assert float(sums.loss.weight) == MASK[:rows].sum()
+
+
+def test_microbatch_takes_every_so_manieth_row():
+    inputs = make_inputs({"x": jnp.asarray(X), "w": Replicated(3.0)}, jnp.int32(0))
+    for index in range(4):
+        picked = microbatch_rows(inputs, index, 4)
+        np.testing.assert_array_equal(picked.batch["x"], X[index::4])
+        assert picked.batch["w"].value == 3.0
+
+
+@pytest.mark.parametrize(
+    ("shape", "coupled", "kind"),
+    [
+        (MeshShape(data=1), False, AutomaticCollectives),
+        (MeshShape(data=4), True, AutomaticCollectives),
+        (MeshShape(data=4), False, ManualCollectives),
+    ],
+)
+def test_data_is_manual_unless_it_is_coupled_or_alone(shape, coupled, kind):
+    partition, _ = make_partition(shape, 1, coupled=coupled)
+    assert isinstance(partition.collectives, kind)
+    assert partition.automatic == (kind is AutomaticCollectives)
+    body = object.__repr__
+    assert (partition.mapped(body, out_specs=None) is body) == partition.automatic
