@@ -25,8 +25,10 @@ FIELDS: tuple[str, ...] = ("step_seconds", "data_seconds", "work_seconds", "memo
 """What every worker reports: step time, wait for data, time of the fixed work."""
 
 # Width and turns of the piece of work; on a CPU narrow enough to take one core.
-_PIECES = {"cpu": (64, 2048)}
+_PIECES = {"cpu": (64, 1024)}
 _PIECE = (2048, 8)
+_REPEATS = 5
+"""Times that the piece is done: another program may delay one of them."""
 
 _SHARING = 8
 """Most CPU workers that may share a host; more would slow each other's work down."""
@@ -214,19 +216,28 @@ def _alone_seconds() -> float:
 
 @functools.cache
 def _turn_seconds() -> float:
-    """Time reserved for this process's work, with a margin."""
-    return 1.5 * min(_work_seconds() for _ in range(3))
+    """Time reserved for this process's work on all its devices, enough for a slow one."""
+
+    def whole_seconds() -> float:
+        began = time.monotonic()
+        _work_seconds()
+        return time.monotonic() - began
+
+    return 2.5 * min(whole_seconds() for _ in range(3))
 
 
 def _work_seconds() -> float:
-    """The longest time that one of this process's devices takes for the work."""
-    work, longest = _piece_of_work(), 0.0
-    for device in jax.local_devices():
-        piece, turns = _piece(device.id)
-        began = time.monotonic()
-        jax.block_until_ready(work(piece, turns))
-        longest = max(longest, time.monotonic() - began)
-    return longest
+    """The longest time that one of this process's devices usually takes for the work."""
+
+    def usual_seconds(device: jax.Device) -> float:
+        (piece, turns), work, found = _piece(device.id), _piece_of_work(), []
+        for _ in range(_REPEATS):
+            began = time.monotonic()
+            jax.block_until_ready(work(piece, turns))
+            found.append(time.monotonic() - began)
+        return statistics.median(found)
+
+    return max(map(usual_seconds, jax.local_devices()))
 
 
 @functools.cache
