@@ -83,17 +83,6 @@ def test_mesh_auto_needs_a_target(capsys):
     assert "--mesh auto needs --target" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_mesh_auto_stops_where_nothing_is_found(capfd):
-    """The search says why: this file is no recipe."""
-    with pytest.raises(SystemExit) as stopped:
-        parse(Config, None, ["--mesh=auto", "--target", "h100:1x8"])
-    assert stopped.value.code == 2
-    said = " ".join(capfd.readouterr().err.split())
-    assert "has no build; a recipe has a dataclass Config" in said
-    assert "--mesh auto: no mesh was found" in said
-
-
 def test_help_tells_of_mesh_auto_where_there_is_a_mesh(capsys):
     with pytest.raises(SystemExit):
         parse(Config, "Trains.", ["--help"])

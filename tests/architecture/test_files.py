@@ -18,22 +18,6 @@ NO_LOGIC = {
 }
 """Modules without a test file -> why."""
 
-_NAMES = """
-    checkpoint/store
-    cli/layout cli/plan cli/recipe_flags
-    compiled/collectives
-    launch/certificates launch/group launch/join launch/k8s_pod
-    launch/start launch/watchdog
-    pipeline/backward pipeline/block_cost pipeline/buffers pipeline/chunks
-    pipeline/execution pipeline/executor pipeline/gradients pipeline/slots
-    pipeline/stage_functions
-    planner/absent_devices planner/environment planner/plan_step
-    show/plotting show/search show/sections
-    sparse_attention/patterns
-"""
-BY_OTHERS = frozenset(_NAMES.split())
-"""Modules that only files of other names test: to be emptied, never to be added to."""
-
 
 def modules() -> Iterator[str]:
     """Every module with a name, without its suffix."""
@@ -53,7 +37,7 @@ def has_tests(module: str) -> bool:
 
 @pytest.mark.parametrize("module", list(modules()))
 def test_module_has_a_test_file(module):
-    is_excused = module in NO_LOGIC or module in BY_OTHERS
+    is_excused = module in NO_LOGIC
     assert has_tests(module) != is_excused, (
         f"jaxpar/{module}.py has a test file and is on the list of those without"
         if is_excused
@@ -63,4 +47,4 @@ def test_module_has_a_test_file(module):
 
 
 def test_excused_modules_exist():
-    assert not (BY_OTHERS | set(NO_LOGIC)) - set(modules())
+    assert not set(NO_LOGIC) - set(modules())

@@ -103,49 +103,6 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 
 
 @pytest.mark.parametrize(
-    ("groups", "axes", "size"),
-    [
-        ("{{0,1},{2,3},{4,5},{6,7}}", ("tensor",), 2),
-        ("{{0,2,4,6},{1,3,5,7}}", ("data",), 4),
-        ("{}", ("data", "tensor"), 8),
-        ("[4,2]<=[8]", ("tensor",), 2),
-        ("[2,4]<=[4,2]T(1,0)", ("data",), 4),
-        ("[1,8]<=[8]", ("data", "tensor"), 8),
-        ("mesh['data'=4,'pipe'=1,'tensor'=2] {'data'}", ("data",), 4),
-        ("mesh['data'=4,'pipe'=1,'tensor'=2] {'tensor','data'}", ("data", "tensor"), 8),
-        ("mesh['data'=4,'pipe'=1,'tensor'=2] {'data':(2)2}", ("data",), 2),
-        ("mesh['axis_0'=4,'axis_1'=2] {'axis_1'}", ("tensor",), 2),
-        ("mesh['axis_0'=8] {'axis_0':(4)2}", ("tensor",), 2),
-        ("mesh['axis_0'=8] {'axis_0':(1)4}", ("data",), 4),
-        ("{{0},{1},{2},{3},{4},{5},{6},{7}}", (), 1),
-    ],
-)
-def test_groups_become_axes_however_they_are_written(groups, axes, size):
-    rows, _ = read_collectives(parse(looped(groups=groups)), SIZES)
-    assert [(row.axes, row.group_size) for row in rows] == [(axes, size)]
-    assert (rows[0].count, rows[0].bytes) == (3, 3 * 32)
-
-
-def test_an_all_reduce_scatter_fusion_is_a_reduce_scatter():
-    text = looped().replace("%body", "%all-reduce-scatter.1")
-    rows, _ = read_collectives(parse(text), SIZES)
-    assert [row.kind for row in rows] == ["reduce-scatter"]
-
-
-def test_a_start_is_counted_once_and_by_its_operands():
-    text = looped().replace(
-        "%sum = f32[8]{0:T(128)} all-reduce(%x)",
-        "%s = ((f32[8]{0}), f32[8]{0}) all-reduce-start(%x)",
-    )
-    text = text.replace(
-        "  ROOT %t",
-        "  %sum = f32[8]{0:T(128)} all-reduce-done(%s)\n  ROOT %t",
-    )
-    rows, _ = read_collectives(parse(text), SIZES)
-    assert [(row.kind, row.count, row.bytes) for row in rows] == [("all-reduce", 3, 96)]
-
-
-@pytest.mark.parametrize(
     ("text", "size", "padded"),
     [
         ("f32[768]{0}", 3072, 3072),

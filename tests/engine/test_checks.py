@@ -33,7 +33,7 @@ def check(**change: Any) -> None:
         {"clip_norm": float("inf")},
         {"optimizer": optax.MultiSteps(optax.sgd(0.1), 2)},
     ],
-    ids=str,
+    ids=["default", "largest seed", "small norm", "no clipping", "several steps"],
 )
 def test_values_in_range_are_taken(change):
     check(**change)

@@ -1,7 +1,5 @@
 """Is a worker that differs named, with what differs?"""
 
-import dataclasses
-import socket
 import sys
 import types
 from pathlib import Path
@@ -9,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from jaxpar.launch.agreement import differences, own_code, require_same
-from jaxpar.launch.join import JoinError, join
-from tests.launch.test_worker_environment import WORKER
 
 
 def facts(**changes) -> dict:
@@ -72,16 +68,3 @@ def test_code_is_the_programs_own_and_changes_with_it(
 
 def test_one_process_agrees_with_itself() -> None:
     require_same({"a": 1}, {})
-
-
-def test_coordinator_that_cant_be_reached_is_told_with_what_to_check() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # This process has run for longer than a worker may look for the others.
-    alone = dataclasses.replace(
-        WORKER, coordinator=f"127.0.0.1:{port}", start_seconds=0
-    )
-    told = rf"did not reach the coordinator at 127.0.0.1:{port} within 0 s.*firewall"
-    with pytest.raises(JoinError, match=told):
-        join(alone)

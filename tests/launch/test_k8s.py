@@ -8,87 +8,34 @@ variables and exit codes is done by hand.
 import dataclasses
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import tyro
 
-from jaxpar.cli.launch import Local
 from jaxpar.exit_codes import DIVERGED, FINAL, GAVE_UP, STOPPED
-from jaxpar.launch import watchdog
-from jaxpar.launch.k8s import K8s, commands, make_job_set, manifest, write_manifest
-from jaxpar.launch.limits import Limits
-from jaxpar.launch.security import read_tls, require_secure
+from jaxpar.launch.k8s import commands, make_job_set, manifest, write_manifest
+from jaxpar.launch.security import read_tls
 from jaxpar.launch.worker_environment import Tls
+from tests.launch.jobs import (
+    ALONE,
+    JOBS,
+    SECURE,
+    container,
+    every_job,
+    in_cluster,
+    job_spec,
+    told,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
-ALONE = K8s(script=Path("/app/gpt.py"), name="gpt", image="team/train:1", claim="runs")
-SECURE = dataclasses.replace(
-    ALONE,
-    hosts=4,
-    gpus=8,
-    secret="gpt-certs",
-    namespace="ml",
-    mount=Path("/data"),
-    out=Path("/data/runs/a"),
-    port=8476,
-    limits=Limits(rendezvous=1800.0),
-    restarts=7,
-    flags=("--lr", "1e-4", "--name", "a b", "--note", "$(POD_IP) costs $5"),
-)
-INSECURE = dataclasses.replace(ALONE, hosts=2, processes=3, insecure=True)
-JOBS = {"alone": ALONE, "secure": SECURE, "insecure": INSECURE}
-
-every_job = pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
 
 
 def by_model(made: dict) -> dict:
     """An object as its published model reads it: without what that does not know."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
     return models.JobsetV1alpha2JobSet.from_dict(made).to_dict()
-
-
-def job_spec(job: K8s) -> dict:
-    """The indexed job."""
-    (replicated,) = make_job_set(job)["spec"]["replicatedJobs"]
-    assert (replicated["name"], replicated["replicas"]) == ("node", 1)
-    return replicated["template"]["spec"]
-
-
-def pod(job: K8s) -> dict:
-    """The pods' spec."""
-    return job_spec(job)["template"]["spec"]
-
-
-def container(job: K8s) -> dict:
-    """What is run, with what a cluster puts into it."""
-    return pod(job)["containers"][0]
-
-
-def in_cluster(text: str, index: int) -> str:
-    """Text with variables put in as the kubelet does it."""
-    values = {"JOB_COMPLETION_INDEX": str(index), "POD_IP": f"10.0.0.{index}"}
-
-    def value(match: re.Match) -> str:
-        return "$" if match[0] == "$$" else values.get(match[1], match[0])
-
-    return re.sub(r"\$\$|\$\(([^)]*)\)", value, text)
-
-
-def arguments(job: K8s, index: int) -> list[str]:
-    """What a pod's ``jaxpar`` is given."""
-    return [in_cluster(text, index) for text in container(job)["args"]]
-
-
-def told(job: K8s, index: int) -> tuple[Local, list[str]]:
-    """What a pod's supervisor makes of its arguments, and its script's flags."""
-    found = arguments(job, index)
-    assert found[:2] == ["launch", "local"]
-    at = found.index("--") if "--" in found else len(found)
-    return tyro.cli(Local, args=found[2:at]), found[at + 1 :]
 
 
 @every_job
@@ -118,55 +65,6 @@ def test_each_host_is_a_pod(job):
     spec = job_spec(job)
     assert (spec["completions"], spec["parallelism"]) == (job.hosts, job.hosts)
     assert spec["completionMode"] == "Indexed"
-
-
-def test_supervisor_is_told_what_was_asked_for():
-    local, flags = told(SECURE, 3)
-    assert local == Local(
-        script=Path("/app/gpt.py"),
-        out=Path("/data/runs/a"),
-        hosts=4,
-        host=3,
-        processes=8,
-        gpus=tuple(range(8)),
-        address="gpt-node-0-3.gpt.ml.svc.cluster.local",
-        port=8476,
-        tls=Path("/run/jaxpar/certs"),
-        limits=Limits(rendezvous=1800.0),
-        restarts=7,
-    )
-    assert flags == list(SECURE.flags)
-
-
-def test_insecure_hosts_are_reached_by_their_own_address():
-    local, flags = told(INSECURE, 1)
-    assert (local.address, local.insecure, local.tls) == ("10.0.0.1", True, None)
-    assert (local.hosts, local.host, local.processes) == (2, 1, 3)
-    assert (local.out, local.gpus, flags) == (Path("/runs/gpt"), (), [])
-
-
-def test_single_host_listens_to_itself_alone():
-    local, _ = told(ALONE, 0)
-    require_secure(local.address, None, insecure=local.insecure)
-    assert not local.insecure
-
-
-@every_job
-def test_variables_are_given_before_they_are_used(job):
-    given = container(job)["env"]
-    fields = {
-        each["name"]: each["valueFrom"]["fieldRef"]["fieldPath"]
-        for each in given
-        if "valueFrom" in each
-    }
-    assert fields == {
-        "JOB_COMPLETION_INDEX": "metadata.annotations"
-        "['batch.kubernetes.io/job-completion-index']",
-        "POD_IP": "status.podIP",
-    }
-    words = [*container(job)["command"], *arguments(job, 0)[:-1]]
-    used = re.findall(r"(?<!\$)\$\((\w+)\)", " ".join(words))
-    assert set(used) <= set(fields)
 
 
 @pytest.mark.parametrize(
@@ -210,45 +108,6 @@ def test_job_that_failed_by_a_code_is_not_started_again():
     (rule,) = policy["rules"]
     assert rule["action"] == "FailJobSet"
     assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
-
-
-@every_job
-def test_pod_has_no_privileges_and_time_to_save(job):
-    spec = pod(job)
-    (only,) = spec["containers"]
-    assert only["securityContext"] == {
-        "allowPrivilegeEscalation": False,
-        "capabilities": {"drop": ["ALL"]},
-    }
-    context = spec["securityContext"]
-    assert context["runAsNonRoot"] is True
-    assert context["runAsUser"] == context["fsGroup"] == 1000
-    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert spec["terminationGracePeriodSeconds"] > watchdog._SAVING_SECONDS
-    assert spec["automountServiceAccountToken"] is False
-
-
-@every_job
-def test_pod_has_the_volumes_that_it_mounts(job):
-    spec = pod(job)
-    sources = {each.pop("name"): each for each in spec["volumes"]}
-    (only,) = spec["containers"]
-    mounts = {each["name"]: each["mountPath"] for each in only["volumeMounts"]}
-    assert set(sources) == set(mounts)
-    assert sources["runs"] == {"persistentVolumeClaim": {"claimName": "runs"}}
-    assert mounts["runs"] == str(job.mount)
-    home = {"name": "HOME", "value": mounts["home"]}
-    assert home in container(job)["env"]
-    assert sources["home"] == {"emptyDir": {}}
-    if job.gpus:
-        assert sources["shm"] == {"emptyDir": {"medium": "Memory"}}
-        assert mounts["shm"] == "/dev/shm"
-        limits = container(job)["resources"]["limits"]
-        assert limits == {"nvidia.com/gpu": job.gpus}
-    else:
-        assert "shm" not in sources
-        assert not container(job).get("resources")
-    assert ("secret" in sources) == (job.secret is not None)
 
 
 FAKE_KUBECTL = """

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.cli.main import main
 from jaxpar.mesh import MeshShape
-from jaxpar.planner.environment import describe
 from jaxpar.planner.recipe import load_recipe, mesh_on
 from jaxpar.planner.targets import parse_target
 
@@ -29,13 +27,6 @@ def run(*args) -> subprocess.CompletedProcess[str]:
     )
 
 
-def refused(capsys, *args) -> str:
-    with pytest.raises(SystemExit) as caught:
-        main([str(arg) for arg in args])
-    assert caught.value.code == 2
-    return " ".join(capsys.readouterr().err.split())
-
-
 def test_recipe_is_planned_with_its_own_flags(tmp_path):
     """A model that this machine could not hold, on more devices than it has."""
     file = tmp_path / "plan.json"
@@ -51,7 +42,7 @@ def test_recipe_is_planned_with_its_own_flags(tmp_path):
     state = found["bytes_per_device"]["state"]
     assert state == pytest.approx(12 * found["num_params"] / 16, rel=2e-3)
     assert "cpu:16: 16 devices; data 8 x pipe 1 x tensor 2; ZeRO 2" in done.stdout
-    for part in ("optimizer state", "communication per step", "matmuls"):
+    for part in ("optimizer state", "sends in a step", "matmul FLOPs"):
         assert part in done.stdout
 
 
@@ -69,17 +60,6 @@ def test_file_that_is_no_recipe_is_told_what_one_is(tmp_path, source, message):
         path.write_text(source)
     with pytest.raises(ValueError, match=message):
         load_recipe(path)
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("--target", "h20:1x8"), "'h20' must be one of a100, b200, h100, h200"),
-        (("--target", "cpu"), "target='cpu' must be cpu:N"),
-    ],
-)
-def test_wrong_target_is_said_before_the_recipe_is_read(capsys, args, message):
-    assert message in refused(capsys, "plan", "nowhere.py", *args)
 
 
 def test_mesh_that_does_not_fit_the_target_is_refused():
@@ -103,14 +83,3 @@ def test_flags_behind_dashes_are_for_plan_alone():
     done = run("schedule", "1f1b", "--stages", 2, "--microbatches", 2, "--", "--x")
     assert done.returncode != 0
     assert "only plan and launch take flags after --" in done.stderr
-
-
-def test_environment_names_versions_devices_and_targets():
-    found = describe()
-    assert found["jax"].count(".") >= 2
-    assert "cpu" in found["devices"]
-    assert "h200" in found["plans for GPUs"]
-    assert "v5e" in found["plans for TPUs"]
-    done = run("env")
-    assert done.returncode == 0
-    assert done.stdout.split()[0] == "python"

@@ -1,16 +1,13 @@
 """Does a search find what is the fastest in truth, with few compilations?"""
 
 import dataclasses
-import json
 
 import pytest
-from rich.console import Console
 
 from jaxpar.planner.choices import Choice, choices
 from jaxpar.planner.search import Search, reasons, run, start
 from jaxpar.planner.subprocess import CompilerProcessError
 from jaxpar.planner.targets import parse_target
-from jaxpar.show.search import as_json, show_search
 from tests.planner.worlds import World
 
 WORLDS = {
@@ -92,18 +89,3 @@ def test_no_possible_mesh_is_said_with_its_reason():
     refused = dict.fromkeys(survey.facts, "sample_batch: 7 rows.")
     with pytest.raises(ValueError, match=r"no mesh of its 8 devices .*: 7 rows\.$"):
         start(dataclasses.replace(survey, facts=refused), parse_target("h100:1x8"))
-
-
-def test_search_is_shown_and_written_with_why_the_rest_fell(capsys):
-    search = searched(WORLDS["little memory"], compiles=6)
-    show_search(search, Console(width=80))
-    shown = capsys.readouterr().out
-    assert f"{len(search.plans)} compiled" in shown
-    assert "why the others were excluded" in shown
-    best = search.ranking[0][0]
-    assert "x".join(map(str, best.mesh)) in shown
-    written = json.loads(as_json(search))
-    assert written["ranking"][0]["flags"] == list(best.flags(search.survey.knobs))
-    assert written["ranking"][0]["plan"]["fits"] is True
-    assert len(written["fallen"]) == len(search.rejected)
-    assert all(row["why"] for row in written["fallen"])

@@ -1,0 +1,151 @@
+"""Does a pipeline say and count what it does and costs, and shard its stacks over pipe?
+
+That its gradients are one device's is for tests/equivalence/test_pipeline.py.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxpar.pipeline.block_cost import BlockWork
+from jaxpar.pipeline.gradients import Pipeline
+from jaxpar.pipeline.schedules.catalog import make_schedule
+from jaxpar.pipeline.stages import Stages
+from jaxpar.sharding.rules import axes_of
+from jaxpar.sharding.zero import ZERO_STAGES
+from tests.model.toys import make_engine, make_mesh, make_model
+from tests.pipeline.parts import make_network
+
+WORK = BlockWork(flops=1, deferred=0.5)
+
+
+def explained(**change) -> str:
+    engine = make_engine(
+        make_model(num_blocks=change.pop("num_blocks", 4)),
+        mesh=make_mesh(pipe=2),
+        accumulate=4,
+        **change,
+    )
+    return "\n".join(engine.explain().closed_form)
+
+
+def test_explanation_tells_schedule_bubble_and_what_is_kept():
+    told = explained(schedule="1f1b", zero=3)
+    assert "1f1b: 4 micro-batches on 2 stages take 6 ticks, 20.0% of" in told
+    assert "a stage stores up to 3 inputs" in told
+    assert "at ZeRO 3 a stage gathers its parameters" in told
+    assert "every micro-batch, where the backward" not in told
+    assert "idle" not in told
+
+
+@pytest.mark.parametrize(
+    ("blocks", "chunks", "wanted"),
+    [
+        (4, 1, []),
+        (
+            5,
+            1,
+            ["5 blocks on 2 virtual stages leave 1 of 6 places idle"],
+        ),
+        (4, 2, ["blocks are moved to their stages, and back, once a step"]),
+    ],
+)
+def test_notes_tell_idle_places_and_moved_blocks(blocks, chunks, wanted):
+    schedule = make_schedule(f"interleaved:{chunks}", 2, 4)
+    network = make_network(blocks)
+    pipeline = Pipeline(network, schedule, Stages(blocks, 2, chunks), WORK)
+    text = "\n".join(pipeline.notes(ZERO_STAGES[1], {}))
+    for part in wanted:
+        assert part in text
+    assert ("idle" in text) == (blocks == 5)
+    assert "every stage computes all of both" in text
+
+
+def test_explanation_tells_what_a_split_backward_defers():
+    """Of a dense layer's backward, half the products make gradients of weights."""
+    told = explained(schedule="zero_bubble")
+    assert "zero_bubble: 4 micro-batches on 2 stages take 6 ticks, 7.7% of" in told
+    assert "50% of a backward computes only weight gradients, deferred" in told
+    assert "the inputs of up to 2 of them" in told
+
+
+def make_pipeline(name="1f1b", blocks=4, remat="full", work=WORK) -> Pipeline:
+    """On two stages, four micro-batches."""
+    schedule = make_schedule(name, 2, 4)
+    stages = Stages(blocks, 2, schedule.num_chunks)
+    return Pipeline(make_network(blocks, remat=remat), schedule, stages, work)
+
+
+@pytest.mark.parametrize(
+    ("name", "bubble"),
+    [
+        # Of P = 2 stages, M = 4 micro-batches, v chunks: (P - 1) / (v M + P - 1).
+        ("1f1b", 1 / 5),
+        ("gpipe", 1 / 5),
+        ("interleaved:2", 1 / 9),
+    ],
+)
+def test_bubble_is_the_published_one(name, bubble):
+    assert make_pipeline(name).bubble == pytest.approx(bubble)
+
+
+@pytest.mark.parametrize(("name", "ticks"), [("1f1b", 6), ("interleaved:2", 12)])
+def test_active_fraction_is_of_the_ticks(name, ticks):
+    """v M of them have a forward on a stage."""
+    chunks = 2 if ":" in name else 1
+    assert make_pipeline(name).active_fraction == 4 * chunks / ticks
+
+
+@pytest.mark.parametrize(
+    ("name", "times"),
+    [("1f1b", (1.0, 2.0, 0.0)), ("zero_bubble", (1.0, 1.0, 1.0))],
+)
+def test_times_are_those_of_the_blocks_cost(name, times):
+    found = make_pipeline(name).times
+    assert found == dict(zip(("forward", "backward", "weight"), times, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("remat", "again"), [("none", 0), ("full", 4 * 4 * 3), ("dots", 4 * 4 * 3)]
+)
+def test_flops_add_every_block_that_is_run_again(remat, again):
+    """On four micro-batches of three data shards; what was traced is not counted."""
+    pipeline = make_pipeline(remat=remat, work=BlockWork(100, 0.5))
+    assert pipeline.flops(10**9, 7000, 3) == 7000 + 100 * again
+
+
+@pytest.mark.parametrize(
+    ("blocks", "stored", "used"),
+    [(4, ("pipe",), ("pipe",)), (5, (), ("pipe",))],
+)
+def test_stacks_are_sharded_over_pipe_where_their_order_is_the_stages(
+    blocks, stored, used
+):
+    """Else they are stored by data alone, and over pipe in the stages' order."""
+    pipeline = make_pipeline(blocks=blocks)
+    shapes = {"blocks/w": (blocks, 6, 64), "head/w": (6, 64)}
+    leaves = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()
+    }
+    compute = {name: (None,) * len(shape) for name, shape in shapes.items()}
+    sizes = {"data": 2, "pipe": 2, "tensor": 1}
+    found = pipeline.shard_leaves(leaves, compute, ZERO_STAGES[1], sizes, ())
+    assert axes_of(found["blocks/w"].compute[0]) == stored
+    assert found["head/w"].compute == (None, None)
+    staged, head = pipeline.crossing(list(found.values()))
+    assert axes_of(staged.compute[0]) == used
+    assert staged.shape == (-(-blocks // 2) * 2, 6, 64)
+    assert head is found["head/w"]
+
+
+def test_moved_vocabulary_is_not_said_to_be_computed_everywhere():
+    leaves = {
+        name: jax.ShapeDtypeStruct((16, 8), jnp.float32)
+        for name in ("embed/table", "head/table")
+    }
+    compute = dict.fromkeys(leaves, (("tensor", "pipe"), None))
+    sizes = {"data": 1, "pipe": 2, "tensor": 1}
+    pipeline = make_pipeline()
+    found = pipeline.shard_leaves(leaves, compute, ZERO_STAGES[1], sizes, ())
+    told = "\n".join(pipeline.notes(ZERO_STAGES[1], found))
+    assert "every stage computes all of both" not in told
