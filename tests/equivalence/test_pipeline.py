@@ -78,11 +78,12 @@ def parts(case: tuple) -> set:
 def covering_set() -> list[tuple]:
     """Cases with every pair and every one of `TRIPLES` that eight devices can run."""
 
-    missing, chosen = set().union(*map(parts, SMALL)), []
+    of, chosen = {case: parts(case) for case in SMALL}, []
+    missing = set().union(*of.values())
     while missing:
-        case = max(SMALL, key=lambda case: len(parts(case) & missing))
+        case = max(SMALL, key=lambda case: len(of[case] & missing))
         chosen.append(case)
-        missing -= parts(case)
+        missing -= of[case]
     return chosen
 
 

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from jaxpar.launch.heartbeat import Beat, read_heartbeat
-from tests.multiprocess.test_training import ROOT
 
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests/multiprocess/script.py"
 LIMIT_SECONDS = 240
 

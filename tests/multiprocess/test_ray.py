@@ -30,12 +30,12 @@ from jaxpar.launch.worker_environment import VARIABLE
 from jaxpar.training.goodput import read_account
 from tests.multiprocess.launching import (
     LIMIT_SECONDS,
+    ROOT,
     Launched,
     environment,
     final_files,
     missing,
 )
-from tests.multiprocess.test_training import ROOT
 from tests.runs import events, losses
 
 pytestmark = [

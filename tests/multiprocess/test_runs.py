@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from jaxpar.exit_codes import STOPPED
-from tests.multiprocess.test_training import ROOT, end
+from tests.multiprocess.launching import ROOT, environment
+from tests.multiprocess.test_training import end
 from tests.runs import bits, events, fresh, losses, run_in
 
 PROCESSES, DEVICES = 2, 4
@@ -47,6 +48,7 @@ class Together:
                     subprocess.Popen(
                         [sys.executable, "-m", "tests.multiprocess.run_worker", text],
                         cwd=ROOT,
+                        env=environment(),
                         stdout=log,
                         stderr=subprocess.STDOUT,
                         start_new_session=True,

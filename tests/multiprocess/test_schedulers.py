@@ -18,6 +18,7 @@ import pytest
 
 from jaxpar.exit_codes import STOPPED
 from tests.multiprocess.launching import (
+    ROOT,
     SCRIPT,
     Launched,
     environment,
@@ -25,7 +26,6 @@ from tests.multiprocess.launching import (
     run_to_the_end,
 )
 from tests.multiprocess.test_launch import assert_same_end
-from tests.multiprocess.test_training import ROOT
 from tests.runs import events, losses
 
 CONFIG = ROOT / "tests/multiprocess/slurm.conf"

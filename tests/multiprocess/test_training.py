@@ -22,9 +22,9 @@ import jax
 import numpy as np
 import pytest
 
+from tests.multiprocess.launching import ROOT, environment
 from tests.multiprocess.worker import BATCH, Case, run
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 240
 PROCESSES, DEVICES = 2, 2
 # Over tensor 4, which crosses processes, the first run's checkpoint goes on.
@@ -64,6 +64,7 @@ def launch(cases: Sequence[Case], folder: Path) -> list[list[dict[str, Any]]]:
                     subprocess.Popen(
                         [sys.executable, "-m", "tests.multiprocess.worker", text, out],
                         cwd=ROOT,
+                        env=environment(),
                         stdout=log,
                         stderr=subprocess.STDOUT,
                         # A group of its own, so that its children end with it.
