@@ -216,7 +216,7 @@ def _alone_seconds() -> float:
 
 @functools.cache
 def _turn_seconds() -> float:
-    """Time reserved for this process's work on all its devices, enough for a slow one."""
+    """Time reserved for the work on all devices of a process, enough for a slow one."""
 
     def whole_seconds() -> float:
         began = time.monotonic()
@@ -227,9 +227,9 @@ def _turn_seconds() -> float:
 
 
 def _work_seconds() -> float:
-    """The longest time that one of this process's devices usually takes for the work."""
+    """The longest time that a device of this process usually takes for the work."""
 
-    def usual_seconds(device: jax.Device) -> float:
+    def usual_seconds(device: Any) -> float:
         (piece, turns), work, found = _piece(device.id), _piece_of_work(), []
         for _ in range(_REPEATS):
             began = time.monotonic()
