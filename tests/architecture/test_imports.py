@@ -29,15 +29,11 @@ JAX_INTERNALS: dict[str, str] = {
     "jaxpar/planner/absent_devices.py": "jax issue 23971: lowering elsewhere",
 }
 
-SOURCES = [
-    file
+TREES = {
+    file.relative_to(ROOT).as_posix(): ast.parse(file.read_text())
     for folder in ("jaxpar", "kernels_pallas", "recipes")
     for file in sorted((ROOT / folder).rglob("*.py"))
-]
-
-
-def name_of(file: Path) -> str:
-    return file.relative_to(ROOT).as_posix()
+}
 
 
 def is_at_home(name: str, homes: tuple[str, ...]) -> bool:
@@ -95,36 +91,36 @@ def internals_uses(tree: ast.AST) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("file", SOURCES, ids=name_of)
-def test_libraries_are_imported_at_home(file):
-    name = name_of(file)
-    roots = {module.split(".")[0] for module in imports(ast.parse(file.read_text()))}
-    for library in roots & set(HOMES):
-        assert is_at_home(name, HOMES[library]), (
-            f"{name} imports {library}, which only {HOMES[library]} may"
-        )
+def test_libraries_are_imported_at_home():
+    wrong = [
+        f"{name} imports {library}, which only {HOMES[library]} may"
+        for name, tree in TREES.items()
+        for library in {module.split(".")[0] for module in imports(tree)} & set(HOMES)
+        if not is_at_home(name, HOMES[library])
+    ]
+    assert not wrong, wrong
 
 
-@pytest.mark.parametrize("file", SOURCES, ids=name_of)
-def test_environment_is_read_at_home(file):
-    name, lines = name_of(file), environment_uses(ast.parse(file.read_text()))
-    assert not lines or is_at_home(name, ENVIRONMENT_HOMES), (
+def test_environment_is_read_at_home():
+    found = {name: environment_uses(tree) for name, tree in TREES.items()}
+    wrong = [
         f"{name} uses os.environ at lines {lines}; only {ENVIRONMENT_HOMES} may"
-    )
+        for name, lines in found.items()
+        if lines and not is_at_home(name, ENVIRONMENT_HOMES)
+    ]
+    assert not wrong, wrong
 
 
-@pytest.mark.parametrize("file", SOURCES, ids=name_of)
-def test_handlers_name_the_errors_they_expect(file):
-    lines = broad_handlers(ast.parse(file.read_text()))
-    assert not lines, f"{name_of(file)}: lines {lines} catch every error"
+def test_handlers_name_the_errors_they_expect():
+    found = {name: broad_handlers(tree) for name, tree in TREES.items()}
+    wrong = {name: lines for name, lines in found.items() if lines}
+    assert not wrong, f"these lines catch every error: {wrong}"
 
 
-@pytest.mark.parametrize("file", SOURCES, ids=name_of)
-def test_jax_internals_are_listed(file):
-    name, lines = name_of(file), internals_uses(ast.parse(file.read_text()))
-    assert bool(lines) == (name in JAX_INTERNALS), (
-        f"{name}: lines {lines} against JAX_INTERNALS {sorted(JAX_INTERNALS)}"
-    )
+def test_jax_internals_are_listed():
+    found = {name: internals_uses(tree) for name, tree in TREES.items()}
+    using = {name: lines for name, lines in found.items() if lines}
+    assert using.keys() == JAX_INTERNALS.keys(), using
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,12 @@
 """Does a stage that follows its rows read what it should? By a simulation in Python.
 
-Rings are lists, and what is in them are names: ("input", m, g) is what virtual stage g
-reads of micro-batch m, ("cotangent", m, g) is of what it gives, ("kept", m, g) is what
-its forward keeps for its backward, ("product", m, g) what its backward leaves for its
-gradients of weights.
+Buffers are lists of names: ("input", m, g) is what virtual stage g reads of micro-batch
+m, ("cotangent", m, g) is of what it gives, ("kept", m, g) is what its forward keeps for
+its backward, ("product", m, g) what its backward leaves for its gradients of weights.
 """
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from jaxpar.pipeline.schedules.table import IDLE, Schedule, kept
 from jaxpar.pipeline.schedules.zero_bubble import make_zero_bubble
 from jaxpar.pipeline.tick_table import TickRows, TickTable, make_tick_table
 
-ZERO_STAGES = range(1, 6)
+NUM_STAGES = range(1, 6)
 MICROBATCHES = (1, 2, 3, 5, 8, 12)
 
 
@@ -39,19 +39,20 @@ def make_split(P: int, M: int, v: int) -> Schedule:
     )
 
 
-GRID = [
-    *(make(P, M) for make in (make_gpipe, make_1f1b, make_zero_bubble)
-      for P in ZERO_STAGES for M in MICROBATCHES),
-    *(make_interleaved(P, groups * P, v)
-      for P in ZERO_STAGES for groups in (1, 2, 3) for v in (1, 2, 3)),
-    *(make_split(P, 2 * P, v) for P in ZERO_STAGES for v in (1, 2, 3)),
-    *(make_in_groups("any", P, M, v)
-      for P in (2, 3, 4) for M in MICROBATCHES for v in (2, 4)),
-]  # fmt: skip
+GRID = {
+    **{make.__name__: [make(P, M) for P in NUM_STAGES for M in MICROBATCHES]
+       for make in (make_gpipe, make_1f1b, make_zero_bubble)},
+    "interleaved": [make_interleaved(P, groups * P, v)
+                    for P in NUM_STAGES for groups in (1, 2, 3) for v in (1, 2, 3)],
+    "split": [make_split(P, 2 * P, v) for P in NUM_STAGES for v in (1, 2, 3)],
+    "in groups": [make_in_groups("any", P, M, v)
+                  for P in (2, 3, 4) for M in MICROBATCHES for v in (2, 4)],
+}  # fmt: skip
+"""Builder -> its schedules."""
 
 
 class Simulation:
-    """The rings of all stages, and what has been done."""
+    """The buffers of all stages, and what has been done."""
 
     def __init__(
         self, schedule: Schedule, table: TickTable, *, training: bool, keeps: bool
@@ -157,9 +158,12 @@ def expected(schedule: Schedule, *, training: bool) -> list:
     )
 
 
-def name_of(schedule: Schedule) -> str:
-    P, M, v = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks
-    return f"{schedule.name}-{P}-{M}-{v}"
+def each(schedules: list[Schedule]) -> Iterator[Schedule]:
+    """The schedules; captured output names the one that a failure is of."""
+    for schedule in schedules:
+        P, M, v = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks
+        print(f"{schedule.name}: {P} stages, {M} micro-batches, {v} chunks")
+        yield schedule
 
 
 MODES = {
@@ -170,46 +174,51 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-@pytest.mark.parametrize("schedule", GRID, ids=name_of)
-def test_stages_that_follow_the_rows_read_what_they_should(schedule, mode):
-    table = make_tick_table(schedule, **mode)
-    simulation = Simulation(schedule, table, **mode)
-    for tick in range(len(table.rows.embed)):
-        simulation.tick(row_of(table.rows, tick))
-    right = expected(schedule, training=mode["training"])
-    assert sorted(simulation.done) == right
+@pytest.mark.parametrize("schedules", GRID.values(), ids=GRID)
+def test_stages_that_follow_the_rows_read_what_they_should(schedules, mode):
+    for schedule in each(schedules):
+        table = make_tick_table(schedule, **mode)
+        simulation = Simulation(schedule, table, **mode)
+        for tick in range(len(table.rows.embed)):
+            simulation.tick(row_of(table.rows, tick))
+        right = expected(schedule, training=mode["training"])
+        assert sorted(simulation.done) == right
 
 
-@pytest.mark.parametrize("schedule", GRID, ids=name_of)
-def test_rows_do_in_each_tick_what_the_table_says(schedule):
-    rows = make_tick_table(schedule, training=True).rows
-    for name in ("forward", "backward", "weight"):
-        numbers = (getattr(rows, name), getattr(rows, f"{name}_chunk"))
-        assert np.array_equal(np.stack(numbers, axis=-1), getattr(schedule, name))
-    last = np.flatnonzero((schedule.forward[..., 0] != IDLE).any(axis=1))[-1]
-    forwards = make_tick_table(schedule, training=False).rows
-    assert np.array_equal(forwards.forward, schedule.forward[: last + 1, :, 0])
-    assert np.all(forwards.backward == IDLE)
-    assert np.all(forwards.weight == IDLE)
-    for field in dataclasses.fields(TickRows):
-        assert getattr(rows, field.name).dtype == np.int32
-        assert len(getattr(forwards, field.name)) == last + 1
+@pytest.mark.parametrize("schedules", GRID.values(), ids=GRID)
+def test_rows_do_in_each_tick_what_the_table_says(schedules):
+    for schedule in each(schedules):
+        rows = make_tick_table(schedule, training=True).rows
+        for name in ("forward", "backward", "weight"):
+            numbers = (getattr(rows, name), getattr(rows, f"{name}_chunk"))
+            assert np.array_equal(np.stack(numbers, axis=-1), getattr(schedule, name))
+        last = np.flatnonzero((schedule.forward[..., 0] != IDLE).any(axis=1))[-1]
+        forwards = make_tick_table(schedule, training=False).rows
+        assert np.array_equal(forwards.forward, schedule.forward[: last + 1, :, 0])
+        assert np.all(forwards.backward == IDLE)
+        assert np.all(forwards.weight == IDLE)
+        for field in dataclasses.fields(TickRows):
+            assert getattr(rows, field.name).dtype == np.int32
+            assert len(getattr(forwards, field.name)) == last + 1
 
 
-@pytest.mark.parametrize("schedule", GRID, ids=name_of)
-def test_rings_have_as_many_places_as_are_held(schedule):
-    table, most = make_tick_table(schedule, training=True), kept(schedule)
-    assert table.num_inputs == most.inputs.max()
-    assert table.num_cotangents == most.cotangents.max()
-    assert table.num_products == max(most.products.max(), 1)
-    # Between a forward and its backward, by a walk through the table.
-    held, peak = [0] * schedule.num_stages, 0
-    for forwards, backwards in zip(schedule.forward, schedule.backward, strict=True):
-        for stage in range(schedule.num_stages):
-            held[stage] += int(forwards[stage, 0] != IDLE)
-            peak = max(peak, held[stage])
-            held[stage] -= int(backwards[stage, 0] != IDLE)
-    assert table.num_kept == peak
+@pytest.mark.parametrize("schedules", GRID.values(), ids=GRID)
+def test_buffers_have_as_many_places_as_are_held(schedules):
+    for schedule in each(schedules):
+        table, most = make_tick_table(schedule, training=True), kept(schedule)
+        assert table.num_inputs == most.inputs.max()
+        assert table.num_cotangents == most.cotangents.max()
+        assert table.num_products == max(most.products.max(), 1)
+        # Between a forward and its backward, by a walk through the table.
+        held, peak = [0] * schedule.num_stages, 0
+        for forwards, backwards in zip(
+            schedule.forward, schedule.backward, strict=True
+        ):
+            for stage in range(schedule.num_stages):
+                held[stage] += int(forwards[stage, 0] != IDLE)
+                peak = max(peak, held[stage])
+                held[stage] -= int(backwards[stage, 0] != IDLE)
+        assert table.num_kept == peak
 
 
 def test_input_that_no_backward_needs_is_freed_in_the_tick_that_reads_it():
