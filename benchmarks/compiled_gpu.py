@@ -72,8 +72,9 @@ def measure(
     return {
         "temporaries_bytes_per_parameter": program.memory.temporaries / psi,
         "peak_mb": program.memory.peak / 1e6,
-        "gathered_bytes_per_parameter": program.crossing("all-gather") / psi,
-        "scattered_bytes_per_parameter": program.crossing("reduce-scatter") / psi,
+        "gathered_bytes_per_parameter": program.communicated_bytes("all-gather") / psi,
+        "scattered_bytes_per_parameter": program.communicated_bytes("reduce-scatter")
+        / psi,
         "reduce_scatters": sum(row.count for row in scatters),
         "largest_reduce_scatter_mb": max(row.largest for row in scatters) / 1e6,
     }
@@ -108,7 +109,8 @@ def measure_pipeline(schedule: str) -> dict[str, float]:
         "state_gb": program.bytes_of("state") / 1e9,
         "temporaries_gb": program.memory.temporaries / 1e9,
         "peak_gb": program.memory.peak / 1e9,
-        "sent_over_pipe_gb": program.crossing("collective-permute", "pipe") / 1e9,
+        "sent_over_pipe_gb": program.communicated_bytes("collective-permute", "pipe")
+        / 1e9,
     }
 
 

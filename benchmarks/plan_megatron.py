@@ -197,7 +197,7 @@ def make_table(planned: Sequence[Planned]) -> Table:
     for each in planned:
         plan, found = each.plan, each.estimate
         parts = (
-            found.products_seconds,
+            found.matmul_seconds,
             found.memory_seconds,
             found.exposed_seconds,
             found.bubble_seconds,

@@ -23,7 +23,7 @@ from jaxpar.planner.plan import Plan
 from jaxpar.planner.recipe import plan_in_subprocess
 
 DEEPSPEEDS_ELEMENTS = (2, 2, 2, 3)
-"""What crosses in a step for each parameter, by stage."""
+"""Elements communicated in a step for each parameter, by ZeRO stage."""
 
 READING = """\
 GB on one device. DeepSpeed's are 16 Psi, 4 Psi + 12 Psi/N, 2 Psi + 14 Psi/N and
@@ -31,10 +31,10 @@ GB on one device. DeepSpeed's are 16 Psi, 4 Psi + 12 Psi/N, 2 Psi + 14 Psi/N and
 - masters, Adam: arguments of the compiled step; 4 and 8 bytes a parameter.
 - copies: parameters held in bf16 through the step, by closed form. Stage 3 gathers
   each where it is used: those, and its shards in bf16 (2 Psi/N), are in the peak alone.
-- grads: whole at 0 and 1, shards at 2 and 3; bf16, as they cross, for one micro-batch
+- grads: whole at 0 and 1, shards at 2 and 3; bf16, as sent, for one micro-batch
   needs no sum (sums of several are fp32, 4 bytes for 2).
 - peak: all that is alive at the worst moment, with activations and XLA's own.
-- crosses: elements over data in a step, by Psi (DeepSpeed's)."""
+- sent: elements over data in a step, by Psi (DeepSpeed's)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ def model_states(plan: Plan) -> dict[str, int]:
     }
 
 
-def elements_crossing(rows: Iterable[Collective]) -> float:
+def elements_communicated(rows: Iterable[Collective]) -> float:
     """Elements over the data axis in a step; an all-reduce scatters, then gathers."""
     return sum(
         (1 + (row.kind == "all-reduce")) * row.bytes / ArrayType(row.dtype, (1,)).bytes
@@ -91,14 +91,14 @@ def make_plans(config: Config, console: Console) -> list[Plan]:
 def make_table(plans: Sequence[Plan], theirs: Sequence[float]) -> Table:
     """Lay both systems' numbers side by side."""
     table = Table("ZeRO", box=box.SIMPLE, collapse_padding=True, pad_edge=False)
-    for name in ("DeepSpeed", "ours", *model_states(plans[0]), "peak", "crosses"):
+    for name in ("DeepSpeed", "ours", *model_states(plans[0]), "peak", "sent"):
         table.add_column(name, justify="right")
     for plan in plans:
         own = model_states(plan)
         numbers = (theirs[plan.zero], sum(own.values()), *own.values())
         in_gb = [f"{n / 1e9:.3g}" for n in (*numbers, plan.memory.peak)]
-        crosses = elements_crossing(plan.program.collectives) / plan.num_params
-        both = f"{crosses:.2f} ({DEEPSPEEDS_ELEMENTS[plan.zero]})"
+        sent = elements_communicated(plan.program.collectives) / plan.num_params
+        both = f"{sent:.2f} ({DEEPSPEEDS_ELEMENTS[plan.zero]})"
         table.add_row(str(plan.zero), *in_gb, both)
     return table
 

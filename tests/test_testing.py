@@ -51,7 +51,7 @@ def test_budget_is_written_held_to_and_exceeded_by_a_larger_model(project):
     run(project, "--update-budgets").assert_outcomes(passed=1)
     file = project.path / "budgets" / "test_step-1.json"
     written = json.loads(file.read_text())
-    assert written["crossing"]["data"]["all-gather"] == 256 * 257 * 4
+    assert written["communicated"]["data"]["all-gather"] == 256 * 257 * 4
     run(project).assert_outcomes(passed=1)
     project.makepyfile(test_train=TEST.replace("WIDTH", "512"))
     result = run(project)

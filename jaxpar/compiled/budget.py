@@ -32,11 +32,10 @@ class Budget:
 
     Attributes:
       state_bytes: bytes of the stored train state, without padding.
-      crossing: axes, such as "data" or "data x tensor" -> kind of collective, such as
-        "all-gather" -> bytes of the unsharded arrays communicated in a step. The kind
-        "reduction" is the sum of all-reduces and reduce-scatters. On CPUs they are
-        always counted together, because XLA:CPU makes all-reduces where GPUs make
-        reduce-scatters.
+      communicated: axes, such as "data" or "data x tensor" -> kind of collective, such
+        as "all-gather" -> bytes of the unsharded arrays in a step. The kind "reduction"
+        is the sum of all-reduces and reduce-scatters. On CPUs they are always counted
+        together, because XLA:CPU makes all-reduces where GPUs make reduce-scatters.
       peak_bytes: peak memory; None for no limit.
       tolerance: fraction by which each number may be exceeded.
       small_bytes: bytes allowed beyond each number, for losses and norms.
@@ -44,7 +43,7 @@ class Budget:
     """
 
     state_bytes: int
-    crossing: Mapping[str, Mapping[str, int]]
+    communicated: Mapping[str, Mapping[str, int]]
     peak_bytes: int | None = None
     tolerance: float = 0.05
     small_bytes: int = _SMALL_BYTES
@@ -73,9 +72,11 @@ class Budget:
           True
         """
         found: dict[str, Any] = json.loads(text)
+        if "crossing" in found:  # Its name before 2026-11.
+            found["communicated"] = found.pop("crossing")
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(found.keys() - set(known))
-        missing = sorted({"state_bytes", "crossing"} - found.keys())
+        missing = sorted({"state_bytes", "communicated"} - found.keys())
         if unknown or missing:
             raise ValueError(
                 f"budget: the JSON object has no {missing} and unknown {unknown}; its "
@@ -129,7 +130,7 @@ class Measured:
         return max(_SMALL_BYTES, sum(map(_whole_bytes, params)) // 1000)
 
     @property
-    def crossing(self) -> dict[str, dict[str, int]]:
+    def communicated(self) -> dict[str, dict[str, int]]:
         """Axes -> kind -> bytes, as in `Budget`; most bytes first."""
         found: dict[str, dict[str, int]] = {}
         for operation in self.operations:
@@ -143,11 +144,11 @@ class Measured:
         """The measured numbers as a budget, without what is below `small_bytes`."""
         large = {
             axes: {kind: n for kind, n in kinds.items() if n > self.small_bytes}
-            for axes, kinds in self.crossing.items()
+            for axes, kinds in self.communicated.items()
         }
         return Budget(
             state_bytes=self.state_bytes,
-            crossing={axes: kinds for axes, kinds in large.items() if kinds},
+            communicated={axes: kinds for axes, kinds in large.items() if kinds},
             peak_bytes=self.peak_bytes,
             small_bytes=self.small_bytes,
         )
@@ -202,7 +203,7 @@ def check(budget: Budget, measured: Measured) -> list[str]:
     """
     return [
         *_check_state(budget, measured),
-        *_check_crossing(budget, measured),
+        *_check_communicated(budget, measured),
         *_check_peak(budget, measured),
     ]
 
@@ -233,12 +234,12 @@ def _check_state(budget: Budget, measured: Measured) -> list[str]:
     ]
 
 
-def _check_crossing(budget: Budget, measured: Measured) -> list[str]:
+def _check_communicated(budget: Budget, measured: Measured) -> list[str]:
     found = []
-    for axes, moved in measured.crossing.items():
+    for axes, moved in measured.communicated.items():
         if set(axes.split(" x ")) <= set(budget.unbounded):
             continue
-        named = dict(budget.crossing.get(axes, {}))
+        named = dict(budget.communicated.get(axes, {}))
         if measured.on_cpu or REDUCTION in named:
             named, moved = _merged(named), _merged(moved)
         for kind, number in moved.items():

@@ -109,7 +109,7 @@ def closed_form_budget(
     whole = 4 * sum(math.prod(leaf.shape) for leaf in leaf_shardings)
     return Budget(
         state_bytes=state_bytes,
-        crossing={DATA: _over_data(leaf_shardings, closed_form)}
+        communicated={DATA: _over_data(leaf_shardings, closed_form)}
         if closed_form.sizes[DATA] > 1
         else {},
         tolerance=COUPLED_TOLERANCE if closed_form.coupled else Budget.tolerance,

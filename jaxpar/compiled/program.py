@@ -61,7 +61,7 @@ class CompiledProgram:
         pattern = re.compile(rf"{re.escape(argument)}(?![\w])")
         return sum(n for name, n in self.parameters.items() if pattern.match(name))
 
-    def crossing(self, kind: str, *axes: str) -> int:
+    def communicated_bytes(self, kind: str, *axes: str) -> int:
         """Bytes of one kind of collective over exactly these axes (any if none).
 
         Args:

@@ -134,8 +134,8 @@ class CompiledStep(abc.ABC):
         own, spec = self.placement, self.spec
         ruled = state_shardings(own.abstract, own.leaves, own.zero, own.mesh)
         stored = state_bytes(packed_structs(own.update, own.abstract, ruled))
-        crossing = spec.execution.crossing(list(own.leaves.values()))
-        return closed_form_budget(crossing, self.closed_form, sum(stored.values()))
+        communicated = spec.execution.communicated_shardings(list(own.leaves.values()))
+        return closed_form_budget(communicated, self.closed_form, sum(stored.values()))
 
     def measure(self, lowered: jax.stages.Lowered) -> Measured:
         """Compile the step, and measure what it holds and moves, by source line."""

@@ -54,7 +54,7 @@ class Probe:
                 odd = _minority(hashes[group, column])
                 wrong += [(name, devices[group[i]]) for i in odd]
         if wrong:
-            named = "; ".join(f"{name} on {_told(device)}" for name, device in wrong)
+            named = "; ".join(f"{name} on {_name_of(device)}" for name, device in wrong)
             raise CorruptionError(
                 f"replicas that should be equal bit by bit differ: {named}. Take the "
                 "device out of service, and resume from the last checkpoint."
@@ -133,5 +133,5 @@ def _minority(hashes: np.ndarray) -> list[int]:
     return [i for i, h in enumerate(hashes.tolist()) if is_split or h != counted[0][0]]
 
 
-def _told(device: Any) -> str:
+def _name_of(device: Any) -> str:
     return f"device {device.id} ({device.device_kind}, process {device.process_index})"

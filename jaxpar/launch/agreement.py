@@ -50,12 +50,12 @@ def exchange(name: str, value: Any) -> list[Any]:
     key = f"jaxpar/{name}/{turn}"
     client.key_value_set(f"{key}/{jax.process_index()}", json.dumps(value))
     return [
-        json.loads(_heard(client, f"{key}/{index}", index, seconds))
+        json.loads(_receive(client, f"{key}/{index}", index, seconds))
         for index in range(jax.process_count())
     ]
 
 
-def _heard(client: Any, key: str, index: int, seconds: int) -> str:
+def _receive(client: Any, key: str, index: int, seconds: int) -> str:
     try:
         return client.blocking_key_value_get(key, 1000 * seconds)
     except jax.errors.JaxRuntimeError as error:
@@ -132,8 +132,8 @@ def differences(facts: list[dict[str, Any]]) -> list[str]:
         ]
         more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
         if found:
-            told = ", ".join(found[:_SHOWN] + more)
-            lines.append(f"worker {index} ({each['host']}): {told}")
+            differences = ", ".join(found[:_SHOWN] + more)
+            lines.append(f"worker {index} ({each['host']}): {differences}")
     return lines
 
 

@@ -106,16 +106,16 @@ def _require_devices(shape: MeshShape, found: int) -> None:
     if jax.process_count() == 1 or found >= needed:
         return
     mine = [socket.gethostname(), jax.local_device_count()]
-    told = exchange("devices", mine)
-    most = max(count for _, count in told)
+    reports = exchange("devices", mine)
+    most = max(count for _, count in reports)
     fewer = [
         f"worker {index} ({host}) has {count}"
-        for index, (host, count) in enumerate(told)
+        for index, (host, count) in enumerate(reports)
         if count < most
     ]
     lacking = f"; {', '.join(fewer)}, the others {most}" if fewer else ""
     raise ValueError(
-        f"mesh: {shape} needs {needed} devices, but {len(told)} workers have "
+        f"mesh: {shape} needs {needed} devices, but {len(reports)} workers have "
         f"{found}{lacking}: choose a smaller mesh, or start more workers"
     )
 

@@ -109,7 +109,7 @@ def _command(job: K8s) -> list[str]:
 
 
 def _arguments(job: K8s) -> list[str]:
-    """What the supervisor is told."""
+    """The supervisor's flags."""
     typed = {
         "--out": _literal(str(job.folder)),
         "--hosts": job.hosts,

@@ -152,7 +152,7 @@ class Board:
         )
         self._seen: dict[int, tuple[str, int, float, bool]] = {}
 
-    def tell(self, **changes: Any) -> None:
+    def publish(self, **changes: Any) -> None:
         """Write this host's file, with changes; this is also its sign of life."""
         self.me = dataclasses.replace(self.me, count=self.me.count + 1, **changes)
         _write(self._member_file(self.me.host), dataclasses.asdict(self.me))
@@ -166,12 +166,12 @@ class Board:
             content["outcome"] = Outcome.from_json(content["outcome"])
         return Member(**content)
 
-    def silent_seconds(self, member: Member, *, unheard: float = 0.0) -> float:
+    def silent_seconds(self, member: Member, *, unseen: float = 0.0) -> float:
         """Seconds since a member's count last changed.
 
         Args:
           member: as it was just read.
-          unheard: seconds to add while it was never seen to change: its file may be
+          unseen: seconds to add while it was never seen to change: its file may be
             left from a supervisor that ended long ago.
         """
         now = time.monotonic()
@@ -183,7 +183,7 @@ class Board:
         else:
             seen = before
         self._seen[member.host] = seen
-        return now - seen[2] + (0.0 if seen[3] else unheard)
+        return now - seen[2] + (0.0 if seen[3] else unseen)
 
     def attempt(self) -> Attempt | None:
         """Read the head's last announcement."""

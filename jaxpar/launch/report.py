@@ -42,7 +42,7 @@ class Report:
         for host, outcome in sorted(outcomes.items()):
             lines.append(f"host {host}: {outcome.kind}: {outcome.why}")
             for end in outcome.workers:
-                lines += _worker(end, told=outcome.kind != "done")
+                lines += _worker(end, whole=outcome.kind != "done")
         self._add("\n".join(lines))
         errors = {
             end.error for each in outcomes.values() for end in each.workers if end.error
@@ -90,11 +90,11 @@ class Report:
             file.write(text + "\n")
 
 
-def _worker(end: WorkerEnd, *, told: bool) -> list[str]:
-    """A worker's end; its log and stacks only if `told`."""
+def _worker(end: WorkerEnd, *, whole: bool) -> list[str]:
+    """A worker's end; its log and stacks only if `whole`."""
     code = "ended by the supervisor" if end.code is None else f"code {end.code}"
     lines = [f"  worker {end.index}: {code}, at {end.at}"]
-    if told:
+    if whole:
         lines += [f"    | {line}" for line in end.tail]
         lines += ["    stacks:"] if end.stacks else []
         lines += [f"    : {line}" for line in end.stacks]

@@ -126,9 +126,9 @@ class _Supervisor:
                 self.report.over(attempt.code, attempt.why)
                 return attempt.code
             self.number = attempt.number
-            self.board.tell(attempt=attempt.number, running=True, outcome=None)
+            self.board.publish(attempt=attempt.number, running=True, outcome=None)
             outcome = self._attend(attempt)
-            self.board.tell(running=False, outcome=outcome)
+            self.board.publish(running=False, outcome=outcome)
             if self.is_head:
                 self._decide(attempt)
 
@@ -137,40 +137,43 @@ class _Supervisor:
             raise SystemExit(128 + number)  # The second signal: workers end with this.
         self.asked = number
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         """Write a sign of life."""
         asked = None if self.asked is None else signal.Signals(self.asked).name
-        self.board.tell(asked=asked)
+        self.board.publish(asked=asked)
 
     # Between attempts
 
     def _next_attempt(self) -> Attempt:
         """Announce the next attempt, or wait for its announcement."""
-        self._tell()
+        self._publish()
         over = self._announced_over()
         if over:
             return over
         if self.is_head:
             return self._announce()
-        return self._hear()
+        return self._wait_for_attempt()
 
     def _announced_over(self) -> Attempt | None:
-        told = self.board.attempt()
-        if told is None or told.members.get(self.launch.host) != self.board.me.id:
-            return None
-        return told if told.state == "over" else None
+        announced = self._announced()
+        return announced if announced and announced.state == "over" else None
 
-    def _hear(self) -> Attempt:
-        def announced() -> Attempt | None:
-            told = self.board.attempt()
-            if told is None or told.members.get(self.launch.host) != self.board.me.id:
-                return None
-            is_new = told.number > self.number or told.state == "over"
-            return told if is_new else None
+    def _announced(self) -> Attempt | None:
+        """The head's last announcement, if this supervisor is one of its members."""
+        found = self.board.attempt()
+        me = self.board.me.id
+        return found if found and found.members.get(self.launch.host) == me else None
+
+    def _wait_for_attempt(self) -> Attempt:
+        def newer() -> Attempt | None:
+            found = self._announced()
+            if found and (found.number > self.number or found.state == "over"):
+                return found
+            return None
 
         seconds = self.launch.limits.rendezvous
-        told = wait_until(announced, seconds, self._tell)
-        return told or Attempt(
+        announced = wait_until(newer, seconds, self._publish)
+        return announced or Attempt(
             number=self.number,
             state="over",
             coordinator=None,
@@ -230,11 +233,11 @@ class _Supervisor:
             return found if is_whole or any(m.asked for m in found) else None
 
         seconds = self.launch.limits.rendezvous
-        return wait_until(all_idle, seconds, self._tell) or idle()
+        return wait_until(all_idle, seconds, self._publish) or idle()
 
     def _is_alive(self, member: Member) -> bool:
         lost = self.launch.limits.lost
-        return self.board.silent_seconds(member, unheard=lost) < lost
+        return self.board.silent_seconds(member, unseen=lost) < lost
 
     def _coordinator(self) -> str:
         address = self.launch.address
@@ -282,7 +285,7 @@ class _Supervisor:
                 )
             elif self.asked is None:
                 self.report.say(f"{why}: restarting in {pause:g} s")
-                wait_until(lambda: self.asked, pause, self._tell)
+                wait_until(lambda: self.asked, pause, self._publish)
         if code is not None:
             over = dataclasses.replace(attempt, state="over", code=code, why=why)
             self.board.announce(over)
@@ -302,7 +305,7 @@ class _Supervisor:
         wait_until(
             lambda: all(outcome(host) for host in attempt.members),
             self.launch.limits.save,
-            self.board.tell,
+            self.board.publish,
         )
         return {host: outcome(host) or gone for host in attempt.members}
 

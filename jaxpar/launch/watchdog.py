@@ -46,7 +46,7 @@ class Watchdog:
     def to_the_end(self) -> tuple[Kind, int, str]:
         """Return when no worker is left: the kind of end, a code, and the reason."""
         while True:
-            self._board.tell()
+            self._board.publish()
             self._pass_on()
             found = self._own_end() or self._stall() or self._end_elsewhere()
             if found:
@@ -70,7 +70,9 @@ class Watchdog:
             return None
         saves = STOPPED in codes
         seconds = self._limits.save if saves else _GRACE_SECONDS
-        wait_until(lambda: None not in self._group.codes(), seconds, self._board.tell)
+        wait_until(
+            lambda: None not in self._group.codes(), seconds, self._board.publish
+        )
         return self._judged(self._group.codes())
 
     def _judged(self, codes: Sequence[int | None]) -> tuple[Kind, int, str]:
@@ -122,17 +124,17 @@ class Watchdog:
 
     def _end_elsewhere(self) -> tuple[Kind, int, str] | None:
         """Check the other hosts."""
-        told = self._board.attempt()
-        assert told is not None, "announced before"
-        if told.number != self._attempt.number or told.state != "run":
+        announced = self._board.attempt()
+        assert announced is not None, "announced before"
+        if announced.number != self._attempt.number or announced.state != "run":
             self._group.dump_stacks()
-            return "ended", 0, told.why
+            return "ended", 0, announced.why
         for host, member_id in self._attempt.members.items():
             member = self._board.member(host)
             if host == self._board.me.host or member is None:
                 continue
             changed = member.id != member_id
-            outcome = member.outcome if member.attempt == told.number else None
+            outcome = member.outcome if member.attempt == announced.number else None
             if changed or (outcome is not None and outcome.kind != "done"):
                 self._group.dump_stacks()
                 return "ended", 0, f"host {host} ended the attempt"

@@ -48,8 +48,8 @@ def from_stage(values: PyTree, stage: int, *, platform: str) -> PyTree:
 
         def sum_up(x: jax.Array) -> jax.Array:
             own = jnp.where(mine, x[0], jnp.zeros_like(x[0]))
-            crossing = own.astype(wire_dtype(x.dtype, platform))
-            return jax.lax.psum(crossing, PIPE).astype(x.dtype)
+            sent = own.astype(wire_dtype(x.dtype, platform))
+            return jax.lax.psum(sent, PIPE).astype(x.dtype)
 
         return jax.tree.map(sum_up, values)
 

@@ -67,7 +67,9 @@ class Execution(Protocol):
         """See `jaxpar.step.gradients.make_forward`."""
         ...
 
-    def crossing(self, leaf_shardings: Sequence[LeafSharding]) -> list[LeafSharding]:
+    def communicated_shardings(
+        self, leaf_shardings: Sequence[LeafSharding]
+    ) -> list[LeafSharding]:
         """The shardings in which parameters are gathered and gradients reduced."""
         ...
 
@@ -168,7 +170,9 @@ class OneStage:
     make_evaluation = staticmethod(make_evaluation)
     make_forward = staticmethod(make_forward)
 
-    def crossing(self, leaf_shardings: Sequence[LeafSharding]) -> list[LeafSharding]:
+    def communicated_shardings(
+        self, leaf_shardings: Sequence[LeafSharding]
+    ) -> list[LeafSharding]:
         """The shardings unchanged."""
         return list(leaf_shardings)
 

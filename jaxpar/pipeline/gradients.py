@@ -78,7 +78,7 @@ class Pipeline:
         structure = jax.tree.structure(params_like)
         chunks = self._chunks(partition, loss, accumulate, training=True)
         table = make_tick_table(self.schedule, training=True, keeps=chunks.keeps)
-        leaf_shardings = self.crossing(partition.leaves)
+        leaf_shardings = self.communicated_shardings(partition.leaves)
 
         def body(shards, inputs, model_state, key, scale):
             key = partition.shard_key(key)
@@ -230,7 +230,9 @@ class Pipeline:
         keeps = self.network.remat == "none"
         return Chunks(functions, keeps=keeps, splits=self.schedule.splits_backward)
 
-    def crossing(self, leaf_shardings: Sequence[LeafSharding]) -> list[LeafSharding]:
+    def communicated_shardings(
+        self, leaf_shardings: Sequence[LeafSharding]
+    ) -> list[LeafSharding]:
         """The shardings in which leaves are gathered, and gradients reduced."""
         return [
             self.stages.staged(leaf) if is_stacked(leaf.name) else leaf
@@ -240,7 +242,7 @@ class Pipeline:
     def _whole(self, partition: Partition, shards: Sequence[Any]) -> list[jax.Array]:
         """Cast, reorder for the stages, gather: once a step."""
         whole = []
-        staged = self.crossing(partition.leaves)
+        staged = self.communicated_shardings(partition.leaves)
         for leaf, own, shard in zip(partition.leaves, staged, shards, strict=True):
             view = shard.astype(partition.precision.compute_dtype)
             if is_stacked(leaf.name):

@@ -44,7 +44,7 @@ class Estimate:
       step_seconds: the step.
       mfu: the model's FLOP/s, over the peak.
       bubble: the pipeline's idle fraction.
-      products_seconds: matmuls.
+      matmul_seconds: matmuls.
       memory_seconds: all other kernels, at the memory's rate.
       links_seconds: collectives, one after the other.
       exposed_seconds: part of these, not overlapped with other work.
@@ -54,7 +54,7 @@ class Estimate:
     step_seconds: float
     mfu: float
     bubble: float
-    products_seconds: float
+    matmul_seconds: float
     memory_seconds: float
     links_seconds: float
     exposed_seconds: float
@@ -95,7 +95,7 @@ def estimate(work: Work, target: Target, sizes: Mapping[str, int]) -> Estimate |
         step_seconds=step,
         mfu=work.model_flops / (step * peak),
         bubble=work.bubble,
-        products_seconds=products,
+        matmul_seconds=products,
         memory_seconds=others,
         links_seconds=waited + hidden,
         exposed_seconds=exposed,

@@ -90,7 +90,7 @@ def as_json(search: Search) -> str:
             {"flags": list(choice.flags(knobs)), "plan": plan.as_dict()}
             for choice, plan in search.ranking
         ],
-        "fallen": [
+        "rejected": [
             {"flags": list(choice.flags(knobs)), "why": why}
             for choice, why in sorted(search.rejected.items())
         ],

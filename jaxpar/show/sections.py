@@ -118,7 +118,7 @@ def memory_pieces(plan: Plan) -> list[Piece]:
 def time_pieces(found: Estimate) -> list[Piece]:
     """A step's time by kind; the sum is the step."""
     return [
-        Piece("matmuls", found.products_seconds, "#3b78b0"),
+        Piece("matmuls", found.matmul_seconds, "#3b78b0"),
         Piece("other kernels", found.memory_seconds, "#86add2"),
         Piece("exposed communication", found.exposed_seconds, "#c9733b"),
         Piece("bubble", found.bubble_seconds, "#d3d8dd"),

@@ -54,7 +54,7 @@ def test_each_stage_gathers_in_bf16_and_reduces_in_fp32(zero, gathers, reduction
         "all-reduce": 4 * reductions * kept,
     }
     budget = expected(zero, plans)
-    assert budget.crossing == {"data": {k: n for k, n in named.items() if n}}
+    assert budget.communicated == {"data": {k: n for k, n in named.items() if n}}
     assert budget.state_bytes == 7
     assert budget.tolerance == 0.05
     assert budget.unbounded == ("pipe", "tensor")
@@ -64,7 +64,7 @@ def test_each_stage_gathers_in_bf16_and_reduces_in_fp32(zero, gathers, reduction
 def test_pipeline_gathers_and_reduces_once_at_every_stage(zero, gathers):
     plans = [plan((8, 64), (("pipe",), ("tensor",)), data_dim=1, pipe=2)]
     budget = expected(zero, plans, sizes={**SIZES, "pipe": 2})
-    assert budget.crossing["data"] == {
+    assert budget.communicated["data"] == {
         "all-gather": 2 * gathers * 128,
         "reduce-scatter": 4 * 128,
     }
@@ -78,7 +78,7 @@ def test_coupled_examples_reduce_every_micro_batch_and_the_largest_leaf_twice(
     budget = expected(zero, coupled=True)
     reduced = 2 * ACCUMULATE * (COMPUTED + 2048)
     named = {"all-gather": 2 * gathers * SPLIT, "reduction": reduced}
-    assert budget.crossing == {"data": {k: n for k, n in named.items() if n}}
+    assert budget.communicated == {"data": {k: n for k, n in named.items() if n}}
     assert budget.tolerance == 0.3
 
 
@@ -91,22 +91,22 @@ def test_cpus_move_fp32_whatever_the_precision():
     half = make_precision("bf16")
     assert half.reduce_dtype == jnp.bfloat16
     budget = expected(1, precision=half, platform="cpu")
-    assert budget.crossing["data"]["all-gather"] == 4 * SPLIT
-    assert budget.crossing["data"]["reduction"] == 4 * (SPLIT + KEPT)
+    assert budget.communicated["data"]["all-gather"] == 4 * SPLIT
+    assert budget.communicated["data"]["reduction"] == 4 * (SPLIT + KEPT)
     on_gpu = expected(1, precision=half)
-    assert on_gpu.crossing["data"]["reduce-scatter"] == 2 * SPLIT
+    assert on_gpu.communicated["data"]["reduce-scatter"] == 2 * SPLIT
 
 
 def test_tpus_may_all_reduce_what_is_to_be_scattered():
     budget = expected(2, platform="tpu")
-    assert budget.crossing["data"] == {
+    assert budget.communicated["data"] == {
         "all-gather": 2 * SPLIT,
         "reduction": 4 * ACCUMULATE * (SPLIT + KEPT),
     }
 
 
 def test_one_device_on_data_moves_nothing():
-    assert expected(3, sizes={**SIZES, "data": 1}).crossing == {}
+    assert expected(3, sizes={**SIZES, "data": 1}).communicated == {}
 
 
 @pytest.mark.parametrize(("rows", "small"), [(64, 1 << 16), (10**6, 128_000)])

@@ -156,9 +156,9 @@ def test_what_crosses_is_read_from_the_compiled_step(engine):
     program = engine.explain().program
     # The kernel, split over tensor; the bias, of 256 bytes, is reduced whole.
     kernel = 32 * 64 * 4 // 2
-    assert program.crossing("all-gather", "data") == kernel
-    assert program.crossing("reduce-scatter", "data") == kernel
-    assert program.crossing("all-reduce", "data") >= 256
+    assert program.communicated_bytes("all-gather", "data") == kernel
+    assert program.communicated_bytes("reduce-scatter", "data") == kernel
+    assert program.communicated_bytes("all-reduce", "data") >= 256
     assert program.bytes_of("batch") == 8 // 4 * 32 * 4
 
 
@@ -191,7 +191,7 @@ def test_json_holds_every_row():
     assert [row["name"] for row in read["leaves"]] == [x.name for x in report.leaves]
 
 
-def test_text_shows_mesh_leaves_total_and_crossings():
+def test_text_shows_mesh_leaves_total_and_communication():
     report, *_ = explained(3)
     text = str(report)
     assert "mesh data 4 x pipe 1 x tensor 2, ZeRO 3" in text

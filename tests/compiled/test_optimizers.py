@@ -43,8 +43,12 @@ def test_buckets_cross_data_as_leaves_do(compiled):
     """Between leaves and buckets nothing moves."""
     step = compiled(compile_step, Run(zero=1, optimizer="fused"))
     program, whole = step.program, 2 * step.psi
-    assert program.crossing("all-gather", "data") == pytest.approx(whole, 2e-2)
-    assert program.crossing("reduce-scatter", "data") == pytest.approx(whole, 2e-2)
+    assert program.communicated_bytes("all-gather", "data") == pytest.approx(
+        whole, 2e-2
+    )
+    assert program.communicated_bytes("reduce-scatter", "data") == pytest.approx(
+        whole, 2e-2
+    )
     kinds = {row.kind for row in program.collectives if row.bytes > 1e6}
     assert kinds == {"all-gather", "reduce-scatter"}
 
@@ -66,7 +70,9 @@ def test_muon_exchanges_matrices_once(compiled, case, zero):
     """In fp32, there and back: of all kinds less than one gather of the matrices."""
     run, elements = MUON[case]
     step = compiled(compile_step, dataclasses.replace(run, zero=zero))
-    assert step.program.crossing("all-to-all", "data") == 2 * 4 * elements // 8
+    assert (
+        step.program.communicated_bytes("all-to-all", "data") == 2 * 4 * elements // 8
+    )
     others = [
         row.bytes
         for row in step.program.collectives

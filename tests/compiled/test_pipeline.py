@@ -74,9 +74,9 @@ def test_two_activations_a_tick_are_sent(compiled):
     run = Pipe()
     step = compiled(compile_pipe, run)
     ticks = run.microbatches + 2 * (run.pipe - 1)
-    sent = step.program.crossing("collective-permute")
+    sent = step.program.communicated_bytes("collective-permute")
     assert sent == 2 * ticks * run.activation_bytes
-    assert sent == step.program.crossing("collective-permute", "pipe")
+    assert sent == step.program.communicated_bytes("collective-permute", "pipe")
 
 
 def test_nothing_crosses_pipe_but_what_the_ends_need(compiled):
@@ -101,9 +101,9 @@ def test_nothing_crosses_pipe_but_what_the_ends_need(compiled):
         ]
         assert sum(small) <= ticks * 4 * 4 * run.length
     ends = step.psi - step.psi_blocks - run.vocab * run.width
-    assert step.program.crossing("all-gather", "pipe") <= 2 * ends
+    assert step.program.communicated_bytes("all-gather", "pipe") <= 2 * ends
     for kind in ("reduce-scatter", "all-to-all"):
-        assert step.program.crossing(kind, "pipe") == 0
+        assert step.program.communicated_bytes(kind, "pipe") == 0
 
 
 @pytest.mark.parametrize("zero", [1, 3])
@@ -112,9 +112,11 @@ def test_gradients_cross_data_once_a_step_at_every_stage(compiled, zero):
     step = compiled(compile_pipe, run)
     own = 2 * step.psi / (run.pipe * run.tensor)
     for kind in ("reduce-scatter", "all-gather"):
-        assert step.program.crossing(kind, "data") == pytest.approx(own, rel=0.05)
+        assert step.program.communicated_bytes(kind, "data") == pytest.approx(
+            own, rel=0.05
+        )
         assert all(count <= 8 for count, _ in largest(step, kind, "data"))
-    assert step.program.crossing("all-reduce", "data") < 0.01 * own
+    assert step.program.communicated_bytes("all-reduce", "data") < 0.01 * own
 
 
 def test_interleaved_moves_blocks_once_a_step(compiled):
@@ -122,7 +124,7 @@ def test_interleaved_moves_blocks_once_a_step(compiled):
     run = Pipe(schedule="interleaved")
     step = compiled(compile_pipe, run)
     piece = step.psi_blocks / (run.data * run.pipe * run.tensor)
-    moved = step.program.crossing("all-to-all", "pipe")
+    moved = step.program.communicated_bytes("all-to-all", "pipe")
     assert moved == pytest.approx((2 + 2) * piece, rel=0.02)
 
 

@@ -10,7 +10,7 @@ SMALL = ("--model", "124m", "--precision", "bf16", "--remat", "full")
 PSI = 768 * (12 * 12 * 768 + 50_304 + 1024) + 768 * (12 * 12 + 2)
 
 
-def crossing(found: dict, op: str, axis: str) -> int:
+def communicated(found: dict, op: str, axis: str) -> int:
     return sum(
         row["bytes"]
         for row in found["collectives"]
@@ -43,8 +43,10 @@ def test_124m_on_64_gpus_holds_and_moves_what_stage_3_does(compiled):
     assert memory["parameters"] + memory["optimizer"] == pytest.approx(
         memory["state"], rel=1e-3
     )
-    assert crossing(found, "all-gather", "data") == pytest.approx(4 * psi, rel=0.05)
-    assert crossing(found, "reduce-scatter", "data") == pytest.approx(2 * psi, rel=0.05)
+    assert communicated(found, "all-gather", "data") == pytest.approx(4 * psi, rel=0.05)
+    assert communicated(found, "reduce-scatter", "data") == pytest.approx(
+        2 * psi, rel=0.05
+    )
     tokens = found["tokens_per_step"]
     assert tokens == 64 * 1024
     # 6 operations a parameter and token, with attention's on whole scores; blocks run

@@ -28,10 +28,10 @@ def test_loops_are_counted_by_their_trips(program):
 
 
 def test_every_kind_is_read_with_its_axes(program):
-    assert program.crossing("reduce-scatter", "data") == ACTIVATION
-    assert program.crossing("collective-permute", "tensor") == ACTIVATION
-    assert program.crossing("all-reduce", "data", "tensor") == 4
-    assert program.crossing("all-gather") == LAYERS * KERNEL
+    assert program.communicated_bytes("reduce-scatter", "data") == ACTIVATION
+    assert program.communicated_bytes("collective-permute", "tensor") == ACTIVATION
+    assert program.communicated_bytes("all-reduce", "data", "tensor") == 4
+    assert program.communicated_bytes("all-gather") == LAYERS * KERNEL
 
 
 def test_dtypes_on_the_wire_count(program):

@@ -30,9 +30,9 @@ def check_data_traffic(step: Compiled, run: Run, unneeded: int = 0) -> None:
     """
     program = step.program
     whole = 2 * step.psi / run.tensor
-    gathered = program.crossing("all-gather", "data")
+    gathered = program.communicated_bytes("all-gather", "data")
     assert gathered == pytest.approx(GATHERS[run.zero] * whole - 2 * unneeded, 2e-2)
-    scattered = program.crossing("reduce-scatter", "data")
+    scattered = program.communicated_bytes("reduce-scatter", "data")
     assert scattered == pytest.approx(whole if run.zero else 0, 2e-2)
     for row in program.collectives:
         assert row.kind in ("all-gather", "all-reduce", "reduce-scatter"), row
@@ -90,7 +90,7 @@ def test_state_of_gpt2_with_its_odd_vocabulary(compiled):
 
 def test_stage_0_reduces_everything_once(compiled):
     step = compiled(compile_step, STEPS["zero0-64"])
-    assert step.program.crossing("all-reduce", "data") == pytest.approx(
+    assert step.program.communicated_bytes("all-reduce", "data") == pytest.approx(
         2 * step.psi, 2e-2
     )
 
@@ -100,7 +100,11 @@ def test_stage_1_crosses_as_often_with_8_micro_batches_as_with_1(compiled):
     once = compiled(compile_step, STEPS["zero1-64"]).program
     often = compiled(compile_step, Run(zero=1, accumulate=8)).program
     for kind in ("all-gather", "reduce-scatter"):
-        assert often.crossing(kind, "data") == once.crossing(kind, "data") > 0
+        assert (
+            often.communicated_bytes(kind, "data")
+            == once.communicated_bytes(kind, "data")
+            > 0
+        )
 
 
 def test_a_users_unscanned_model_at_stage_3_gathers_twice_and_scatters_once(compiled):
@@ -112,14 +116,14 @@ def test_a_users_unscanned_model_at_stage_3_gathers_twice_and_scatters_once(comp
 def check_tensor_all_reduces(step: Compiled, run: Run) -> None:
     """Two a layer and direction, and one each for the embedding and the head."""
     activation = run.length * run.width * 2
-    crossing = step.program.crossing
-    assert crossing("all-reduce", "tensor") == pytest.approx(
+    communicated = step.program.communicated_bytes
+    assert communicated("all-reduce", "tensor") == pytest.approx(
         (4 * run.layers + 2) * activation, 2e-2
     )
     # What has no rule rests over tensor and is used whole: the positions, and six
     # vectors a layer.
     whole = 2 * run.width * (run.length + 6 * run.layers + 2)
-    assert crossing("all-gather", "tensor") == pytest.approx(whole, 2e-2)
+    assert communicated("all-gather", "tensor") == pytest.approx(whole, 2e-2)
 
 
 def test_tensor_parallel_all_reduces_twice_a_layer_and_direction(compiled):
@@ -133,14 +137,14 @@ def test_sequence_parallel_scatters_and_gathers_instead(compiled):
     step = compiled(compile_step, run)
     check_data_traffic(step, run)
     activation = run.length * run.width * 2
-    crossing = step.program.crossing
-    scattered = crossing("reduce-scatter", "tensor")
+    communicated = step.program.communicated_bytes
+    scattered = communicated("reduce-scatter", "tensor")
     assert scattered == pytest.approx((4 * run.layers + 1) * activation, 2e-2)
     # Twice a layer and direction, and twice more for the backward pass, which gathers
     # the inputs of the products again instead of keeping them whole.
-    gathered = crossing("all-gather", "tensor")
+    gathered = communicated("all-gather", "tensor")
     assert gathered <= (6 * run.layers + 4) * activation
-    assert crossing("all-reduce", "tensor") <= 2.2 * activation
+    assert communicated("all-reduce", "tensor") <= 2.2 * activation
 
 
 @pytest.mark.slow

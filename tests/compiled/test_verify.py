@@ -15,11 +15,13 @@ LEFT_OUT = Run(zero=3, coupled=True, fault="data left out in a block")
 def test_step_whose_collectives_the_compiler_places_keeps_to_its_stage(compiled):
     psi, step, violations = compiled(verify, COUPLED)
     assert violations == ()
-    assert step.crossing["data"]["all-gather"] == pytest.approx(4 * psi, rel=2e-2)
-    assert step.crossing["data"]["reduce-scatter"] == pytest.approx(2 * psi, rel=2e-2)
+    assert step.communicated["data"]["all-gather"] == pytest.approx(4 * psi, rel=2e-2)
+    assert step.communicated["data"]["reduce-scatter"] == pytest.approx(
+        2 * psi, rel=2e-2
+    )
     # The table that embeds tokens makes logits too: its gradient crosses twice.
     table = 2 * COUPLED.vocab * COUPLED.width
-    assert step.crossing["data"]["all-reduce"] == pytest.approx(table, rel=2e-2)
+    assert step.communicated["data"]["all-reduce"] == pytest.approx(table, rel=2e-2)
     assert step.state_bytes == pytest.approx(12 * psi / 64, rel=1e-3)
 
 
@@ -46,7 +48,7 @@ def test_step_on_tpus_keeps_to_its_stage(compiled, zero):
     psi, step, violations = compiled(verify, run)
     assert violations == ()
     gathers = {1: 1, 3: 2}[zero]
-    gathered = step.crossing["data"]["all-gather"]
+    gathered = step.communicated["data"]["all-gather"]
     assert gathered == pytest.approx(2 * gathers * psi, rel=3e-2)
     # Without the tiles' padding.
     assert step.state_bytes == pytest.approx(12 * psi / 8, rel=2e-2)

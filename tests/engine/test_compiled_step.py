@@ -49,10 +49,10 @@ def test_budget_has_the_bytes_of_a_devices_share(budget):
 
 def test_gradients_are_reduced_and_parameters_gathered_over_data(budget):
     """Stage 1: each once a step, in fp32."""
-    crossing = dict(budget.crossing["data"])
-    assert crossing.pop("all-gather") == 4 * PARAMS
+    communicated = dict(budget.communicated["data"])
+    assert communicated.pop("all-gather") == 4 * PARAMS
     # XLA:CPU may make all-reduces of reduce-scatters.
-    assert sum(crossing.values()) == pytest.approx(4 * PARAMS, abs=256)
+    assert sum(communicated.values()) == pytest.approx(4 * PARAMS, abs=256)
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -76,7 +76,7 @@ def test_step_within_its_budget_returns_what_it_measured(engine, budget):
 
 def test_step_over_a_budget_raises_with_what_is_over(engine, budget):
     less = dataclasses.replace(
-        budget, state_bytes=budget.state_bytes // 2, small_bytes=0, crossing={}
+        budget, state_bytes=budget.state_bytes // 2, small_bytes=0, communicated={}
     )
     with pytest.raises(BudgetExceeded) as caught:
         engine.verify(less)

@@ -30,7 +30,7 @@ def test_members_read_each_other_whole(tmp_path: Path) -> None:
     first, second = boards(tmp_path)
     end = WorkerEnd(2, -9, "step, step 4", 0, 4, "ValueError: no", ["a", "b"], [])
     outcome = Outcome("failed", 1, "worker 2 was killed", [end])
-    second.tell(attempt=3, outcome=outcome)
+    second.publish(attempt=3, outcome=outcome)
     assert first.member(1) == second.me
     assert first.member(1).outcome == outcome
     assert first.member(0) is None
@@ -47,13 +47,13 @@ def test_attempts_are_read_as_announced(tmp_path: Path) -> None:
 def test_member_is_alive_while_its_count_changes(tmp_path: Path) -> None:
     """A file that was there before may be of a supervisor that is long gone."""
     first, second = boards(tmp_path)
-    second.tell()
-    silent = first.silent_seconds(first.member(1), unheard=60.0)
+    second.publish()
+    silent = first.silent_seconds(first.member(1), unseen=60.0)
     assert silent >= 60
-    second.tell()
-    assert first.silent_seconds(first.member(1), unheard=60.0) < 1
+    second.publish()
+    assert first.silent_seconds(first.member(1), unseen=60.0) < 1
     replaced = dataclasses.replace(second.me, id="another", count=1)
-    assert first.silent_seconds(replaced, unheard=60.0) >= 60
+    assert first.silent_seconds(replaced, unseen=60.0) >= 60
 
 
 def test_plan_stays_that_of_the_first_launch(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ class Watched:
         self.attempt = Attempt(1, "run", "x:1", members, {0: 2, 1: 2}, 4)
         self.here.announce(self.attempt)
         for board in (self.here, self.there):
-            board.tell(attempt=1, running=True)
+            board.publish(attempt=1, running=True)
         launch = Launch(("train.py",), folder, processes=2)
         self.group = FakeGroup(launch, self.attempt)
         Path(self.group.workers[0].files).mkdir()
@@ -156,18 +156,18 @@ def test_attempt_that_the_head_has_ended_ends_here(watched: Watched) -> None:
 def test_failure_of_another_host_ends_the_attempt_and_its_success_does_not(
     watched: Watched,
 ) -> None:
-    watched.there.tell(running=False, outcome=Outcome("done", 0, "", []))
+    watched.there.publish(running=False, outcome=Outcome("done", 0, "", []))
     watched.group.given = [0, None]
     watchdog_of = Watchdog(
         watched.group, watched.here, watched.attempt, Limits(), lambda: None
     )
     assert watchdog_of._end_elsewhere() is None
-    watched.there.tell(outcome=Outcome("failed", 1, "x", []))
+    watched.there.publish(outcome=Outcome("failed", 1, "x", []))
     assert watched.end() == ("ended", 0, "host 1 ended the attempt")
 
 
 def test_new_supervisor_of_another_host_ends_the_attempt(watched: Watched) -> None:
-    Board(watched.there.folder, 1, 2, "127.0.0.1").tell(attempt=1, running=True)
+    Board(watched.there.folder, 1, 2, "127.0.0.1").publish(attempt=1, running=True)
     assert watched.end() == ("ended", 0, "host 1 ended the attempt")
 
 

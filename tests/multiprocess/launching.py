@@ -75,7 +75,7 @@ class Launched:
     def code(self) -> int:
         return self.process.wait(timeout=LIMIT_SECONDS)
 
-    def told(self) -> str:
+    def output(self) -> str:
         return self.log.read_text()
 
     def report(self) -> str:
@@ -89,9 +89,9 @@ class Launched:
             if value:
                 return value
             if self.process.poll() is not None:
-                pytest.fail(f"{what}: ended before\n{self.told()[-6000:]}")
+                pytest.fail(f"{what}: ended before\n{self.output()[-6000:]}")
             time.sleep(0.05)
-        pytest.fail(f"{what}: not within {LIMIT_SECONDS} s\n{self.told()[-6000:]}")
+        pytest.fail(f"{what}: not within {LIMIT_SECONDS} s\n{self.output()[-6000:]}")
 
     def attempt(self) -> int:
         path = self.out / "launch" / "attempt.json"
@@ -133,8 +133,8 @@ def run_to_the_end(out: Path, *flags: str, processes: int, **of_launch: Any) -> 
     args = command(out, *flags, of_launch=(f"--processes={processes}", *options))
     with Launched(out, args) as launched:
         code = launched.code()
-        assert code == 0, (code, launched.told()[-6000:])
-        return launched.told()
+        assert code == 0, (code, launched.output()[-6000:])
+        return launched.output()
 
 
 def final_files(out: Path, step: int) -> dict[str, bytes]:

@@ -96,7 +96,7 @@ def test_run_over_tls_survives_a_partition(cable: Cable, tmp_path: Path) -> None
         cable.set("down")
         first.until(lambda: first.attempt() == 2, "a second attempt")
         cable.set("up")
-        assert (first.code(), second.code()) == (0, 0), first.told() + second.told()
+        assert (first.code(), second.code()) == (0, 0), first.output() + second.output()
     report = first.report()
     assert "host 0: " in report
     assert "host 1: " in report
@@ -123,10 +123,10 @@ def test_connection_without_certificates_is_refused(
         OnHost(cable, 0, out, f"--tls={folder}", *limits) as first,
         OnHost(cable, 1, out, "--insecure", *limits) as second,
     ):
-        assert first.code() == GAVE_UP, first.told()
-        assert second.code() == GAVE_UP, second.told()
+        assert first.code() == GAVE_UP, first.output()
+        assert second.code() == GAVE_UP, second.output()
     assert not (out / "checkpoints").exists()
-    told = first.told()
+    told = first.output()
     assert "worker 0" in told
     assert "reached 10.77.0.1:" in told
     assert "certificates of one authority (--tls), or none" in told
@@ -136,6 +136,6 @@ def test_address_of_others_needs_certificates(tmp_path: Path) -> None:
     args = command(tmp_path / "run", of_launch=("--address=10.77.0.1",))
     with Launched(tmp_path / "run", args) as launched:
         assert launched.code() == 2
-        told = launched.told()
+        told = launched.output()
     assert "--address 10.77.0.1: others can reach it" in told
     assert "jaxpar launch certs" in told

@@ -72,7 +72,7 @@ def test_killed_worker_is_back_in_a_minute(whole: Path, tmp_path: Path) -> None:
         run.until(lambda: run.attempt() == 2, "a second attempt")
         run.wait_for_step(5)
         assert time.monotonic() - began < 60
-        assert run.code() == 0, run.told()
+        assert run.code() == 0, run.output()
         report = run.report()
     assert "worker 1" in report
     assert "was killed by SIGKILL" in report
@@ -81,7 +81,7 @@ def test_killed_worker_is_back_in_a_minute(whole: Path, tmp_path: Path) -> None:
     assert [account["resumed"] for account in accounts] == [0, 4]
     wall = accounts[-1]["ended"] - accounts[0]["began"]
     assert sum(total(accounts).values()) == pytest.approx(wall, abs=0.1)
-    assert "2 starts" in run.told()
+    assert "2 starts" in run.output()
 
 
 def test_stopped_worker_is_found_within_the_limit(whole: Path, tmp_path: Path) -> None:
@@ -92,9 +92,9 @@ def test_stopped_worker_is_found_within_the_limit(whole: Path, tmp_path: Path) -
         run.wait_for_step(6)
         os.kill(run.workers()[1].pid, signal.SIGSTOP)
         began = time.monotonic()
-        run.until(lambda: "restarting" in run.told(), "a restart")
+        run.until(lambda: "restarting" in run.output(), "a restart")
         seconds = time.monotonic() - began
-        assert run.code() == 0, run.told()
+        assert run.code() == 0, run.output()
         report = run.report()
     assert limit <= seconds < 1.1 * limit + 3, "3 s to write stacks and end the group"
     assert re.search(r"worker 1 .*above the limit of 10 s \(the process was st", report)
@@ -115,7 +115,7 @@ def test_signal_to_the_launcher_saves_and_ends(whole: Path, tmp_path: Path) -> N
     with Launched(out, args) as run:
         run.wait_for_step(5)
         run.process.send_signal(signal.SIGTERM)
-        assert run.code() == STOPPED, run.told()
+        assert run.code() == STOPPED, run.output()
     (event,) = events(out, "stopped")
     assert event["step"] < 12
     run_to_the_end(out, "--pause=0.3", processes=2)
@@ -132,7 +132,7 @@ def test_four_two_and_four_workers_give_one_curve(tmp_path: Path) -> None:
         with Launched(out, args) as run:
             run.wait_for_step(until)
             run.process.send_signal(signal.SIGTERM)
-            assert run.code() == STOPPED, run.told()
+            assert run.code() == STOPPED, run.output()
     run_to_the_end(out, *flags, processes=4)
     assert losses(out) == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
     assert [e["step"] > 0 for e in events(out, "stopped")] == [True, True]
@@ -161,8 +161,8 @@ def test_worker_that_differs_is_refused_by_name(kind: str, tmp_path: Path) -> No
     )
     args = command(out, of_launch=("--processes=2",), script=script)
     with Launched(out, args) as run:
-        assert run.code() == REFUSED, run.told()
-        told = run.told()
+        assert run.code() == REFUSED, run.output()
+        told = run.output()
     what = {
         "config": "config steps is 13, not 12",
         "data": "data corpus_sha256 is",
@@ -180,14 +180,14 @@ def test_slow_worker_is_named_within_twenty_steps(tmp_path: Path) -> None:
     with Launched(out, command(out, *flags, of_launch=("--processes=2",))) as run:
         run.wait_for_step(10)
         slowed, began = run.workers()[1], run.beat().step
-        while "slow at step" not in run.told() and not run.is_at(began + 40):
+        while "slow at step" not in run.output() and not run.is_at(began + 40):
             until = time.monotonic() + 0.006
             slowed.suspend()
             time.sleep(0.003)
             slowed.resume()
             # As long as it was stopped, whatever the calls take.
             time.sleep(max(0.0, until - time.monotonic()))
-        assert "slow at step" in run.told(), run.told()
+        assert "slow at step" in run.output(), run.output()
     (event,) = events(out, "slow")
     assert event["worker"] == 1
     assert event["step"] <= began + 20
@@ -207,7 +207,7 @@ def test_worker_that_waits_for_its_data_is_named(tmp_path: Path) -> None:
     with Launched(
         out, command(out, *flags, of_launch=("--processes=2",), script=script)
     ) as run:
-        assert run.code() == 0, run.told()
+        assert run.code() == 0, run.output()
     (event,) = events(out, "slow")
     assert event["worker"] == 1
     assert event["step"] <= 20
@@ -241,9 +241,9 @@ def test_soak_of_kills_ends_as_undisturbed(
             run.until(run.has_gained, f"a step of attempt {attempt}")
             time.sleep(rng.uniform(0.0, 0.4))
             run.kill_a_worker(rng.randrange(2))
-        assert run.code() == 0, run.told()
+        assert run.code() == 0, run.output()
     assert_same_end(out, whole, steps)
-    told = run.told()
+    told = run.output()
     assert f"{kills + 1} starts" in told
     assert "goodput" in told
 
@@ -252,8 +252,8 @@ def test_worker_with_too_few_devices_is_named(tmp_path: Path) -> None:
     out = tmp_path / "run"
     launch = ("--processes=2", "--local-devices=1")
     with Launched(out, command(out, "--mesh.data=4", of_launch=launch)) as run:
-        assert run.code() == REFUSED, run.told()
-        told = run.told()
+        assert run.code() == REFUSED, run.output()
+        told = run.output()
     assert "needs 4 devices, but 2 workers have 2" in told
     assert "choose a smaller mesh, or start more workers" in told
     assert told.count("launch: ValueError") == 1
@@ -274,7 +274,7 @@ def test_run_goes_on_without_a_host_that_is_lost(tmp_path: Path) -> None:
     with Launched(out, hosts[0]) as first, Launched(out, hosts[1]) as second:
         first.wait_for_step(6)
         second.process.kill()
-        assert first.code() == 0, first.told()
+        assert first.code() == 0, first.output()
         report = first.report()
     assert "host 1: failed: its supervisor does not answer" in report
     assert losses(out) == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)

@@ -222,8 +222,8 @@ def test_two_workers_are_one_job_that_only_this_host_reaches(
         assert path.parent.stat().st_mode & 0o777 == 0o700
         for each in filter(is_running, processes):
             assert token not in " ".join(each.cmdline())
-        assert run.code() == 0, run.told()
-        assert token not in run.told() + run.report()
+        assert run.code() == 0, run.output()
+        assert token not in run.output() + run.report()
     assert not path.parent.exists()
     assert_whole(out, alone)
     assert not list((out / "launch").glob("ray-*"))
@@ -236,8 +236,10 @@ def test_killed_worker_has_all_start_again(alone: Path, tmp_path: Path) -> None:
         run.wait_for_step(6)
         run.workers()[1].kill()
         run.until(lambda: run.attempt() == 2, "a second attempt")
-        assert run.code() == 0, run.told()
-        assert re.search("worker 1 .* was killed by SIGKILL.*: restarting", run.told())
+        assert run.code() == 0, run.output()
+        assert re.search(
+            "worker 1 .* was killed by SIGKILL.*: restarting", run.output()
+        )
     assert_whole(out, alone)
     assert [each["resumed"] for each in read_account(out)] == [0, 4]
 
@@ -258,7 +260,7 @@ def test_killed_process_of_ray_has_its_supervisor_start_again(
         psutil.wait_procs([supervisor, *before], timeout=30)
         assert not any(map(is_running, [supervisor, *before]))
         run.until(lambda: run.attempt() == 2, "a second attempt")
-        assert run.code() == 0, run.told()
+        assert run.code() == 0, run.output()
     assert "Ray has started the supervisor of host 0 again" in run.report()
     assert_whole(out, alone)
     assert [each["resumed"] for each in read_account(out)] == [0, 4]
@@ -276,7 +278,7 @@ def test_two_hosts_are_one_job_and_start_again_when_one_is_lost(
         assert supervisor is not None
         supervisor.kill()
         run.until(lambda: run.attempt() == 2, "a second attempt")
-        assert run.code() == 0, run.told()
+        assert run.code() == 0, run.output()
     assert_whole(out, alone)
     assert [each["resumed"] for each in read_account(out)] == [0, 4]
 
@@ -290,9 +292,9 @@ def test_host_that_cannot_begin_ends_the_run_with_its_reason(
         only_one(Board(out / "launch", 1, 1, "")),
         ByRay(out, *FLAGS, cluster=cluster, **TWO_HOSTS) as run,
     ):
-        assert run.code() == 2, run.told()
-    assert "the supervisor of host 1 ended with code 2:" in run.told()
-    assert "another launcher runs the run" in run.told()
+        assert run.code() == 2, run.output()
+    assert "the supervisor of host 1 ended with code 2:" in run.output()
+    assert "another launcher runs the run" in run.output()
 
 
 def test_second_launcher_of_a_run_is_refused(cluster: Cluster, tmp_path: Path) -> None:
@@ -301,8 +303,8 @@ def test_second_launcher_of_a_run_is_refused(cluster: Cluster, tmp_path: Path) -
         only_one(Board(out / "launch", 0, 1, "")),
         ByRay(out, *FLAGS, cluster=cluster) as run,
     ):
-        assert run.code() == 2, run.told()
-    assert "another launcher runs the run" in run.told()
+        assert run.code() == 2, run.output()
+    assert "another launcher runs the run" in run.output()
 
 
 def test_run_is_given_up_when_the_restarts_are_used(
@@ -312,8 +314,8 @@ def test_run_is_given_up_when_the_restarts_are_used(
     with ByRay(out, *FLAGS, "--pause=0.3", restarts=0, cluster=cluster) as run:
         run.wait_for_step(2)
         run.workers()[0].kill()
-        assert run.code() == GAVE_UP, run.told()
-    assert "all 0 restarts of this hour are used" in run.told()
+        assert run.code() == GAVE_UP, run.output()
+    assert "all 0 restarts of this hour are used" in run.output()
 
 
 def test_what_starting_again_would_not_mend_is_not_tried_again(
@@ -322,8 +324,8 @@ def test_what_starting_again_would_not_mend_is_not_tried_again(
     out = tmp_path / "refused"
     with ByRay(out, *FLAGS, "--mesh.data=3", cluster=cluster) as run:
         code, attempts = run.code(), run.attempt()
-    assert code == REFUSED, run.told()
-    assert "ValueError: mesh: 3 devices can't be divided among 2" in run.told()
+    assert code == REFUSED, run.output()
+    assert "ValueError: mesh: 3 devices can't be divided among 2" in run.output()
     assert attempts == 1
 
 
@@ -335,11 +337,11 @@ def test_signal_saves_and_ends_and_the_run_goes_on(
     with ByRay(out, *FLAGS, "--pause=0.3") as run:
         run.wait_for_step(6)
         os.killpg(run.process.pid, signal.SIGINT)
-        assert run.code() == STOPPED, run.told()
+        assert run.code() == STOPPED, run.output()
     (event,) = events(out, "stopped")
     assert 6 <= event["step"] < 12
     with ByRay(out, *FLAGS, "--pause=0.3", cluster=cluster) as run:
-        assert run.code() == 0, run.told()
+        assert run.code() == 0, run.output()
     assert_whole(out, alone)
     assert read_account(out)[1]["resumed"] == event["step"]
 
@@ -350,7 +352,7 @@ def test_hosts_that_the_cluster_does_not_have_are_named(
     options: Any = {"hosts": 3, "insecure": True, "limits.rendezvous": 2}
     with ByRay(tmp_path / "three", cluster=cluster, **options) as run:
         assert run.code() != 0
-    assert "--hosts 3 --processes 2: Ray had no such hosts within 2 s" in run.told()
+    assert "--hosts 3 --processes 2: Ray had no such hosts within 2 s" in run.output()
 
 
 def test_killed_launcher_leaves_nothing_behind(tmp_path: Path) -> None:

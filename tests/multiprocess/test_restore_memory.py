@@ -27,7 +27,7 @@ def test_two_processes_restore_half_of_the_model_each(tmp_path: Path) -> None:
     script = Path(restore_script.__file__)
     args = command(out, of_launch=of_launch, script=script)
     with Launched(out, args) as launched:
-        assert launched.code() == 0, launched.told()
+        assert launched.code() == 0, launched.output()
     allowed = LEAVES * LEAF_BYTES / PROCESSES + LEAF_BYTES + READERS_BYTES
     assert allowed < 0.8 * LEAVES * LEAF_BYTES, "else nothing is told"
     for index in range(PROCESSES):

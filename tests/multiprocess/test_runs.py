@@ -70,17 +70,17 @@ class Together:
             if path.exists() and path.read_text().count("\n") >= step:
                 return
             codes = [process.poll() for process in self.processes]
-            assert codes == [None] * PROCESSES, self.told()
+            assert codes == [None] * PROCESSES, self.output()
             try:
                 self.processes[0].wait(timeout=0.05)
             except subprocess.TimeoutExpired:
                 continue
-        pytest.fail(f"no step {step}: {self.told()}")
+        pytest.fail(f"no step {step}: {self.output()}")
 
     def codes(self) -> list[int]:
         return [process.wait(timeout=LIMIT_SECONDS) for process in self.processes]
 
-    def told(self) -> str:
+    def output(self) -> str:
         logs = sorted(self.folder.parent.glob(f"{self.folder.name}.*.log"))
         return "\n".join(f"-- {log.name}\n{log.read_text()[-4000:]}" for log in logs)
 
@@ -98,13 +98,13 @@ def test_signal_to_one_process_ends_all_at_one_saved_step(tmp_path: Path) -> Non
     with Together(folder, ENDLESS) as run:
         run.wait_for_step(3)
         os.kill(run.processes[1].pid, signal.SIGTERM)
-        assert run.codes() == [STOPPED] * PROCESSES, run.told()
+        assert run.codes() == [STOPPED] * PROCESSES, run.output()
     (event,) = events(folder, "stopped")
     at = event["step"]
     assert run_in(folder).resume(fresh()) == at
     for path in (folder, tmp_path / "whole"):
         with Together(path, at + 5) as run:
-            assert run.codes() == [0] * PROCESSES, run.told()
+            assert run.codes() == [0] * PROCESSES, run.output()
     assert state_of(folder) == state_of(tmp_path / "whole")
     assert losses(folder) == losses(tmp_path / "whole")
 
@@ -113,7 +113,7 @@ def test_signal_to_one_process_ends_all_at_one_saved_step(tmp_path: Path) -> Non
 def test_nan_in_one_process_is_skipped_and_rolled_back_in_all(tmp_path: Path) -> None:
     folder = tmp_path / "nan"
     with Together(folder, 24, nan=(9, 14, 15, 16)) as run:
-        assert run.codes() == [0] * PROCESSES, run.told()
+        assert run.codes() == [0] * PROCESSES, run.output()
     assert [e["batch"] for e in events(folder, "skipped")] == [9, 14, 15, 16]
     (back,) = events(folder, "rolled back")
     assert back["left_out"] == [14, 15, 16]

@@ -97,7 +97,7 @@ def test_two_tasks_of_srun_are_one_run(whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     launch = jaxpar("launch", "slurm", f"--out={out}", str(SCRIPT), "--", "--pause=0.3")
     with Launched(out, ["srun", "-n", "2", *launch]) as run:
-        assert run.code() == 0, run.told()
+        assert run.code() == 0, run.output()
     assert_same_end(out, whole)
 
 
@@ -199,6 +199,6 @@ def test_mpiexec_starts_one_run(whole: Path, tmp_path: Path) -> None:
         "launch", "mpi", "--hosts=2", f"--out={out}", str(SCRIPT), "--", "--pause=0.3"
     )
     with Launched(out, args) as run:
-        assert run.code() == 0, run.told()
+        assert run.code() == 0, run.output()
     assert_same_end(out, whole)
     assert len(list((out / "launch").glob("host-*.json"))) == 2

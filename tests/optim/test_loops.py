@@ -120,13 +120,13 @@ def test_result_is_the_same_and_matrices_move_once(mesh, fn) -> None:
         np.testing.assert_allclose(found[name], x, rtol=2e-5, atol=2e-6, err_msg=name)
 
     stacks, layers, gathered = EXCHANGES[fn]
-    crossing = read_program(compiled, mesh).crossing
+    communicated = read_program(compiled, mesh).communicated_bytes
     # Three leaves are filled up to a stack of as many as data has shards.
     exchanged = stacks * WAYS * BYTES["equal 1"] + layers * BYTES["layers"]
-    assert crossing("all-to-all", DATA) == exchanged // WAYS
+    assert communicated("all-to-all", DATA) == exchanged // WAYS
     alone = BYTES["alone"] + BYTES["layers that data does not divide"]
-    assert crossing("all-gather", DATA) == alone + gathered * BYTES["equal 1"]
-    assert crossing("all-reduce", DATA) < 100, "norms"
+    assert communicated("all-gather", DATA) == alone + gathered * BYTES["equal 1"]
+    assert communicated("all-reduce", DATA) < 100, "norms"
 
 
 def test_branches_on_a_counter_stay_branches(mesh) -> None:

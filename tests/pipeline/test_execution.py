@@ -74,5 +74,5 @@ def test_one_stage_counts_and_gathers_what_is_there():
     assert one.flops(7, model=5, shards=2) == 7
     assert (one.bubble, one.active_fraction, one.schedule) == (0.0, 1.0, None)
     leaf = LeafSharding.__new__(LeafSharding)
-    assert one.crossing((leaf,)) == [leaf]
+    assert one.communicated_shardings((leaf,)) == [leaf]
     assert one.shard_leaves is shard_leaves

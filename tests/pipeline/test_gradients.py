@@ -132,7 +132,7 @@ def test_stacks_are_sharded_over_pipe_where_their_order_is_the_stages(
     found = pipeline.shard_leaves(leaves, compute, ZERO_STAGES[1], sizes, ())
     assert axes_of(found["blocks/w"].compute[0]) == stored
     assert found["head/w"].compute == (None, None)
-    staged, head = pipeline.crossing(list(found.values()))
+    staged, head = pipeline.communicated_shardings(list(found.values()))
     assert axes_of(staged.compute[0]) == used
     assert staged.shape == (-(-blocks // 2) * 2, 6, 64)
     assert head is found["head/w"]

@@ -34,18 +34,18 @@ def estimated(mesh: MeshShape = MeshShape(data=4, tensor=2), **change):  # noqa:
 
 def test_products_and_other_kernels_follow_each_other():
     found = estimated()
-    assert found.products_seconds == 1000 / 50
+    assert found.matmul_seconds == 1000 / 50
     assert found.memory_seconds == 50 / 5
     assert found.step_seconds == 30
     assert found.mfu == pytest.approx(750 / (30 * 100))
 
 
 def test_products_that_are_small_wait_for_memory():
-    assert estimated(traffic=Traffic(200, 50)).products_seconds == 200 / 5
+    assert estimated(traffic=Traffic(200, 50)).matmul_seconds == 200 / 5
 
 
 def test_rate_is_that_of_the_compute_dtype():
-    assert estimated(dtype="bfloat16").products_seconds == 1000 / 100
+    assert estimated(dtype="bfloat16").matmul_seconds == 1000 / 100
 
 
 def test_bubble_is_idle_time_beside_the_work():

@@ -13,7 +13,7 @@ from recipes.zero_memory_table import (
     DEEPSPEEDS_ELEMENTS,
     Config,
     deepspeed_bytes,
-    elements_crossing,
+    elements_communicated,
     make_plans,
     model_states,
 )
@@ -43,13 +43,13 @@ def test_deepspeeds_closed_forms_give_its_table():
         (3, [row("all-gather", "bf16", 2 * PSI), row("reduce-scatter", "bf16", PSI)]),
     ],
 )
-def test_what_crosses_is_counted_in_elements_over_data(stage, rows):
+def test_what_is_sent_is_counted_in_elements_over_data(stage, rows):
     others = [
         row("all-reduce", "bf16", PSI, axes=("tensor",)),
         row("collective-permute", "bf16", PSI, axes=("pipe",)),
         row("all-reduce", "f32", PSI, axes=("data", "tensor")),
     ]
-    assert elements_crossing(rows + others) == DEEPSPEEDS_ELEMENTS[stage] * PSI
+    assert elements_communicated(rows + others) == DEEPSPEEDS_ELEMENTS[stage] * PSI
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +76,8 @@ def test_states_are_deepspeeds_and_what_is_counted_besides(plans):
 @pytest.mark.slow
 def test_elements_that_cross_are_deepspeeds(plans):
     for plan in plans:
-        crossing = elements_crossing(plan.program.collectives) / plan.num_params
-        assert crossing == pytest.approx(DEEPSPEEDS_ELEMENTS[plan.zero], rel=0.01)
+        communicated = elements_communicated(plan.program.collectives) / plan.num_params
+        assert communicated == pytest.approx(DEEPSPEEDS_ELEMENTS[plan.zero], rel=0.01)
 
 
 @pytest.mark.slow
@@ -95,9 +95,9 @@ def test_command_prints_both_tables_and_draws_them(monkeypatch, capsys, tmp_path
     text = capsys.readouterr().out
     rows = re.findall(r"^ *([0-3]) +(\S+) +(\S+) .* (\S+) \((\d)\)", text, re.M)
     assert [int(number) for number, *_ in rows] == [0, 1, 2, 3]
-    for _, theirs, ours, crosses, elements in rows:
+    for _, theirs, ours, sent, elements in rows:
         assert float(ours) <= 1.01 * float(theirs)
-        assert float(crosses) == pytest.approx(float(elements), rel=0.01)
+        assert float(sent) == pytest.approx(float(elements), rel=0.01)
     assert float(rows[3][2]) == pytest.approx(14 * 0.1245 / 64, rel=0.01)
     assert "is above DeepSpeed's" not in text
     assert chart.read_bytes().startswith(b"\x89PNG")

@@ -79,8 +79,8 @@ def test_json_has_the_ranking_and_the_excluded(search):
     assert written["target"] == search.target.name
     assert written["ranking"][0]["flags"] == list(best.flags(search.survey.knobs))
     assert written["ranking"][0]["plan"]["fits"] is True
-    assert len(written["fallen"]) == len(search.rejected)
-    assert all(row["why"] for row in written["fallen"])
+    assert len(written["rejected"]) == len(search.rejected)
+    assert all(row["why"] for row in written["rejected"])
 
 
 def test_tried_choices_say_whether_they_fit_or_failed(capsys):
