@@ -101,7 +101,11 @@ ESSENTIAL: dict[str, tuple[str, ...]] = {
     "tests/models/test_layers.py": ("*numpy*", "*looks_rows_up", "*fp32_sums"),
     "tests/models/test_sampling.py": ("*zero_temperature*[[]3]", "*bad_input*"),
     "tests/models/test_sparse_attention.py": ("*[[]BigBird]",),
-    "tests/multiprocess/test_training.py": ("*[[]tensor4]", "*failure_of_a_process*"),
+    "tests/multiprocess/test_training.py": (
+        "*like_one[[]data4]",
+        "*own_rows[[]data4]",
+        "*failure_of_a_process*",
+    ),
     "tests/pipeline/test_bubbles.py": (),
     "tests/pipeline/test_gradients.py": (
         "*schedule_bubble*",
