@@ -10,11 +10,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
-Told = tuple[dict[str, Any], list[int], list[int]]
+Assembly = tuple[dict[str, Any], list[int], list[int]]
 """A configuration and what was found, bytes spilled, and registers of each kernel."""
 
 
-def compiled_by(module: str) -> list[Told]:
+def compiled_by(module: str) -> list[Assembly]:
     """Run a module that prints a line of JSON behind each configuration's kernels."""
     done = subprocess.run(
         [sys.executable, "-m", module],

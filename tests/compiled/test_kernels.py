@@ -11,7 +11,7 @@ import pytest
 
 from kernels_pallas.backend import LEAST_JAX
 from tests.compiled import compilers
-from tests.compiled.assembler import ROOT, Told, compiled_by
+from tests.compiled.assembler import ROOT, Assembly, compiled_by
 from tests.compiled.kernels import CONFIGURATIONS, HEADS, SEQ_LEN
 
 pytestmark = [
@@ -24,7 +24,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def compiled() -> list[Told]:
+def compiled() -> list[Assembly]:
     return compiled_by("tests.compiled.kernels")
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from kernels_pallas.backend import LEAST_JAX
 from tests.compiled import compilers
-from tests.compiled.assembler import Told, compiled_by
+from tests.compiled.assembler import Assembly, compiled_by
 from tests.compiled.optimizer_kernels import CONFIGURATIONS, TILES
 
 pytestmark = pytest.mark.skipif(
@@ -15,34 +15,34 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def compiled() -> list[Told]:
+def compiled() -> list[Assembly]:
     return compiled_by("tests.compiled.optimizer_kernels")
 
 
-def test_every_configuration_is_compiled(compiled: list[Told]) -> None:
+def test_every_configuration_is_compiled(compiled: list[Assembly]) -> None:
     assert len(compiled) == len(CONFIGURATIONS)
     for found, _, used in compiled:
         assert found["kernels"] == len(used) == (2 if found["name"] == "lamb" else 1)
 
 
-def test_nothing_is_spilled(compiled: list[Told]) -> None:
+def test_nothing_is_spilled(compiled: list[Assembly]) -> None:
     for found, spilled, _ in compiled:
         assert len(spilled) == 2 * found["kernels"], "stores and loads of each"
         assert not any(spilled), found
 
 
-def test_six_programs_fit_a_multiprocessor(compiled: list[Told]) -> None:
+def test_six_programs_fit_a_multiprocessor(compiled: list[Assembly]) -> None:
     """65,536 registers; loads of others run while one waits for its own."""
     for found, _, used in compiled:
         assert all(registers * 128 * 6 <= 65_536 for registers in used), found
 
 
-def test_nothing_is_added_up_in_any_order(compiled: list[Told]) -> None:
+def test_nothing_is_added_up_in_any_order(compiled: list[Assembly]) -> None:
     """Replicas would drift apart: a scatter adds as its threads come."""
     assert not any(found["scatters"] for found, _, _ in compiled)
 
 
-def test_state_is_changed_in_place(compiled: list[Told]) -> None:
+def test_state_is_changed_in_place(compiled: list[Assembly]) -> None:
     """But for the tuple's own pointers; temporaries are numbers of tiles."""
     for found, _, _ in compiled:
         assert found["outputs"] - found["aliased"] < 100, found
