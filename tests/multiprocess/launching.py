@@ -14,6 +14,7 @@ import jax
 import psutil
 import pytest
 
+from jaxpar.checkpoint.folder import is_complete, step_path
 from jaxpar.launch.heartbeat import Beat, read_heartbeat
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,6 +110,11 @@ class Launched:
     def wait_for_step(self, step: int) -> None:
         self.until(lambda: self.is_at(step), f"step {step}")
 
+    def wait_for_save(self, step: int) -> None:
+        """Return when the checkpoint of a step is complete: it takes some steps."""
+        path = step_path(self.out / "checkpoints", step)
+        self.until(lambda: is_complete(path), f"the checkpoint of step {step}")
+
     def has_gained(self) -> bool:
         """Whether the attempt is a step further than where it went on from."""
         beat = self.beat()
@@ -139,9 +145,9 @@ def run_to_the_end(out: Path, *flags: str, processes: int, **of_launch: Any) -> 
 
 def final_files(out: Path, step: int) -> dict[str, bytes]:
     """The newest checkpoint's leaves, as bytes, by name."""
-    from jaxpar.checkpoint import arrays, folder, manifest  # noqa: PLC0415
+    from jaxpar.checkpoint import arrays, manifest  # noqa: PLC0415
 
-    path = folder.step_path(out / "checkpoints", step)
+    path = step_path(out / "checkpoints", step)
     leaves = manifest.read_manifest(path).leaves
     return {
         name: arrays.read_whole(path, name).tobytes()

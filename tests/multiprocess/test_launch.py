@@ -63,10 +63,10 @@ def assert_same_end(out: Path, whole: Path, step: int = 12) -> None:
 
 def test_killed_worker_is_back_in_a_minute(whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "killed"
-    # Slowly, so that step 4 is saved when step 7 is there.
+    # Slowly, so that it is killed before step 8 is saved.
     args = command(out, "--pause=0.5", of_launch=("--processes=2",))
     with Launched(out, args) as run:
-        run.wait_for_step(7)
+        run.wait_for_save(4)
         run.kill_a_worker(1)
         began = time.monotonic()
         run.until(lambda: run.attempt() == 2, "a second attempt")
@@ -272,7 +272,7 @@ def test_run_goes_on_without_a_host_that_is_lost(tmp_path: Path) -> None:
     )
     hosts = [command(out, *flags, of_launch=(*launch, f"--host={i}")) for i in range(2)]
     with Launched(out, hosts[0]) as first, Launched(out, hosts[1]) as second:
-        first.wait_for_step(6)
+        first.wait_for_save(4)
         second.process.kill()
         assert first.code() == 0, first.output()
         report = first.report()

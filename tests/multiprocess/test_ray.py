@@ -233,7 +233,7 @@ def test_killed_worker_has_all_start_again(alone: Path, tmp_path: Path) -> None:
     """By its supervisor, as on every host."""
     out = tmp_path / "killed"
     with ByRay(out, *FLAGS, "--pause=0.3") as run:
-        run.wait_for_step(6)
+        run.wait_for_save(4)
         run.workers()[1].kill()
         run.until(lambda: run.attempt() == 2, "a second attempt")
         assert run.code() == 0, run.output()
@@ -250,7 +250,7 @@ def test_killed_process_of_ray_has_its_supervisor_start_again(
     """It takes its supervisor and the workers with it; Ray starts it again."""
     out = tmp_path / "lost"
     with ByRay(out, *FLAGS, "--pause=0.3") as run:
-        run.wait_for_step(6)
+        run.wait_for_save(4)
         before = run.workers()
         supervisor = before[0].parent()
         assert supervisor is not None
@@ -271,7 +271,7 @@ def test_two_hosts_are_one_job_and_start_again_when_one_is_lost(
 ) -> None:
     out = tmp_path / "hosts"
     with ByRay(out, *FLAGS, "--pause=0.3", cluster=cluster, **TWO_HOSTS) as run:
-        run.wait_for_step(6)
+        run.wait_for_save(4)
         # Above a worker: its supervisor, Ray's process for the task, the node.
         assert len({each.parents()[2] for each in run.workers()}) == 2
         supervisor = run.workers()[1].parent()
