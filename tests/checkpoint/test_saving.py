@@ -13,16 +13,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.checkpoint import Checkpoints
+from tests.checkpoint.saves import save
 
 Tree = dict[str, Any]
 Bits = Callable[[Any], list[bytes]]
-
-
-def save(folder: Path, *steps: int, tree: Tree) -> None:
-    checkpoints = Checkpoints(folder)
-    for step in steps:
-        checkpoints.save(step, tree)
-    checkpoints.close()
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [4]), (2, [3, 4]), (None, [1, 3, 4])])

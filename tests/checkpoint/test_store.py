@@ -11,16 +11,10 @@ import pytest
 
 from jaxpar.checkpoint import Checkpoints, store
 from jaxpar.checkpoint.folder import metrics
+from tests.checkpoint.saves import save
 
 Tree = dict[str, Any]
 Bits = Callable[[Any], list[bytes]]
-
-
-def save(folder: Path, *steps: int, tree: Tree) -> None:
-    checkpoints = Checkpoints(folder)
-    for step in steps:
-        checkpoints.save(step, tree)
-    checkpoints.close()
 
 
 def everything_in(folder: Path) -> dict[Path, bytes | None]:

@@ -1,6 +1,5 @@
 """Does the command say what is right, and what is wrong with what it was told?"""
 
-import os
 import re
 import subprocess
 import sys
@@ -9,21 +8,10 @@ from pathlib import Path
 import pytest
 
 from jaxpar.cli.main import main
+from tests.commands import run_jaxpar
 
 ROOT = Path(__file__).resolve().parents[2]
 RIGHT = ("schedule", "1f1b", "--stages", "4", "--microbatches", "8")
-
-
-def run(*args) -> subprocess.CompletedProcess[str]:
-    """Run the command itself."""
-    return subprocess.run(
-        [sys.executable, "-m", "jaxpar", *map(str, args)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "80", "NO_COLOR": "1"},
-        check=False,
-    )
 
 
 def called(capsys, *args) -> str:
@@ -43,7 +31,7 @@ def refused(capsys, *args) -> str:
 
 
 def test_command_prints_the_chart_its_cost_and_what_is_kept():
-    done = run(*RIGHT)
+    done = run_jaxpar(*RIGHT, columns=80)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
         "1f1b: 4 stages, 8 micro-batches",
@@ -71,21 +59,21 @@ def test_command_prints_the_chart_its_cost_and_what_is_kept():
 
 
 def test_command_fails_with_status_2_and_no_traceback():
-    done = run("schedule", "1f1c", *RIGHT[2:])
+    done = run_jaxpar("schedule", "1f1c", *RIGHT[2:], columns=80)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.match(r"jaxpar: schedule='1f1c' must be .* mean '1f1b'\?$", done.stderr)
 
 
 @pytest.mark.slow
 def test_command_draws_a_png(tmp_path):
-    done = run(*RIGHT, "--png", tmp_path / "schedule.png")
+    done = run_jaxpar(*RIGHT, "--png", tmp_path / "schedule.png", columns=80)
     assert (done.returncode, done.stderr) == (0, "")
     assert is_png(tmp_path / "schedule.png")
 
 
 @pytest.mark.slow
 def test_command_teaches_its_flags():
-    done = run("schedule", "--help")
+    done = run_jaxpar("schedule", "--help", columns=80)
     assert (done.returncode, done.stderr) == (0, "")
     flags = ("stages", "microbatches", "chunks", "forward", "backward", "weight", "png")
     for word in ("gpipe, 1f1b, interleaved or zero_bubble", *map("--{}".format, flags)):

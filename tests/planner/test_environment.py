@@ -3,8 +3,6 @@
 import importlib.metadata
 import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,20 +11,9 @@ import pytest
 
 from jaxpar.planner import environment
 from jaxpar.planner.environment import describe
+from tests.commands import run_jaxpar
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def run(*args) -> subprocess.CompletedProcess[str]:
-    """Run the command itself, in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "jaxpar", *map(str, args)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "120", "NO_COLOR": "1"},
-        check=False,
-    )
 
 
 def test_environment_names_versions_devices_and_targets():
@@ -35,7 +22,7 @@ def test_environment_names_versions_devices_and_targets():
     assert "cpu" in found["devices"]
     assert "h200" in found["plans for GPUs"]
     assert "v5e" in found["plans for TPUs"]
-    done = run("env")
+    done = run_jaxpar("env")
     assert done.returncode == 0
     assert done.stdout.split()[0] == "python"
 

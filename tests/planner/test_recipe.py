@@ -1,9 +1,6 @@
 """Does `jaxpar plan` plan a recipe as it is, and say what is wrong with what it got?"""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,26 +8,15 @@ import pytest
 from jaxpar.mesh import MeshShape
 from jaxpar.planner.recipe import load_recipe, mesh_on
 from jaxpar.planner.targets import parse_target
+from tests.commands import run_jaxpar
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def run(*args) -> subprocess.CompletedProcess[str]:
-    """Run the command itself, in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "jaxpar", *map(str, args)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "120", "NO_COLOR": "1"},
-        check=False,
-    )
 
 
 def test_recipe_is_planned_with_its_own_flags(tmp_path):
     """A model that this machine could not hold, on more devices than it has."""
     file = tmp_path / "plan.json"
-    done = run(
+    done = run_jaxpar(
         *("plan", "recipes/gpt.py", "--target", "cpu:16", "--json", file, "--"),
         *("--model", "7b", "--mesh.tensor", 2, "--batch-size", 16, "--zero", 2),
     )
@@ -63,7 +49,7 @@ def test_file_that_is_no_recipe_is_told_what_one_is(tmp_path, source, message):
 
 
 def test_mesh_that_does_not_fit_the_target_is_refused():
-    done = run(
+    done = run_jaxpar(
         *("plan", "recipes/gpt.py", "--target", "cpu:8", "--"), *("--mesh.tensor", 3)
     )
     assert done.returncode == 2
@@ -80,6 +66,8 @@ def test_mesh_of_some_of_the_target_is_refused():
 
 
 def test_flags_behind_dashes_are_for_plan_alone():
-    done = run("schedule", "1f1b", "--stages", 2, "--microbatches", 2, "--", "--x")
+    done = run_jaxpar(
+        "schedule", "1f1b", "--stages", 2, "--microbatches", 2, "--", "--x"
+    )
     assert done.returncode != 0
     assert "only plan and launch take flags after --" in done.stderr

@@ -2,9 +2,6 @@
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,20 +11,11 @@ from jaxpar.mesh import MeshShape
 from jaxpar.planner.choices import choices
 from jaxpar.planner.recipe import load_recipe
 from jaxpar.planner.recipe_search import larger_targets, survey_in_subprocess
+from tests.commands import run_jaxpar
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "gpt_3d.py"
 TINY = ("--model", "tiny", "--precision", "bf16", "--batch-size", "16")
-
-
-def run(*args) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "jaxpar", "plan", *map(str, args)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "100", "NO_COLOR": "1"},
-        check=False,
-    )
 
 
 @pytest.mark.parametrize(
@@ -74,14 +62,14 @@ def test_flags_that_are_given_stay(survey):
 
 
 def test_recipe_that_is_none_is_said(tmp_path):
-    done = run(tmp_path / "none.py", "--target", "h100:1x8", "--search")
+    done = run_jaxpar("plan", tmp_path / "none.py", "--target", "h100:1x8", "--search")
     assert done.returncode == 2
     assert "recipe: there is no file" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_search_on_cpus_is_refused_before_anything_is_traced():
-    done = run(RECIPE, "--target", "cpu:8", "--search")
+    done = run_jaxpar("plan", RECIPE, "--target", "cpu:8", "--search")
     assert done.returncode == 2
     assert "no rates of CPUs are known" in done.stderr
 
@@ -92,7 +80,7 @@ def test_search_ranks_and_a_recipe_takes_the_best(tmp_path):
     files = ("--json", file, "--html", page)
     flags = ("--", *TINY, "--remat", "none", "--schedule", "1f1b")
     target = ("--target", "h100:1x2", "--compiles", 3)
-    done = run(RECIPE, *target, "--search", *files, *flags)
+    done = run_jaxpar("plan", RECIPE, *target, "--search", *files, *flags)
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(file.read_text())
     seconds = [row["plan"]["estimate"]["step_seconds"] for row in found["ranking"]]
@@ -117,7 +105,7 @@ def test_mesh_auto_takes_the_best_of_a_search(capfd):
 @pytest.mark.slow
 def test_model_that_is_too_large_is_told_the_smallest_target_that_would_do():
     flags = ("--", "--model", "7b", "--precision", "bf16", "--batch-size", "8")
-    done = run(RECIPE, "--target", "h100:1x1", "--search", *flags)
+    done = run_jaxpar("plan", RECIPE, "--target", "h100:1x1", "--search", *flags)
     assert done.returncode == 2
     assert "does not fit h100:1x1 with any choice; the smallest" in done.stderr
     assert "target that fits is h100:1x2" in " ".join(done.stderr.split())
@@ -126,7 +114,7 @@ def test_model_that_is_too_large_is_told_the_smallest_target_that_would_do():
 @pytest.mark.slow
 def test_plan_that_does_not_fit_shows_what_was_tried():
     flags = ("--model", "1.3b", "--precision", "bf16", "--batch-size", "1024")
-    done = run(RECIPE, "--target", "h100:1x8", "--", *flags)
+    done = run_jaxpar("plan", RECIPE, "--target", "h100:1x8", "--", *flags)
     assert done.returncode == 0
     said = " ".join(done.stdout.split())
     assert "does not fit" in said
