@@ -20,7 +20,7 @@ COMPILERS := yes
 
 LAUNCH_TESTS := $(addprefix tests/multiprocess/test_,launch.py hosts.py schedulers.py ray.py)
 
-# Every process of the tests would compile all that it imports: 5 s for 1.6 s.
+# With it, every process of the tests compiles the source of all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal

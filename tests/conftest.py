@@ -72,8 +72,8 @@ def _cache_compiled_programs() -> None:
 def _delete_oldest_programs() -> None:
     """Keep the cache below its limit: half of it goes once it is above.
 
-    JAX's own limit reads the whole folder, under a lock, for every program that it
-    adds: 0.4 s each with 6,700 programs.
+    With JAX's own limit, every program that is added reads the whole folder, under a
+    lock: the more programs there are, the longer each takes.
     """
     found = [(file.stat(), file) for file in CACHE.rglob("*") if file.is_file()]
     left = sum(status.st_size for status, _ in found)

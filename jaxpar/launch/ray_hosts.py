@@ -233,8 +233,8 @@ def _run_supervisor(
     with _log(session, host).open("a") as output:
         if output.tell():
             with contextlib.redirect_stdout(output):
-                why = "the last one, or Ray's own process, was killed"
-                text = f"{why}: Ray has started the supervisor of host {host} again"
+                what = f"Ray has started the supervisor of host {host} again"
+                text = f"{what}: it, or the process of Ray that ran it, was killed"
                 Report(session.parent.parent, host).say(text)
         process = subprocess.Popen(
             [sys.executable, *command],
