@@ -264,8 +264,8 @@ def _run_supervisor(
 
 def _own_address() -> str:
     """This host's address in the cluster."""
-    from ray.util import (  # noqa: PLC0415 - an extra
-        get_node_ip_address,  # pyright: ignore[reportMissingImports]
+    from ray.util import (  # noqa: PLC0415 # pyright: ignore - an extra
+        get_node_ip_address,
     )
 
     return get_node_ip_address()

@@ -9,7 +9,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxpar.checkpoint import Checkpoints
-from tests.cli.test_main import called, refused, run
+from tests.cli.test_main import called, refused
+from tests.commands import run_jaxpar
 
 
 @pytest.fixture
@@ -63,9 +64,9 @@ def test_leaves_are_shown_without_loading(folder, capsys, monkeypatch):
 
 
 def test_damage_is_named_and_the_code_is_not_0(folder):
-    assert run("ckpt", "verify", folder).returncode == 0
+    assert run_jaxpar("ckpt", "verify", folder).returncode == 0
     name = damage(folder, 1, 0)
-    done = run("ckpt", "verify", folder)
+    done = run_jaxpar("ckpt", "verify", folder)
     assert done.returncode == 2
     assert f"{name}: another checksum" in done.stdout
     assert "step 2: verified now" in done.stdout
