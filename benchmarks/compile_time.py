@@ -46,7 +46,7 @@ def measure_one(config: Config) -> None:
     import optax  # noqa: PLC0415
 
     import jaxpar  # noqa: PLC0415
-    from jaxpar.models import GPT, GPTConfig, gpt_loss  # noqa: PLC0415
+    from jaxpar.models import GPTConfig, gpt_loss, make_gpt  # noqa: PLC0415
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", config.devices)
@@ -58,7 +58,7 @@ def measure_one(config: Config) -> None:
     model = GPTConfig(num_layers=config.layers, num_heads=4, width=256, seq_len=128)
     batch = {"tokens": jnp.zeros((config.devices, 129), jnp.int32)}
     engine = jaxpar.initialize(
-        model=lambda rngs: GPT(model, rngs=rngs),
+        model=make_gpt(model),
         loss_fn=gpt_loss,
         optimizer=optax.adamw(1e-3),
         sample_batch=batch,

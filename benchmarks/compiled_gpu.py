@@ -6,6 +6,7 @@ docstrings are based on. Needs the compilers (`.ci/setup --compilers yes`); no G
     python benchmarks/compiled_gpu.py
 """
 
+import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ sys.path.append(str(Path(sys.prefix) / "compilers"))
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
@@ -24,7 +26,10 @@ import jaxpar
 from benchmarks.record import write_result
 from jaxpar.compiled.program import read_program
 from jaxpar.mesh import MeshShape, make_mesh
-from jaxpar.models import GPT, GPTConfig, gpt_loss, pipeline_gpt
+from jaxpar.model.remat import remat
+from jaxpar.models import GPTConfig, gpt_loss, make_gpt
+from jaxpar.models.gpt.embed_head import Embed, Head
+from jaxpar.models.gpt.model import Block
 from jaxpar.planner.absent_devices import gpu_devices, prepare_process
 from jaxpar.tree import num_elements
 
@@ -42,6 +47,25 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+class Unscanned(nnx.Module):
+    """A GPT as users write their models: a module a layer, called one by one."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        untied = dataclasses.replace(config, tied_embedding=False)
+        self.embed, self.head = Embed(untied, rngs=rngs), Head(untied, rngs=rngs)
+        layers = range(config.num_layers)
+        self.blocks = nnx.List([Block(untied, rngs=rngs) for _ in layers])
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        """Predict each next token."""
+        x_BTD = self.embed(tokens_BT)
+        for block in self.blocks:
+            graphdef, state = nnx.split(block)
+            run = remat(lambda state, x, own=graphdef: nnx.merge(own, state)(x), "full")
+            x_BTD = run(state, x_BTD)
+        return self.head(x_BTD)
+
+
 def measure(
     zero: int, scan: bool = True, options: dict[str, Any] | None = None
 ) -> dict[str, float]:
@@ -53,11 +77,10 @@ def measure(
         seq_len=256,
         vocab_size=8192,
         remat="full",
-        scan_layers=scan,
     )
     mesh = make_mesh(MeshShape(), gpu_devices("h200", 8, 8))
     engine = jaxpar.initialize(
-        model=lambda rngs: GPT(config, rngs=rngs),
+        model=make_gpt(config) if scan else lambda rngs: Unscanned(config, rngs=rngs),
         loss_fn=gpt_loss,
         optimizer=optax.adamw(1e-3),
         sample_batch={"tokens": jax.ShapeDtypeStruct((64, 257), jnp.int32)},
@@ -93,7 +116,7 @@ def measure_pipeline(schedule: str) -> dict[str, float]:
     mesh = make_mesh(MeshShape(8, 16, 4), gpu_devices("h200", 64, 8))
     began = time.perf_counter()
     engine = jaxpar.initialize(
-        model=pipeline_gpt(config),
+        model=make_gpt(config),
         loss_fn=gpt_loss,
         optimizer=optax.adamw(1e-3),
         sample_batch={"tokens": jax.ShapeDtypeStruct((8 * 32, 2049), jnp.int32)},

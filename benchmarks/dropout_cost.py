@@ -25,7 +25,7 @@ from rich.console import Console
 
 import jaxpar
 from benchmarks.record import write_result
-from jaxpar.models import GPT, gpt_config, gpt_loss
+from jaxpar.models import gpt_config, gpt_loss, make_gpt
 from jaxpar.step.row_draws import AsTraced
 
 DEVICES, ROWS, TURNS = 8, 16, 31
@@ -36,7 +36,7 @@ SHAPE = (ROWS, MODEL.seq_len + 1)
 def make_engine() -> jaxpar.Engine:
     """An engine that trains the GPT."""
     return jaxpar.initialize(
-        model=lambda rngs: GPT(MODEL, rngs=rngs),
+        model=make_gpt(MODEL),
         loss_fn=gpt_loss,
         optimizer=optax.adamw(1e-3),
         sample_batch={"tokens": jax.ShapeDtypeStruct(SHAPE, np.int32)},

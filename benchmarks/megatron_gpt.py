@@ -1,6 +1,6 @@
 """Megatron-LM's GPT of 2021, as a recipe to plan: `benchmarks/plan_megatron.py`.
 
-As recipes/gpt_3d.py, but with what Megatron did then: scores of attention are written
+As recipes/gpt.py, but with what Megatron did then: scores of attention are written
 to memory, every layer runs again, and the vocabulary is padded until it divides.
 """
 
@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 import jaxpar
-from jaxpar.models import gpt_config, gpt_loss, pipeline_gpt
+from jaxpar.models import gpt_config, gpt_loss, make_gpt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ def build(config: Config, mesh: Mesh) -> jaxpar.Engine:
     model = dataclasses.replace(own, vocab_size=vocab_size, attention="xla")
     shape = (config.batch_size, model.seq_len + 1)
     return jaxpar.initialize(
-        model=pipeline_gpt(model),
+        model=make_gpt(model),
         loss_fn=gpt_loss,
         optimizer=optax.adamw(1e-4),
         sample_batch={"tokens": jax.ShapeDtypeStruct(shape, np.int32)},

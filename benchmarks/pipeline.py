@@ -35,7 +35,7 @@ from jaxpar.cli.recipe_flags import parse
 from jaxpar.compiled.program import read_program
 from jaxpar.mesh import DATA, PIPE
 from jaxpar.model.proxies import Call, ModelProxy, inputs_of
-from jaxpar.models import GPTConfig, gpt_loss, pipeline_gpt
+from jaxpar.models import GPTConfig, gpt_loss, make_gpt
 from jaxpar.pipeline.schedules.catalog import make_schedule
 from jaxpar.pipeline.schedules.table import cost, kept
 
@@ -74,7 +74,7 @@ def make_model(config: Config, remat: str = "full") -> jaxpar.PipelineModel:
         # Keeps its arguments alone, as attention on GPUs does.
         attention="xla",
     )
-    return pipeline_gpt(shape)
+    return make_gpt(shape)
 
 
 def make_batch(config: Config) -> dict[str, np.ndarray]:

@@ -22,7 +22,7 @@ from rich.console import Console
 
 import jaxpar
 from benchmarks.record import write_result
-from jaxpar.models import GPT, gpt_config, gpt_loss
+from jaxpar.models import gpt_config, gpt_loss, make_gpt
 from jaxpar.tree import num_elements
 
 DEVICES, ROWS, TURNS, EVERY = 8, 16, 15, 100
@@ -41,7 +41,7 @@ def main() -> None:
     model = gpt_config("tiny")
     shape = (ROWS, model.seq_len + 1)
     engine = jaxpar.initialize(
-        model=lambda rngs: GPT(model, rngs=rngs),
+        model=make_gpt(model),
         loss_fn=gpt_loss,
         optimizer=optax.adamw(1e-3),
         sample_batch={"tokens": jax.ShapeDtypeStruct(shape, np.int32)},

@@ -21,7 +21,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -169,17 +168,16 @@ def _engine(case: Case, devices: Any) -> tuple[Any, Any]:
     import optax  # noqa: PLC0415
 
     import jaxpar  # noqa: PLC0415
-    from jaxpar.models import GPT, GPTConfig, gpt_loss, pipeline_gpt  # noqa: PLC0415
+    from jaxpar.models import GPTConfig, gpt_loss  # noqa: PLC0415
 
     size = {"num_layers": 4, "num_heads": 4, "width": 256, "vocab_size": 512}
     config = GPTConfig(**size, seq_len=256, remat="full", **_attention(case))
-    model: Callable[..., Any] = lambda rngs: GPT(config, rngs=rngs)  # noqa: E731
     rows = 16
     tokens = np.random.default_rng(0).integers(0, 512, (STEPS, rows, 257), np.int32)
     struct = jax.ShapeDtypeStruct(tokens.shape[1:], tokens.dtype)
     fused = jaxpar.optim.fused_adamw(1e-3, bits=8) if case.fused else None
     engine = jaxpar.initialize(
-        model=pipeline_gpt(config) if "pipe" in case.mesh else model,
+        model=_model(config, pipelined="pipe" in case.mesh),
         loss_fn=gpt_loss,
         optimizer=fused or optax.adamw(1e-3),
         sample_batch={"tokens": struct},
@@ -187,6 +185,15 @@ def _engine(case: Case, devices: Any) -> tuple[Any, Any]:
         **case.options,
     )
     return engine, [{"tokens": batch} for batch in tokens]
+
+
+def _model(config: Any, *, pipelined: bool) -> Any:
+    models = importlib.import_module("jaxpar.models")
+    if hasattr(models, "make_gpt"):
+        return models.make_gpt(config)
+    if pipelined:
+        return models.make_gpt(config)
+    return lambda rngs: models.GPT(config, rngs=rngs)
 
 
 def _attention(case: Case) -> dict[str, Any]:

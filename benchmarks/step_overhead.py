@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jaxpar
 from benchmarks.record import write_result
 from jaxpar.cli.recipe_flags import parse
-from jaxpar.models import GPT, GPTConfig, gpt_loss
+from jaxpar.models import GPTConfig, gpt_loss, make_gpt
 
 CLIP = 1.0
 
@@ -75,7 +75,7 @@ def measure_step(num_devices: int, zero: int, rounds: int) -> dict[str, float]:
     batch = {"tokens": rows}
     optimizer = optax.adamw(1e-3)
     engine = jaxpar.initialize(
-        model=lambda rngs: GPT(config, rngs=rngs),
+        model=make_gpt(config),
         loss_fn=gpt_loss,
         optimizer=optimizer,
         sample_batch=batch,
@@ -83,7 +83,7 @@ def measure_step(num_devices: int, zero: int, rounds: int) -> dict[str, float]:
         zero=zero,
         clip_norm=CLIP,
     )
-    by_hand = HandWritten(config, engine, optimizer)
+    by_hand = HandWritten(engine, optimizer)
     losses = [(float(engine.step(batch)["loss"]), float(by_hand.step(batch)))] + [
         (float(engine.step(batch)["loss"]), float(by_hand.step(batch)))
         for _ in range(4)
@@ -109,23 +109,16 @@ class HandWritten:
 
     def __init__(
         self,
-        config: GPTConfig,
         engine: jaxpar.Engine,
         optimizer: optax.GradientTransformation,
     ):
-        with nnx.use_eager_sharding(False):
-            graphdef, abstract = nnx.split(
-                nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
-            )
-        structure = jax.tree.structure(abstract)
+        gpt = engine.model()
         state = jax.tree.map(jnp.copy, (engine.state.params, engine.state.opt_state))
         shardings = jax.tree.map(lambda x: x.sharding, state)
         rows = NamedSharding(engine.mesh, P("data"))
 
         def loss_of(params: Any, batch: Any) -> jax.Array:
-            leaves = jax.tree.leaves(params)
-            model = nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))
-            loss = gpt_loss(model, batch)
+            loss = gpt_loss(gpt.with_params(params), batch)
             return loss.total / loss.weight
 
         @functools.partial(

@@ -1,8 +1,8 @@
 """Train a GPT on the source of Python's standard library, sharded.
 
 With no flags: ZeRO 3 on every accelerator, or on four CPU devices (data 2 x tensor 2),
-where the last quarter of the run is on another mesh (data 4). It is evaluated on held-
-out files, saved and sampled. Run it again to resume; `--out` names another run.
+where the last quarter is on another mesh (data 4); `--mesh.pipe 2` makes a pipeline. It
+is evaluated, saved and sampled. Run it again to resume; `--out` names another run.
 """
 
 import contextlib
@@ -11,14 +11,11 @@ import functools
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 import jaxpar
 from jaxpar.data import Loader, open_splits, tokenize
-from jaxpar.models import GPT, continue_text, gpt_config, gpt_loss
-
-CPU_MESH = jaxpar.MeshShape(data=2, tensor=2)
+from jaxpar.models import continue_text, gpt_config, gpt_loss, make_gpt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +33,9 @@ class Config:
     batch_size: int = 8
     """Rows of the global batch."""
     accumulate: int = 1
-    """Micro-batches a step."""
+    """Micro-batches a step; a pipeline keeps its stages busy with many."""
+    schedule: str = "1f1b"
+    """Of a pipeline: 1f1b, gpipe, zero_bubble, interleaved, interleaved:4 chunks."""
     steps: int = 480
     """Training steps."""
     learning_rate: float = 5e-3
@@ -73,19 +72,19 @@ def build(config: Config, mesh: jax.sharding.Mesh | None = None) -> jaxpar.Engin
         config.model, remat=config.remat, sequence_parallel=config.sequence_parallel
     )
     shape = (config.batch_size, model.seq_len + 1)
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, config.learning_rate, config.steps // 10, config.steps
-    )
+    rate, steps = config.learning_rate, config.steps
+    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps)
     adamw = optax.inject_hyperparams(optax.adamw)
     return jaxpar.initialize(
-        model=lambda rngs: GPT(model, rngs=rngs),
+        model=make_gpt(model),
         loss_fn=gpt_loss,
         optimizer=adamw(schedule, b2=0.95, weight_decay=0.1),
-        sample_batch={"tokens": jax.ShapeDtypeStruct(shape, np.int32)},
-        mesh=mesh or jaxpar.choose_mesh(config.mesh, on_cpu=CPU_MESH),
+        sample_batch={"tokens": jax.ShapeDtypeStruct(shape, "int32")},
+        mesh=mesh or choose_meshes(config)[0][0],
         zero=config.zero,
         precision=config.precision,
         accumulate=jaxpar.scaled_accumulation(config.accumulate),
+        schedule=config.schedule,
         clip_norm=config.clip_norm,
         seed=config.seed,
     )
@@ -98,7 +97,7 @@ def tokens_per_step(config: Config) -> int:
 
 def choose_meshes(config: Config) -> list[tuple[jax.sharding.Mesh, int]]:
     """The meshes of the run, and the step that each trains to."""
-    mesh = jaxpar.choose_mesh(config.mesh, on_cpu=CPU_MESH)
+    mesh = jaxpar.choose_mesh(config.mesh, on_cpu=jaxpar.MeshShape(data=2, tensor=2))
     if mesh.devices.flat[0].platform == "cpu" and config.mesh == jaxpar.MeshShape():
         other = jaxpar.make_mesh(jaxpar.MeshShape())
         return [(mesh, config.steps * 3 // 4), (other, config.steps)]
@@ -140,7 +139,8 @@ def main(config: Config) -> None:
     if jax.process_count() > 1:
         return  # A sample needs the whole model in one process.
     prompt = heldout.read(len(heldout) // 2, len(heldout) // 2 + 64)
-    text = continue_text(engine.model(), prompt, 400, tokenizer=tokenizer)
+    sample = functools.partial(continue_text, engine.model(), seq_len=model.seq_len)
+    text = sample(prompt, 400, tokenizer=tokenizer)
     print(f"{' 400 tokens by the model ':─^80}\n{text}\n{'─' * 80}")
     with contextlib.suppress(ModuleNotFoundError):  # It needs matplotlib.
         print(f"picture  {jaxpar.draw_loss(run.folder).resolve()}")

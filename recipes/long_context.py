@@ -16,7 +16,7 @@ from rich.console import Console
 
 import jaxpar
 from jaxpar.data import Loader, open_splits
-from jaxpar.models import GPT, GPTConfig, gpt_config, gpt_loss, tile_work_of
+from jaxpar.models import GPTConfig, gpt_config, gpt_loss, make_gpt, tile_work_of
 from jaxpar.sparse_attention import SparsityPattern, causal_pattern
 
 CPU_MESH = jaxpar.MeshShape(data=2, tensor=2)
@@ -90,7 +90,7 @@ def build(config: Config, mesh: Mesh | None = None) -> jaxpar.Engine:
         0.0, config.learning_rate, config.steps // 10, config.steps
     )
     return jaxpar.initialize(
-        model=lambda rngs: GPT(model, rngs=rngs),
+        model=make_gpt(model),
         loss_fn=gpt_loss,
         optimizer=optax.inject_hyperparams(optax.adamw)(schedule, weight_decay=0.1),
         sample_batch={"tokens": jax.ShapeDtypeStruct(shape, np.int32)},

@@ -95,7 +95,6 @@ ESSENTIAL: dict[str, tuple[str, ...]] = {
         "*[[]untied]",
         "*causal*[[]gpt2]",
     ),
-    "tests/models/gpt/test_pipeline.py": ("*llama-0.1]",),
     "tests/models/gpt/test_sharded.py": ("*[[]sequence]",),
     "tests/models/test_causal_attention.py": ("*[[]4-2-1]", "*later_key", "*no_scores"),
     "tests/models/test_layers.py": ("*numpy*", "*looks_rows_up", "*fp32_sums"),

@@ -2,7 +2,9 @@
 
 ``fixtures/run_of_2026_11`` was written by commit 9712547 (jax 0.11.2): six steps of
 `tests.runs` with a bad batch at the fifth, a budget of another model, and the losses of
-the three steps that followed the checkpoint.
+the three steps that followed the checkpoint. ``fixtures/gpt_of_2026_11`` was written by
+commit 2ca882d: two steps of a GPT on data 2 ("plain") and on data 2 x pipe 2, where its
+parameters had other names, and the losses of the two steps after each.
 """
 
 import json
@@ -17,11 +19,14 @@ import pytest
 from flax import nnx
 
 import jaxpar
+from jaxpar.checkpoint.manifest import read_manifest
+from jaxpar.models import GPTConfig, gpt_loss, make_gpt
 from jaxpar.training.metrics import read_metrics
 from jaxpar.training.run import Run, open_run
 from tests import runs
 
 WRITTEN = Path(__file__).parent / "fixtures" / "run_of_2026_11"
+OLD_GPT = Path(__file__).parent / "fixtures" / "gpt_of_2026_11"
 IDENTITY = {"corpus_sha256": "of tests.runs"}
 
 
@@ -69,3 +74,29 @@ def test_older_budget_still_holds_a_step() -> None:
     less = json.loads(text) | {"state_bytes": 100_000}
     with pytest.raises(jaxpar.BudgetExceeded, match="state"):
         engine.verify(jaxpar.Budget.from_json(json.dumps(less)))
+
+
+@pytest.mark.parametrize("written", ["plain", "pipeline"])
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_older_gpt_trains_on_as_it_did_on_any_mesh(
+    written: str, pipe: int, tmp_path: Path
+) -> None:
+    size = {"num_layers": 4, "num_heads": 2, "width": 8, "tied_embedding": False}
+    tokens = np.random.default_rng(0).integers(0, 16, (4, 8, 9)).astype(np.int32)
+    engine = jaxpar.initialize(
+        model=make_gpt(GPTConfig(vocab_size=16, seq_len=8, **size)),
+        loss_fn=gpt_loss,
+        optimizer=optax.adamw(1e-2, eps=1e-6),
+        sample_batch={"tokens": tokens[0]},
+        mesh=jaxpar.MeshShape(data=2, pipe=pipe),
+        accumulate=2,
+    )
+    folder = shutil.copytree(OLD_GPT / written, tmp_path / written)
+    assert engine.restore(folder) == 2
+    wanted = json.loads((OLD_GPT / "losses_after.json").read_text())[written]
+    got = [float(engine.step({"tokens": batch})["loss"]) for batch in tokens[2:]]
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+    engine.save(folder)  # It continues the run, under the names of today.
+    engine.wait()
+    assert "params/head/logits/kernel" in read_manifest(folder / "step_00000004").leaves
+    assert engine.restore(folder, step=2) == 2

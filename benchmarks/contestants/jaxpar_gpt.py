@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import jaxpar
 from benchmarks.contestants import protocol
 from jaxpar.compiled.program import read_program
-from jaxpar.models import GPT, GPTConfig, gpt_loss
+from jaxpar.models import GPTConfig, gpt_loss, make_gpt
 
 
 def make_engine(
@@ -32,7 +32,7 @@ def make_engine(
         unroll=shape.layers if num_devices == 1 else 1,
     )
     return jaxpar.initialize(
-        model=lambda rngs: GPT(config, rngs=rngs),
+        model=make_gpt(config),
         loss_fn=gpt_loss,
         optimizer=optax.adamw(protocol.LEARNING_RATE),
         sample_batch=sample_batch,

@@ -14,7 +14,7 @@ import optax
 
 import jaxpar
 from jaxpar.compiled.program import read_program
-from jaxpar.models import GPT, GPTConfig, gpt_loss
+from jaxpar.models import GPTConfig, gpt_loss, make_gpt
 from jaxpar.planner.absent_devices import gpu_devices
 from jaxpar.planner.hardware import load_hardware
 from jaxpar.sparse_attention import causal_pattern
@@ -55,7 +55,7 @@ def peak_bytes(size: str, variant: str, seq_len: int) -> int:
     )
     mesh = jaxpar.make_mesh(jaxpar.MeshShape(), gpu_devices("h200", 1, 1))
     engine = jaxpar.initialize(
-        model=lambda rngs: GPT(config, rngs=rngs),
+        model=make_gpt(config),
         loss_fn=gpt_loss,
         optimizer=optax.adamw(1e-4),
         sample_batch={"tokens": jax.ShapeDtypeStruct((1, seq_len + 1), jnp.int32)},

@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
 import jaxpar
 from benchmarks.kernels.timing import compile_for_h200, seconds_of_steps
 from jaxpar.compiled.hlo import parse
-from jaxpar.models import GPT, gpt_config, gpt_loss
+from jaxpar.models import gpt_config, gpt_loss, make_gpt
 from jaxpar.optim import fused_adamw
 from jaxpar.planner.absent_devices import gpu_devices
 from jaxpar.planner.work import memory_traffic
@@ -60,9 +59,12 @@ class Step:
 
 def shapes_of(model: str) -> list[tuple[int, ...]]:
     """Of a GPT's leaves, layer by layer."""
-    config = dataclasses.replace(gpt_config(model), scan_layers=False)
-    state = nnx.state(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))), nnx.Param)
-    return [leaf.shape for leaf in jax.tree.leaves(state)]
+    tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    gpt = make_gpt(gpt_config(model))
+    params = jax.eval_shape(lambda: gpt.init(0, tokens)).params
+    blocks = [leaf.shape for leaf in jax.tree.leaves(params.pop("blocks"))]
+    ends = [leaf.shape for leaf in jax.tree.leaves(params)]
+    return ends + [shape[1:] for shape in blocks for _ in range(shape[0])]
 
 
 def steps_of(model: str) -> Iterator[Step]:
@@ -251,7 +253,7 @@ def moved_in_step(model: str, optimizer: Any, devices: int, stage: int) -> float
     config = gpt_config(model, seq_len=128)
     shape = jaxpar.MeshShape(data=devices)
     engine = jaxpar.initialize(
-        model=lambda rngs: GPT(config, rngs=rngs),
+        model=make_gpt(config),
         loss_fn=gpt_loss,
         optimizer=optimizer,
         sample_batch={"tokens": jax.ShapeDtypeStruct((devices, 129), jnp.int32)},

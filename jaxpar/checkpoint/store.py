@@ -9,6 +9,7 @@ import uuid
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import jax
 from jaxpar.checkpoint import arrays as stored_arrays
 from jaxpar.checkpoint import folder as files
 from jaxpar.checkpoint import leaves as named
+from jaxpar.checkpoint.former_names import as_stored
 from jaxpar.checkpoint.json_values import as_json
 from jaxpar.checkpoint.manifest import Manifest, read_manifest
 from jaxpar.checkpoint.processes import from_first, gather
@@ -45,19 +47,26 @@ class Checkpoints:
       folder: where the checkpoints are or will be, on a file system. Nothing is read
         or written yet.
       keep: checkpoints to keep: a `Keep`, how many of the newest, or None for all.
+      former: leaf -> its names in older checkpoints (`former_names`).
 
     Raises:
       ValueError: if keep is below 1, or folder is a URL.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, keep: int | Keep | None = 3):
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int | Keep | None = 3,
+        former: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    ):
         if "://" in os.fspath(folder):
             raise ValueError(
                 f"folder is {os.fspath(folder)!r}; it must be a path on a file system: "
                 "mount the bucket and give the path where it is mounted"
             )
         self._folder = Path(folder).expanduser().absolute()
-        self._keep = as_keep(keep)
+        self._keep, self._former = as_keep(keep), former
         self._run: str | None = None
         self._damaged: set[int] = set()
         self._writer: stored_arrays.Writer | None = None
@@ -224,6 +233,7 @@ class Checkpoints:
         skipped = dict(found["skipped"])
         path = files.step_path(self._folder, found["step"])
         manifest = read_manifest(path)
+        wanted = as_stored(wanted, self._former, manifest.leaves)
         partly = only is not None or bool(reset)
         require_same(path, targets, wanted, manifest.leaves, partly=partly)
         if skipped:
@@ -290,7 +300,9 @@ class Checkpoints:
     ) -> None:
         """Refuse to save a step into a folder of another run."""
         content = read_manifest(files.step_path(self._folder, newest))
-        difference = named.describe_mismatch(specs, content.leaves)
+        there = as_stored({n: n for n in specs}, self._former, content.leaves)
+        own = {there[name]: spec for name, spec in specs.items()}
+        difference = named.describe_mismatch(own, content.leaves)
         if difference:
             raise ValueError(
                 f"folder {str(self._folder)!r} holds checkpoints of another model "

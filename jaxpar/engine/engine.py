@@ -364,7 +364,8 @@ class Engine(CompiledStep):
     def _opened(self, folder: str | os.PathLike[str]) -> Checkpoints:
         path = os.path.abspath(folder)
         if path not in self._checkpoints:
-            self._checkpoints[path] = Checkpoints(path)
+            former = self.placement.former_names
+            self._checkpoints[path] = Checkpoints(path, former=former)
         return self._checkpoints[path]
 
     def _placed(self, params: Params, *, may_alias: bool | None = None) -> Params:

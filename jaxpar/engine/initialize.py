@@ -145,7 +145,8 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     leaves = _leaf_shardings(traced, execution, rules, zero_row, mesh, allow_whole)
     partition = _partition(traced, leaves, zero_row, precision, mesh, coupled_batch)
     update = _update(optimizer, partition, traced.abstract)
-    placement = Placement(mesh, traced.abstract, leaves, zero_row, update)
+    renamed = network.former_names
+    placement = Placement(mesh, traced.abstract, leaves, zero_row, update, renamed)
     reasons = _why_not_checked(traced, rows, partition, splits, asked=check_loss)
     spec = StepSpec(
         execution=execution,

@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 from jax.sharding import Mesh
 
+from jaxpar.checkpoint.former_names import former_names
 from jaxpar.mesh import are_present
 from jaxpar.sharding.zero import LeafSharding, ZeroStage
 from jaxpar.step.state import (
@@ -17,6 +18,7 @@ from jaxpar.step.state import (
     unpack_state,
 )
 from jaxpar.step.update import Update
+from jaxpar.tree import named_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,8 @@ class Placement:
       leaves: parameter name -> sharding.
       zero: the row of the ZeRO table.
       update: the optimizer, and how it stores the state.
+      renamed: (name of a parameter, its name in older checkpoints); both may end in
+        ``/*``.
     """
 
     mesh: Mesh
@@ -36,6 +40,12 @@ class Placement:
     leaves: dict[str, LeafSharding]
     zero: ZeroStage
     update: Update
+    renamed: Sequence[tuple[str, str]] = ()
+
+    @functools.cached_property
+    def former_names(self) -> dict[str, tuple[str, ...]]:
+        """Leaf of the state -> its names in older checkpoints."""
+        return former_names(named_leaves(self.abstract), self.leaves, self.renamed)
 
     @functools.cached_property
     def shardings(self) -> TrainState:

@@ -37,6 +37,11 @@ class BoundNetwork:
         """See `Network`."""
         return self.network.axis_rules
 
+    @property
+    def former_names(self) -> Sequence[tuple[str, str]]:
+        """See `Network`."""
+        return self.network.former_names
+
     def init(self, key: jax.Array) -> tuple[Params, PyTree]:
         """See `Network`."""
         return self._bound(lambda key: self.network.init(key), key)

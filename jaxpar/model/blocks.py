@@ -1,8 +1,8 @@
 """What is a model that a pipeline can run: an embedding, equal blocks, and a head.
 
-On one stage a `PipelineModel` runs as a scan over its stacked blocks, without any
-pipeline code in the program; on more, `jaxpar.pipeline` runs the same parts by a
-schedule.
+A `PipelineModel` has one tree of parameters on every mesh. On one stage it runs as a
+scan over its stacked blocks, without any pipeline code in the program; on more,
+`jaxpar.pipeline` runs the same parts by a schedule.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import jax
 
 from jaxpar import tree
 from jaxpar.model.bridge import Network, make_network
-from jaxpar.model.network import PipelineNetwork
+from jaxpar.model.network import PipelineNetwork, WholeModel
 from jaxpar.model.proxies import (
     Call,
     call_part,
@@ -50,6 +50,10 @@ class PipelineModel:
         policies store only a stage's input, and its backward recomputes its blocks:
         once under "full", by block under the others.
       remat_names: labels to save, for "save-names".
+      unroll: blocks per iteration of the loop over them, on one stage; num_blocks
+        removes the loop.
+      former_names: parameters that older checkpoints hold under another name, as pairs
+        (name now, name then); both may end in ``/*``.
 
     Raises:
       ValueError: if a number, a policy or a tie is invalid.
@@ -71,12 +75,19 @@ class PipelineModel:
     tied: tuple[tuple[tuple[str, str], tuple[str, str]], ...] | tuple = ()
     remat: str = "full"
     remat_names: tuple[str, ...] = ()
+    unroll: int = 1
+    former_names: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self):
         check_policy(self.remat, self.remat_names)
         if self.num_blocks < 1:
             raise ValueError(
                 f"PipelineModel: num_blocks={self.num_blocks} must be at least 1."
+            )
+        if not 1 <= self.unroll <= self.num_blocks:
+            raise ValueError(
+                f"PipelineModel: unroll={self.unroll} must be between 1 and num_blocks="
+                f"{self.num_blocks}, which removes the loop."
             )
         if isinstance(self.block, Sequence) and len(self.block) != self.num_blocks:
             raise ValueError(
@@ -104,7 +115,30 @@ class PipelineModel:
         """Path in the head -> path in the embedding."""
         return {head: embed for (_, embed), (_, head) in self._ties}
 
-    def make_network(self, loss_fn: LossFn, sample_batch: Batch) -> "PipelineNetwork":
+    def init(self, seed: int, *args: Any, **kwargs: Any) -> WholeModel:
+        """Make the model on one device, outside of an engine.
+
+        Args:
+          seed: of the parameters.
+          *args: of a call of the model: arrays or `jax.ShapeDtypeStruct`s.
+          **kwargs: likewise.
+
+        Returns:
+          The model in evaluation mode; it may be an argument of a jitted function.
+
+        Raises:
+          ValueError: if the parts do not fit each other.
+        """
+
+        def call(model: Any, call: Call) -> Any:
+            return model(*call.args, **call.kwargs)
+
+        network = self.make_network(call, Call(args, kwargs))
+        key = jax.random.key(seed)
+        params, _ = jax.jit(network.init)(key)
+        return WholeModel(network, params, key, training=False)
+
+    def make_network(self, loss_fn: LossFn, sample_batch: Batch) -> PipelineNetwork:
         """Bridge to the parts (see `jaxpar.model.bridge.make_network`)."""
         call = jax.eval_shape(
             lambda batch: inputs_of(loss_fn, batch, training=True), sample_batch
@@ -126,6 +160,8 @@ class PipelineModel:
             self.tied_paths,
             self.remat,
             self.remat_names,
+            self.unroll,
+            self.former_names,
             embed,
             networks,
             head,

@@ -31,10 +31,16 @@ class Network(Protocol):
 
     Attributes:
       axis_rules: Flax's ``logical_axis_rules``, which map dim names to mesh axes.
+      former_names: (name of a parameter, its name in older checkpoints).
     """
 
     @property
     def axis_rules(self) -> AxisRules:
+        """See above."""
+        ...
+
+    @property
+    def former_names(self) -> Sequence[tuple[str, str]]:
         """See above."""
         ...
 
@@ -130,6 +136,8 @@ class _NnxNetwork:
 
     A leaf is a variable's value or an array attribute of a module.
     """
+
+    former_names: Sequence[tuple[str, str]] = ()
 
     def __init__(self, factory: Callable[..., Any]):
         self._factory = factory

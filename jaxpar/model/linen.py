@@ -41,7 +41,10 @@ class LinenNetwork:
 
     Attributes:
       axis_rules: the ``logical_axis_rules`` in context when it is made.
+      former_names: none.
     """
+
+    former_names: Sequence[tuple[str, str]] = ()
 
     def __init__(self, module: nn.Module, loss_fn: LossFn, sample_batch: Batch):
         self._module, self._loss_fn = module, loss_fn

@@ -1,4 +1,4 @@
-"""How are an embedding, stacked blocks and a head run as one model?
+"""How are an embedding, stacked blocks and a head run: each as a pure function.
 
 Each part has its own key, made from the micro-batch's key and the part's number, so it
 draws the same dropout masks on any number of stages.
@@ -22,7 +22,7 @@ LAYERS = "layers"
 """The logical name of the dim along which blocks are stacked."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # A jit may be keyed by it.
 class PipelineNetwork:
     """A `PipelineModel` as pure functions: a `jaxpar.model.bridge.Network`.
 
@@ -34,6 +34,8 @@ class PipelineNetwork:
       tied_paths: path in the head -> path in the embedding, for tied parameters.
       remat: the blocks' policy.
       remat_names: labels to save, for "save-names".
+      unroll: blocks per iteration of the loop over them, on one stage.
+      former_names: names of parameters in older checkpoints, as `PipelineModel` has.
       embed: the embedding's network.
       blocks: one network for all blocks, or one for each.
       head: the head's network.
@@ -43,6 +45,8 @@ class PipelineNetwork:
     tied_paths: Mapping[str, str]
     remat: str
     remat_names: tuple[str, ...]
+    unroll: int
+    former_names: tuple[tuple[str, str], ...]
     embed: Network
     blocks: Sequence[Network]
     head: Network
@@ -92,8 +96,7 @@ class PipelineNetwork:
     ) -> tuple[Any, PyTree]:
         """Run embedding, blocks (as one scan) and head."""
         params, state = variables
-        model = WholeModel(self, params, key, training=training)
-        return fn(model, batch), state
+        return fn(WholeModel(self, params, key, training=training), batch), state
 
     def run_embed(
         self, params: Params, call: Call, key: jax.Array, *, training: bool
@@ -122,6 +125,7 @@ class PipelineNetwork:
         *,
         training: bool,
         policy: str,
+        in_loop: bool = True,
     ) -> PyTree:
         """Run block `index` with the given parameters, by a remat policy."""
 
@@ -131,7 +135,7 @@ class PipelineNetwork:
 
         key = jax.random.fold_in(key, index)
         names = self.remat_names if policy == "save-names" else ()
-        run = remat(block, policy, names=names, prevent_cse=False)
+        run = remat(block, policy, names=names, prevent_cse=not in_loop)
         return run(params, hidden, call, key)
 
     def run_head(
@@ -168,13 +172,17 @@ class PipelineNetwork:
         return {head: named[own] for head, own in self.tied_paths.items()}
 
 
+@jax.tree_util.register_pytree_node_class
 class WholeModel:
-    """A `PipelineModel` with its parameters, on one stage: the `model` of loss_fn.
+    """A `PipelineModel` with its parameters, run on one stage: a function and a pytree.
+
+    The `model` of loss_fn, and the result of `Engine.model` and `PipelineModel.init`,
+    which may be an argument of a jitted function.
 
     Args:
       network: the model's network.
       params: all parameters.
-      key: the micro-batch's.
+      key: of the random numbers of a training step; a micro-batch's.
       training: whether this is a training step.
     """
 
@@ -186,17 +194,62 @@ class WholeModel:
         *,
         training: bool,
     ):
-        self._network, self._params, self._key = network, params, key
+        self._network, self.params, self._key = network, params, key
         self._num_calls, self.training = 0, training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run embedding, blocks and head; each call draws its own dropout masks."""
-        network, params, key = self._network, self._params, self._key
-        if self._num_calls:
-            # After the numbers that the parts of the first call fold in.
-            key = jax.random.fold_in(key, network.num_blocks + 1 + self._num_calls)
+        key, call = self._next_key(), Call(args, kwargs)
+        return self._head(self._hidden(call, key), call, key)
+
+    def run_blocks(self, *args: Any, **kwargs: Any) -> PyTree:
+        """Run embedding and blocks.
+
+        Args:
+          *args: as in a call.
+          **kwargs: as in a call.
+
+        Returns:
+          The head's input.
+        """
+        return self._hidden(Call(args, kwargs), self._next_key())
+
+    def run_head(self, hidden: PyTree, **kwargs: Any) -> Any:
+        """Run the head.
+
+        Args:
+          hidden: the result of `run_blocks`, or a part of it.
+          **kwargs: as in a call.
+
+        Returns:
+          What a call returns.
+        """
+        return self._head(hidden, Call((), kwargs), self._next_key())
+
+    def with_params(self, params: Params) -> "WholeModel":
+        """The same model with other parameters, of the same names."""
+        return WholeModel(self._network, params, self._key, training=self.training)
+
+    def tree_flatten(self) -> tuple[tuple, tuple]:
+        """The arrays, and what is static."""
+        return (self.params, self._key), (self._network, self.training)
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple, arrays: tuple) -> "WholeModel":
+        """Undo `tree_flatten`."""
+        network, training = static
+        return cls(network, *arrays, training=training)
+
+    def _next_key(self) -> jax.Array:
+        key, calls = self._key, self._num_calls
         self._num_calls += 1
-        call = Call(args, kwargs)
+        if not calls:
+            return key
+        # After the numbers that the parts of the first call fold in.
+        return jax.random.fold_in(key, self._network.num_blocks + 1 + calls)
+
+    def _hidden(self, call: Call, key: jax.Array) -> PyTree:
+        network, params = self._network, self.params
         hidden = network.run_embed(params["embed"], call, key, training=self.training)
 
         def step(hidden: PyTree, layer: tuple) -> tuple[PyTree, None]:
@@ -209,13 +262,16 @@ class WholeModel:
                 key,
                 training=self.training,
                 policy=network.remat,
+                in_loop=network.unroll < network.num_blocks,
             )
             return out, None
 
         layers = (params["blocks"], jnp.arange(network.num_blocks))
-        hidden, _ = jax.lax.scan(step, hidden, layers)
-        tied = network.tied(params["embed"])
-        return network.run_head(
+        return jax.lax.scan(step, hidden, layers, unroll=network.unroll)[0]
+
+    def _head(self, hidden: PyTree, call: Call, key: jax.Array) -> Any:
+        params, tied = self.params, self._network.tied(self.params["embed"])
+        return self._network.run_head(
             params["head"], tied, hidden, call, key, training=self.training
         )
 

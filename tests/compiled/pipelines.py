@@ -11,7 +11,7 @@ import optax
 import jaxpar
 from jaxpar.compiled.program import CompiledProgram, read_program
 from jaxpar.mesh import MeshShape, make_mesh
-from jaxpar.models import GPTConfig, gpt_loss, pipeline_gpt
+from jaxpar.models import GPTConfig, gpt_loss, make_gpt
 from jaxpar.planner.absent_devices import gpu_devices
 from jaxpar.tree import named_leaves, num_elements
 from tests.memory import most_bytes
@@ -79,7 +79,7 @@ def compile_pipe(run: Pipe) -> CompiledPipe:
     shape = (run.data * run.microbatches, run.length + 1)
     began = time.perf_counter()
     engine = jaxpar.initialize(
-        model=pipeline_gpt(config),
+        model=make_gpt(config),
         loss_fn=gpt_loss,
         optimizer=optax.adamw(1e-3),
         sample_batch={"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)},

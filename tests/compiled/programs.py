@@ -25,9 +25,9 @@ import jaxpar
 from jaxpar.compiled.budget import Budget
 from jaxpar.compiled.program import CompiledProgram, read_program
 from jaxpar.mesh import DATA, TENSOR, MeshShape, lowering_platform, make_mesh
+from jaxpar.models import gpt_loss, make_gpt
 from jaxpar.models.gpt import model as gpt
 from jaxpar.models.gpt.config import GPTConfig
-from jaxpar.models.gpt.model import GPT, gpt_loss
 from jaxpar.optim import fused_adamw, fused_lamb
 from jaxpar.planner.absent_devices import gpu_devices, tpu_devices
 from jaxpar.sharding import collectives as collectives
@@ -185,7 +185,7 @@ def _arguments(run: Run) -> dict[str, Any]:
             remat=run.remat,
             sequence_parallel=run.sequence_parallel,
         )
-        model = lambda rngs: GPT(config, rngs=rngs)  # noqa: E731
+        model = make_gpt(config)
         loss_fn = gpt_loss
         batch = {"tokens": jax.ShapeDtypeStruct((rows, run.length + 1), jnp.int32)}
     return {

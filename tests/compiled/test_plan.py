@@ -78,6 +78,6 @@ def test_slice_of_tpus_is_planned_with_its_padding(compiled):
 @pytest.mark.slow
 def test_pipeline_of_a_recipe_tells_its_bubble(compiled):
     flags = ("--mesh.pipe", "4", "--mesh.data", "2", "--accumulate", "8")
-    found = compiled(plan, "gpt_3d.py", "h200:1x8", *flags, "--batch-size", "16")
+    found = compiled(plan, "gpt.py", "h200:1x8", *flags, "--batch-size", "16")
     assert found["estimate"]["bubble"] == pytest.approx(3 / (8 + 3))
     assert any("pipe: 1f1b" in note for note in found["notes"])

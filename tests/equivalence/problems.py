@@ -5,6 +5,7 @@ whole batch at once, `jax.value_and_grad`, optax.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import jaxpar
+from jaxpar.model.network import WholeModel
+from jaxpar.models import make_gpt
 from jaxpar.models.gpt.config import GPTConfig
-from jaxpar.models.gpt.model import GPT
 
 ROWS, LENGTH, VOCAB, CLIP = 32, 16, 64, 0.5
 GPT_CONFIG = GPTConfig(
@@ -75,19 +76,21 @@ LOSSES = {"plain": plain_loss, "weighted": weighted_loss}
 def make_model(library: str) -> Any:
     if library == "linen":
         return LinenNet()
-    return lambda rngs: GPT(GPT_CONFIG, rngs=rngs)
+    return make_gpt(GPT_CONFIG)
 
 
 def call_plainly(library: str, params: dict, tokens: jax.Array) -> jax.Array:
     """Logits of the model with these parameters, by Flax alone."""
     if library == "linen":
         return LinenNet().apply({"params": params}, tokens)
-    with nnx.use_eager_sharding(False):
-        graphdef, abstract = nnx.split(
-            nnx.eval_shape(lambda: GPT(GPT_CONFIG, rngs=nnx.Rngs(0)))
-        )
-        nnx.replace_by_pure_dict(abstract, params)
-        return nnx.merge(graphdef, abstract)(tokens)
+    return _whole_gpt().with_params(params)(tokens)
+
+
+@functools.cache
+def _whole_gpt() -> WholeModel:
+    tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
+    with jax.ensure_compile_time_eval():  # First called in a traced function.
+        return make_gpt(GPT_CONFIG).init(0, tokens)
 
 
 def make_batches(num: int) -> list[dict[str, np.ndarray]]:

@@ -19,7 +19,7 @@ import pytest
 import jaxpar
 from jaxpar.compiled.explain import state_bytes
 from jaxpar.data import Loader, open_splits
-from jaxpar.models import GPT, gpt_config, gpt_loss, pipeline_gpt
+from jaxpar.models import gpt_config, gpt_loss, make_gpt
 from jaxpar.optim import fused_adamw, fused_lamb, fused_lion
 from jaxpar.step.state import packed_structs
 from jaxpar.training.run import mean_loss
@@ -121,7 +121,7 @@ def test_tensor_parallel_steps_equal_optax(name: str, zero: int) -> None:
 def test_pipeline_accumulates_and_steps_as_one_device_does(bits: int) -> None:
     config = problems.GPT_CONFIG
     given = {
-        "model": pipeline_gpt(config),
+        "model": make_gpt(config),
         "precision": "bf16",
         "accumulate": 4,
         "loss_fn": problems.plain_loss,
@@ -143,7 +143,7 @@ def heldout_loss(optimizer: Any) -> float:
     engine = make_engine(
         optimizer,
         (2, 1),
-        model=lambda rngs: GPT(config, rngs=rngs),
+        model=make_gpt(config),
         loss_fn=gpt_loss,
         sample_batch={"tokens": jax.ShapeDtypeStruct((8, 129), np.int32)},
         clip_norm=1.0,

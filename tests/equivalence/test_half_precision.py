@@ -15,8 +15,8 @@ import pytest
 
 import jaxpar
 from jaxpar.data import Loader, stdlib_source
+from jaxpar.models import gpt_loss, make_gpt
 from jaxpar.models.gpt.config import GPTConfig
-from jaxpar.models.gpt.model import GPT, gpt_loss
 
 CONFIG = GPTConfig(seq_len=64, num_layers=2, num_heads=2, width=32)
 STEPS = 200
@@ -28,7 +28,7 @@ def run(precision: str, zero: int) -> tuple[float, list[float], float]:
     train, heldout = stdlib_source()
     loader = Loader(train, batch_size=16, seq_len=64, seed=0)
     engine = jaxpar.initialize(
-        model=lambda rngs: GPT(CONFIG, rngs=rngs),
+        model=make_gpt(CONFIG),
         loss_fn=gpt_loss,
         optimizer=optax.adamw(
             optax.warmup_cosine_decay_schedule(0.0, 2e-3, 20, STEPS), weight_decay=0.1

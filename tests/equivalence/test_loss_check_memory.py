@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jaxpar
-from jaxpar.models import GPT, GPTConfig
+from jaxpar.models import GPTConfig, make_gpt
 
 pytestmark = pytest.mark.usefixtures("checked_losses")
 
@@ -30,7 +30,7 @@ def test_check_needs_no_more_memory_than_the_step(zero: int) -> None:
     engine = jaxpar.initialize(
         loss_fn=loss_fn,
         mesh=jaxpar.MeshShape(data=8),
-        model=lambda rngs: GPT(config, rngs=rngs),
+        model=make_gpt(config),
         sample_batch={"tokens": tokens},
         optimizer=optax.adamw(1e-3),
         zero=zero,

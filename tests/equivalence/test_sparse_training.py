@@ -10,7 +10,7 @@ import pytest
 
 import jaxpar
 from jaxpar.data import Loader, open_splits
-from jaxpar.models import GPT, gpt_config, gpt_loss
+from jaxpar.models import gpt_config, gpt_loss, make_gpt
 from jaxpar.sparse_attention import SparsityPattern, causal_pattern
 from jaxpar.training.run import mean_loss
 
@@ -34,7 +34,7 @@ def heldout_loss(attention: str | SparsityPattern) -> float:
     loader = Loader(corpus, batch_size=ROWS, seq_len=LENGTH, seed=0)
     held = Loader(heldout, batch_size=ROWS, seq_len=LENGTH, repeat=False)
     engine = jaxpar.initialize(
-        model=lambda rngs: GPT(model, rngs=rngs),
+        model=make_gpt(model),
         loss_fn=gpt_loss,
         optimizer=optax.adamw(2e-3),
         sample_batch={"tokens": jax.ShapeDtypeStruct((ROWS, LENGTH + 1), np.int32)},

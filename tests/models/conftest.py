@@ -1,33 +1,34 @@
 """Models whose every parameter is drawn at random, norms and biases included."""
 
+import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import pytest
-from flax import nnx
 
-from jaxpar.models.gpt.config import GPTConfig
-from jaxpar.models.gpt.model import GPT
+from jaxpar.model.network import WholeModel
+from jaxpar.models import GPTConfig, make_gpt
+from jaxpar.types import Params
 
 
-def _randomise(model: nnx.Module, seed: int = 0, scale: float = 0.2) -> None:
-    params = nnx.state(model, nnx.Param)
+def _randomised(params: Params, seed: int = 0, scale: float = 0.2) -> Params:
     leaves, treedef = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     drawn = [
         leaf + scale * jax.random.normal(key, leaf.shape)
         for leaf, key in zip(leaves, keys, strict=True)
     ]
-    nnx.update(model, jax.tree.unflatten(treedef, drawn))
+    return jax.tree.unflatten(treedef, drawn)
+
+
+@functools.cache  # What is traced for a model is kept for that very object.
+def _random_gpt(config: GPTConfig) -> WholeModel:
+    model = make_gpt(config).init(0, jnp.zeros((1, 2), int))
+    return model.with_params(_randomised(model.params))
 
 
 @pytest.fixture
-def make_random_gpt() -> Callable[..., GPT]:
+def make_random_gpt() -> Callable[[GPTConfig], WholeModel]:
     """`make_random_gpt(config)`: a GPT with no parameter at a round number."""
-
-    def make(config: GPTConfig) -> GPT:
-        model = GPT(config, rngs=nnx.Rngs(0))
-        _randomise(model)
-        return model
-
-    return make
+    return _random_gpt

@@ -1,9 +1,9 @@
 import jax
+import jax.numpy as jnp
 import pytest
-from flax import nnx
 
+from jaxpar.models import make_gpt
 from jaxpar.models.gpt.config import num_params
-from jaxpar.models.gpt.model import GPT
 from jaxpar.models.gpt.presets import PRESETS, gpt_config
 
 # Megatron-LM's table: parameters in 1e9, hidden size, layers
@@ -25,7 +25,8 @@ PUBLISHED = [("124m", 124.4e6), ("350m", 355e6), ("1.3b", 1.3e9), ("7b", 6.738e9
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_counts_as_its_abstract_model(name: str):
     config = gpt_config(name)
-    params = nnx.state(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))), nnx.Param)
+    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    params = jax.eval_shape(lambda: make_gpt(config).init(0, tokens).params)
     assert num_params(config) == sum(leaf.size for leaf in jax.tree.leaves(params))
 
 

@@ -1,33 +1,42 @@
+import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from jaxpar.models.gpt.config import GPTConfig
-from jaxpar.models.gpt.model import GPT
-from jaxpar.models.gpt.sampling import generate
+from jaxpar.model.network import WholeModel
+from jaxpar.models import GPTConfig, make_gpt
+from jaxpar.models.gpt import sampling
 
 CONFIG = GPTConfig(vocab_size=17, seq_len=6, num_layers=2, num_heads=4, width=16)
 PROMPT = jnp.array([[1, 2, 3], [4, 5, 6]])
 KEY = jax.random.key(0)
-MakeGPT = Callable[[GPTConfig], GPT]
+MakeGPT = Callable[[GPTConfig], WholeModel]
+generate = functools.partial(sampling.generate, seq_len=CONFIG.seq_len)
 
 
-def greedy(model: GPT, prompt: np.ndarray | jax.Array, num_tokens: int) -> np.ndarray:
+@jax.jit
+def call(model: WholeModel, tokens: jax.Array) -> jax.Array:
+    return model(tokens)
+
+
+def greedy(
+    model: WholeModel,
+    prompt: np.ndarray | jax.Array,
+    num_tokens: int,
+    seq_len: int = CONFIG.seq_len,
+) -> np.ndarray:
     """Continue by one plain call per token, on the tokens of the window alone."""
-    graphdef, state = nnx.split(model)
-    call = jax.jit(lambda state, tokens: nnx.merge(graphdef, state)(tokens))
     tokens = np.asarray(prompt)
     for _ in range(num_tokens):
-        window = tokens[:, -CONFIG.seq_len :]
+        window = tokens[:, -seq_len:]
         last = window.shape[1] - 1
         # Filled up to one length, for one compilation; causality hides the filler.
-        window = np.pad(window, ((0, 0), (0, CONFIG.seq_len - last - 1)), mode="edge")
-        logits = np.asarray(call(state, window))
+        window = np.pad(window, ((0, 0), (0, seq_len - last - 1)), mode="edge")
+        logits = np.asarray(call(model, window))
         tokens = np.concatenate([tokens, logits[:, last : last + 1].argmax(-1)], 1)
     return tokens
 
@@ -41,11 +50,16 @@ def test_generate_at_zero_temperature_is_greedy(
     np.testing.assert_array_equal(got, greedy(model, PROMPT, num_tokens))
 
 
-def test_generate_from_a_prompt_longer_than_the_window(make_random_gpt: MakeGPT):
+@pytest.mark.parametrize("seq_len", [3, 6])
+def test_generate_from_a_prompt_longer_than_the_window(
+    seq_len: int, make_random_gpt: MakeGPT
+):
     model = make_random_gpt(CONFIG)
     prompt = np.random.default_rng(0).integers(0, 17, size=(2, 10))
-    got = generate(model, jnp.asarray(prompt), 4, key=KEY, temperature=0.0)
-    np.testing.assert_array_equal(got, greedy(model, prompt, 4))
+    got = generate(
+        model, jnp.asarray(prompt), 4, seq_len=seq_len, key=KEY, temperature=0.0
+    )
+    np.testing.assert_array_equal(got, greedy(model, prompt, 4, seq_len))
 
 
 def test_generate_draws_from_the_softmax_of_scaled_logits(make_random_gpt: MakeGPT):
@@ -53,7 +67,7 @@ def test_generate_draws_from_the_softmax_of_scaled_logits(make_random_gpt: MakeG
     prompt = jnp.tile(PROMPT[:1], (4000, 1))
     drawn = generate(model, prompt, 1, key=KEY, temperature=2.0)[:, -1]
     frequency = np.bincount(drawn, minlength=17) / 4000
-    logits = jax.jit(model)(PROMPT[:1])[0, -1]
+    logits = call(model, PROMPT[:1])[0, -1]
     want = jax.nn.softmax(logits / 2.0)
     # Four standard deviations of a frequency of 1/2.
     np.testing.assert_allclose(frequency, want, atol=4 * 0.5 / np.sqrt(4000))
@@ -69,26 +83,18 @@ def test_generate_depends_on_the_key_alone(make_random_gpt: MakeGPT):
 
 
 def test_generate_draws_afresh_at_every_step():
-    model = GPT(CONFIG, rngs=nnx.Rngs(0))
-    nnx.update(model, jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Param)))
+    model = make_gpt(CONFIG).init(0, PROMPT)
+    model = model.with_params(jax.tree.map(jnp.zeros_like, model.params))
     drawn = generate(model, PROMPT[:1], 20, key=KEY)[0, 3:]
     # Of 17 equally likely tokens, 20 draws show 12 on average.
     assert len(np.unique(drawn)) > 6
 
 
-def test_generate_drops_nothing_and_leaves_the_model_alone():
-    config = GPTConfig(
-        vocab_size=17, seq_len=6, num_layers=2, num_heads=4, width=16, dropout=0.5
-    )
-    model: Any = GPT(config, rngs=nnx.Rngs(0))
-    before = jax.tree.map(jnp.copy, nnx.state(model, nnx.RngCount))
-    got = generate(model, PROMPT, 5, key=KEY, temperature=0.0)
-    after = nnx.state(model, nnx.RngCount)
-    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
-        np.testing.assert_array_equal(old, new)
-    assert not model.dropout.deterministic
-    model.eval()
-    np.testing.assert_array_equal(got, greedy(model, PROMPT, 5))
+def test_generate_drops_nothing(make_random_gpt: MakeGPT):
+    plain = make_random_gpt(CONFIG)
+    dropping = make_random_gpt(dataclasses.replace(CONFIG, dropout=0.5))
+    got = generate(dropping, PROMPT, 5, key=KEY, temperature=0.0)
+    np.testing.assert_array_equal(got, greedy(plain, PROMPT, 5))
 
 
 def test_generate_nothing_returns_the_prompt(make_random_gpt: MakeGPT):

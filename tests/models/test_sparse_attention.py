@@ -9,15 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import jaxpar
+from jaxpar.model.network import WholeModel
 from jaxpar.models import (
-    GPT,
     GPTConfig,
     SparseSelfAttention,
     gpt_loss,
-    pipeline_gpt,
+    make_gpt,
     sparse_attention,
 )
 from jaxpar.sparse_attention import (
@@ -50,9 +49,8 @@ def config_of(attention: str | SparsityPattern, **more: Any) -> GPTConfig:
 def train(config: GPTConfig, shape: jaxpar.MeshShape, **options: Any) -> list[float]:
     """Losses of four steps."""
     count = shape.data * shape.pipe * shape.tensor
-    model = pipeline_gpt(config) if shape.pipe > 1 else lambda r: GPT(config, rngs=r)
     engine = jaxpar.initialize(
-        model=model,
+        model=make_gpt(config),
         loss_fn=gpt_loss,
         optimizer=optax.adamw(1e-2),
         sample_batch={"tokens": jax.ShapeDtypeStruct(TOKENS.shape, np.int32)},
@@ -93,22 +91,25 @@ def test_heads_of_their_own_blocks_train_as_on_one_device(
     assert found == pytest.approx(alone[DIFFERENT], rel=1e-5)
 
 
-def logits(config: GPTConfig, **inputs: jax.Array) -> jax.Array:
-    model = GPT(config, rngs=nnx.Rngs(0))
-    return model(jnp.asarray(TOKENS[:2, :-1]), **inputs)
+def model_of(attention: str | SparsityPattern) -> WholeModel:
+    return make_gpt(config_of(attention)).init(0, TOKENS[:1, :-1])
+
+
+def logits(attention: str | SparsityPattern, **inputs: jax.Array) -> jax.Array:
+    return model_of(attention)(jnp.asarray(TOKENS[:2, :-1]), **inputs)
 
 
 def test_segments_hide_other_segments() -> None:
     ids = jnp.asarray(np.repeat([[0, 1, 2], [0, 0, 1]], LENGTH // 3, axis=1))
-    dense = logits(config_of("auto"), segment_ids_BT=ids)
-    sparse = logits(config_of(ALL), segment_ids_BT=ids)
+    dense = logits("auto", segment_ids_BT=ids)
+    sparse = logits(ALL, segment_ids_BT=ids)
     np.testing.assert_allclose(sparse, dense, rtol=1e-4, atol=1e-5)
-    assert abs(dense - logits(config_of("auto"))).max() > 1e-3
+    assert abs(dense - logits("auto")).max() > 1e-3
 
 
 def test_tokens_that_no_block_shows_change_nothing() -> None:
     pattern = LocalSlidingWindow(HEADS, num_sliding_window_blocks=1)
-    model = GPT(config_of(pattern), rngs=nnx.Rngs(0))
+    model = model_of(pattern)
     tokens = jnp.asarray(TOKENS[:1, :-1])
     changed = tokens.at[0, :16].set(1)
     one, other = model(tokens), model(changed)
@@ -126,7 +127,7 @@ def test_tokens_that_no_block_shows_change_nothing() -> None:
 )
 def test_beginning_of_a_text_is_seen_as_in_the_whole(pattern: SparsityPattern) -> None:
     """Though the pattern alone would be refused, or another, for so few tokens."""
-    model = GPT(config_of(pattern), rngs=nnx.Rngs(0))
+    model = model_of(pattern)
     tokens = jnp.asarray(TOKENS[:2, :LENGTH])
     whole = model(tokens)
     np.testing.assert_allclose(model(tokens[:, :30]), whole[:, :30], atol=1e-5)

@@ -16,7 +16,7 @@ from jaxpar.cli.recipe_flags import parse
 from jaxpar.data import Loader, Tokens
 from jaxpar.launch import choose_mesh, scaled_accumulation
 from jaxpar.launch.worker_environment import current
-from jaxpar.models import GPT, GPTConfig, gpt_loss, pipeline_gpt
+from jaxpar.models import GPTConfig, gpt_loss, make_gpt
 from jaxpar.training.loop import train
 from jaxpar.training.recovery import Recovery
 from jaxpar.training.run import open_run
@@ -78,9 +78,8 @@ def main(config: Config, pauses: dict[int, float] | None = None) -> None:
     run = open_run(config.out, config, {"corpus_sha256": tokens.sha256})
     loader = Loader(tokens, batch_size=ROWS, seq_len=LENGTH, seed=3)
     model = dataclasses.replace(MODEL, dropout=config.dropout)
-    is_pipeline = config.mesh.pipe > 1
     engine = jaxpar.initialize(
-        model=pipeline_gpt(model) if is_pipeline else lambda r: GPT(model, rngs=r),
+        model=make_gpt(model),
         loss_fn=gpt_loss,
         optimizer=optax.adamw(3e-3),
         sample_batch={"tokens": jax.ShapeDtypeStruct((ROWS, LENGTH + 1), np.int32)},

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import jaxpar
-from jaxpar.models import GPTConfig, gpt_loss, pipeline_gpt
+from jaxpar.models import GPTConfig, gpt_loss, make_gpt
 
 ROWS, LENGTH, VOCAB = 8, 16, 64
 
@@ -24,7 +24,7 @@ def losses_of(mesh: jaxpar.MeshShape, *, sequence_parallel: bool) -> list[float]
     batch = {"tokens": np.random.default_rng(0).integers(0, VOCAB, shape, np.int32)}
     devices = jax.devices()[: mesh.data * mesh.pipe * mesh.tensor]
     engine = jaxpar.initialize(
-        model=pipeline_gpt(config),
+        model=make_gpt(config),
         loss_fn=gpt_loss,
         optimizer=optax.adamw(1e-2),
         sample_batch=batch,

@@ -63,12 +63,36 @@ def test_model_of_bytes_trains_on_bytes(args: list[str], tmp_path: Path) -> None
     assert not (tmp_path / "run/tokenizer.json").exists()
 
 
+@pytest.mark.slow
+def test_pipeline_trains_in_3d_and_goes_on_without_one(tmp_path: Path) -> None:
+    args = [*small_run(tmp_path, STEPS), "--batch-size", "8", "--model", "tiny"]
+    piped = ("--mesh.data", "2", "--mesh.pipe", "2", "--mesh.tensor", "2")
+    first = start(RECIPE, *args, *piped, "--zero", "1", "--accumulate", "4")
+    assert first.code == 0, first.text
+    assert "(ZeRO 1 on data 2 x pipe 2 x tensor 2)" in first.text
+    before = first.heldout("at step 0")
+    trained = first.heldout(f"at step {STEPS}")
+    assert trained < before - 0.5
+    assert "400 tokens by the model" in first.text
+
+    one = start(RECIPE, *args, "--mesh.data", "1", "--zero", "1", "--accumulate", "4")
+    assert one.code == 0, one.text
+    again = one.heldout(f"at step {STEPS}")
+    assert again == pytest.approx(trained, rel=2e-6), "restored on one device"
+
+    other = start(RECIPE, *args, *piped, "--schedule", "interleaved")
+    assert other.code != 0
+    assert "schedule is '1f1b' there, 'interleaved' here" in other.text
+    assert logged_steps(tmp_path / "run") == list(range(1, STEPS + 1))
+
+
 def test_help_names_every_flag_and_what_it_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     ended = told(monkeypatch, capsys, RECIPE, "--help")
     assert ended.code == 0
-    for text in ("--zero", "ZeRO stage: 0, 1, 2 or 3", "--out", "The run's folder"):
+    zero, schedules = "ZeRO stage: 0, 1, 2 or 3", "interleaved:4"
+    for text in ("--zero", zero, "--schedule", schedules, "The run's folder"):
         assert text in ended.text
 
 

@@ -40,8 +40,8 @@ class GPTConfig:
         the residual stream.
       remat: one of `jaxpar.model.remat.REMAT_POLICIES`, applied to each block.
       remat_names: labels to save, of `ACTIVATION_NAMES`, for "save-names".
-      scan_layers: stack the layers and scan over them; False for one module per layer.
-      unroll: layers per iteration of the scan; num_layers removes the loop.
+      unroll: blocks per iteration of the loop over them, on one stage; num_layers
+        removes the loop.
       sequence_parallel: between blocks, shard activations over tokens on the tensor
         axis.
       attention: "auto", "xla", "cudnn" or "blocked" (see `jaxpar.models.attention`); or
@@ -70,7 +70,6 @@ class GPTConfig:
     dropout: float = 0.0
     remat: str = "none"
     remat_names: tuple[str, ...] = ()
-    scan_layers: bool = True
     unroll: int = 1
     sequence_parallel: bool = False
     attention: str | SparsityPattern = "auto"

@@ -1,10 +1,4 @@
-"""What comes before and after a GPT's blocks: the embedding, and the logits.
-
-Functions of a module that holds the parameters: `jaxpar.models.GPT` itself, or the
-embedding and head modules of a pipeline.
-"""
-
-from typing import Any
+"""What comes before and after a GPT's blocks: the embedding, and the logits."""
 
 import jax
 from flax import nnx
@@ -12,7 +6,13 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.mesh import DATA, TENSOR
 from jaxpar.models.gpt.config import GPTConfig
-from jaxpar.models.layers import Embedding, LayerNorm, RMSNorm, project_to_logits
+from jaxpar.models.layers import (
+    Embedding,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    project_to_logits,
+)
 from jaxpar.sharding.constrain import constrain
 
 
@@ -28,62 +28,98 @@ def make_dropout(config: GPTConfig, rngs: nnx.Rngs) -> nnx.Dropout | None:
     return nnx.Dropout(config.dropout, rngs=rngs) if config.dropout else None
 
 
-def make_embeddings(
-    config: GPTConfig, rngs: nnx.Rngs
-) -> tuple[Embedding, Embedding | None]:
-    """Make the table of tokens, and that of positions where they are learned."""
-    width = config.width
-    tokens = Embedding((config.vocab_size, width), ("vocab", "embed"), rngs=rngs)
-    if config.positions != "learned":
-        return tokens, None
-    return tokens, Embedding((config.seq_len, width), (None, "embed"), rngs=rngs)
-
-
-def embed(
-    module: Any,
-    tokens_BT: Int[Array, "B T"],
-    positions_BT: Int[Array, "#B T"] | None,
-) -> Float[Array, "B T D"]:
+class Embed(nnx.Module):
     """Look tokens up, add learned positions, drop.
 
     Args:
-      module: holds config, embedding, positions and dropout.
-      tokens_BT: token numbers.
-      positions_BT: position of each token; None for 0, 1, 2 and so on.
-
-    Returns:
-      The residual stream before the first block.
-
-    Raises:
-      ValueError: if T exceeds the number of learned positions.
+      config: the shape of the model.
+      rngs: for the ``params`` and ``dropout`` streams.
     """
-    config = module.config
-    # Replicated first: if sharded over tokens at once, the lookup would send tokens.
-    x_BTD = constrain(module.embedding(tokens_BT), DATA, None, None)
-    x_BTD = constrain_residual(x_BTD, config)
-    if module.positions is not None:
-        length = tokens_BT.shape[1]
-        if positions_BT is not None:
-            x_BTD = x_BTD + module.positions(positions_BT)
-        elif length <= config.seq_len:
-            x_BTD = x_BTD + module.positions.table[:length]
-        else:
-            raise ValueError(
-                f"tokens_BT: a row of {length} tokens is longer than the "
-                f"{config.seq_len} learned positions (GPTConfig.seq_len); "
-                "cut the rows, raise seq_len, or use positions='rotary'."
-            )
-    if module.dropout is not None:
-        x_BTD = module.dropout(x_BTD)
-    return constrain_residual(x_BTD, config)
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        vocab_size, width = config.vocab_size, config.width
+        self.embedding = Embedding((vocab_size, width), ("vocab", "embed"), rngs=rngs)
+        self.positions = (
+            Embedding((config.seq_len, width), (None, "embed"), rngs=rngs)
+            if config.positions == "learned"
+            else None
+        )
+        self.dropout = make_dropout(config, rngs)
+
+    def __call__(
+        self,
+        tokens_BT: Int[Array, "B T"],
+        *,
+        positions_BT: Int[Array, "#B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Embed tokens.
+
+        Args:
+          tokens_BT: token numbers, from 0 to vocab_size - 1.
+          positions_BT: position of each token; None for 0, 1, 2 and so on.
+
+        Returns:
+          The residual stream before the first block.
+
+        Raises:
+          ValueError: if T exceeds the number of learned positions.
+        """
+        config = self.config
+        # Replicated first: if sharded over tokens at once, the lookup would send
+        # tokens.
+        x_BTD = constrain(self.embedding(tokens_BT), DATA, None, None)
+        x_BTD = constrain_residual(x_BTD, config)
+        if self.positions is not None:
+            length = tokens_BT.shape[1]
+            if positions_BT is not None:
+                x_BTD = x_BTD + self.positions(positions_BT)
+            elif length <= config.seq_len:
+                x_BTD = x_BTD + self.positions.table[:length]
+            else:
+                raise ValueError(
+                    f"tokens_BT: a row of {length} tokens is longer than the "
+                    f"{config.seq_len} learned positions (GPTConfig.seq_len); "
+                    "cut the rows, raise seq_len, or use positions='rotary'."
+                )
+        if self.dropout is not None:
+            x_BTD = self.dropout(x_BTD)
+        return constrain_residual(x_BTD, config)
 
 
-def logits_of(
-    hidden_BTD: Float[Array, "B T D"], kernel_DV: Float[Array, "D V"], config: GPTConfig
-) -> Float[Array, "B T V"]:
-    """Multiply by the head, or by the transposed embedding table if they are tied."""
-    flatten = not config.sequence_parallel
-    return project_to_logits(hidden_BTD, kernel_DV, flatten=flatten)
+class Head(nnx.Module):
+    """Normalise, and multiply by the head or by the transposed embedding table.
+
+    Args:
+      config: the shape of the model.
+      rngs: for the ``params`` stream.
+    """
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.final_norm = make_norm(config)
+        width, vocab = config.width, config.vocab_size
+        self.logits = (
+            Embedding((vocab, width), ("vocab", "embed"), rngs=rngs)
+            if config.tied_embedding
+            else Linear((width, vocab), ("embed", "vocab"), bias=False, rngs=rngs)
+        )
+
+    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Predict each next token.
+
+        Args:
+          x_BTD: the residual stream after the last block.
+
+        Returns:
+          Logits, fp32.
+        """
+        hidden_BTD = gather_tokens(self.final_norm(x_BTD), self.config)
+        logits = self.logits
+        is_tied = isinstance(logits, Embedding)
+        kernel_DV = logits.table[...].T if is_tied else logits.kernel[...]
+        flatten = not self.config.sequence_parallel
+        return project_to_logits(hidden_BTD, kernel_DV, flatten=flatten)
 
 
 def constrain_residual(x_BTD: jax.Array, config: GPTConfig) -> jax.Array:

@@ -5,18 +5,18 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Int
 from tokenizers import Tokenizer
 
-from jaxpar.models.gpt.model import GPT
+from jaxpar.model.network import WholeModel
 
 
 def generate(
-    model: GPT,
+    model: WholeModel,
     prompt_BT: Int[Array, "B T"],
     num_tokens: int,
     *,
+    seq_len: int,
     key: jax.Array,
     temperature: float = 1.0,
 ) -> Int[Array, "B S"]:
@@ -27,9 +27,10 @@ def generate(
     temperatures above zero.
 
     Args:
-      model: the model; it is not changed.
+      model: ``engine.model()``, or a model that `PipelineModel.init` made.
       prompt_BT: tokens to continue, all rows of one length, at least one.
       num_tokens: tokens to add to each row.
+      seq_len: the longest row that the model takes (`GPTConfig.seq_len`).
       key: of `jax.random`.
       temperature: divides the logits; 0 takes the most likely token each time.
 
@@ -40,9 +41,10 @@ def generate(
       ValueError: if the prompt is empty, or num_tokens or temperature is negative.
 
     Example:
-      >>> from jaxpar.models.gpt.presets import gpt_config
-      >>> model = GPT(gpt_config("tiny", num_layers=1, seq_len=8), rngs=nnx.Rngs(0))
-      >>> generate(model, jnp.array([[72, 105]]), 3, key=jax.random.key(0)).shape
+      >>> from jaxpar.models import gpt_config, make_gpt
+      >>> prompt_BT = jnp.array([[72, 105]])
+      >>> model = make_gpt(gpt_config("tiny", num_layers=1)).init(0, prompt_BT)
+      >>> generate(model, prompt_BT, 3, seq_len=8, key=jax.random.key(0)).shape
       (1, 5)
     """
     if prompt_BT.shape[1] == 0:
@@ -57,36 +59,31 @@ def generate(
             f"generate: temperature={temperature} must be at least 0; 0 takes the "
             "most likely token each time."
         )
-    graphdef, state = nnx.split(model)
     return _generate(
-        graphdef,
-        state,
+        model,
         prompt_BT,
         key,
         jnp.float32(temperature),
+        seq_len=seq_len,
         num_tokens=num_tokens,
         is_greedy=temperature == 0,
     )
 
 
-@functools.partial(
-    jax.jit, static_argnums=0, static_argnames=("num_tokens", "is_greedy")
-)
+@functools.partial(jax.jit, static_argnames=("seq_len", "num_tokens", "is_greedy"))
 def _generate(
-    graphdef: nnx.GraphDef,
-    state: nnx.State,
+    model: WholeModel,
     prompt_BT: jax.Array,
     key: jax.Array,
     temperature: jax.Array,
     *,
+    seq_len: int,
     num_tokens: int,
     is_greedy: bool,
 ) -> jax.Array:
-    model = nnx.merge(graphdef, state)
-    model.eval()
     prompt_length = prompt_BT.shape[1]
     length = prompt_length + num_tokens
-    window = min(model.config.seq_len, length)
+    window = min(seq_len, length)
     tokens_BS = jnp.pad(prompt_BT, ((0, 0), (0, num_tokens)))
 
     def add_token(i: jax.Array, tokens_BS: jax.Array) -> jax.Array:
@@ -94,9 +91,9 @@ def _generate(
         start = jnp.maximum(end - window, 0)
         # Beyond `end` is padding, which causal attention does not see.
         window_BT = jax.lax.dynamic_slice_in_dim(tokens_BS, start, window, axis=1)
-        hidden_BTD = model.hidden(window_BT)
+        hidden_BTD = model.run_blocks(window_BT)
         last_B1D = jax.lax.dynamic_slice_in_dim(hidden_BTD, end - 1 - start, 1, axis=1)
-        logits_BV = model.logits(last_B1D)[:, 0]
+        logits_BV = model.run_head(last_B1D)[:, 0]
         if is_greedy:
             next_B = logits_BV.argmax(-1)
         else:
@@ -108,10 +105,11 @@ def _generate(
 
 
 def continue_text(
-    model: GPT,
+    model: WholeModel,
     prompt_T: Int[np.ndarray, "T"],
     num_tokens: int,
     *,
+    seq_len: int,
     tokenizer: Tokenizer | None = None,
     temperature: float = 0.3,
 ) -> str:
@@ -121,6 +119,7 @@ def continue_text(
       model: the model.
       prompt_T: tokens to continue.
       num_tokens: tokens to add.
+      seq_len: as for `generate`.
       tokenizer: of the model's tokens; None for a vocabulary of bytes.
       temperature: as for `generate`; below 1, likely tokens become likelier.
 
@@ -129,7 +128,12 @@ def continue_text(
     """
     prompt_BT = jnp.asarray(prompt_T[None], jnp.int32)
     tokens_BT = generate(
-        model, prompt_BT, num_tokens, key=jax.random.key(0), temperature=temperature
+        model,
+        prompt_BT,
+        num_tokens,
+        seq_len=seq_len,
+        key=jax.random.key(0),
+        temperature=temperature,
     )
     added_T = np.asarray(tokens_BT[0, len(prompt_T) :])
     if tokenizer is not None:

@@ -1,6 +1,9 @@
 """Does dropout differ by call and by layer, and is it off in evaluation?"""
 
 import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,86 +12,128 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpar.models.gpt.config import GPTConfig
-from jaxpar.models.gpt.model import GPT
+from jaxpar.model.network import PipelineNetwork, WholeModel
+from jaxpar.models import GPTConfig, make_gpt
+from jaxpar.models.gpt.embed_head import Embed, Head
+from jaxpar.models.gpt.model import Block
 
 CONFIG = GPTConfig(
     vocab_size=17, seq_len=6, num_layers=3, num_heads=4, width=16, dropout=0.5
 )
 TOKENS = jnp.arange(12).reshape(2, 6)
+KEY = jax.random.key(1)
+PARTS = [Embed, Block, Head]
+HALVES = [("attention", "output"), ("mlp", "down")]
 
 
-@pytest.mark.parametrize(
-    "scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)]
-)
-def test_dropout_differs_from_call_to_call(scan_layers: bool):
-    model = GPT(dataclasses.replace(CONFIG, scan_layers=scan_layers), rngs=nnx.Rngs(0))
-    first, second = model(TOKENS), model(TOKENS)
+@functools.cache
+def evaluated() -> WholeModel:
+    """The model as it is evaluated."""
+    return make_gpt(CONFIG).init(0, TOKENS)
+
+
+def make_network() -> PipelineNetwork:
+    return make_gpt(CONFIG).make_network(lambda model, tokens: model(tokens), TOKENS)
+
+
+@functools.cache
+def program_of(fn: Callable) -> Callable:
+    """``fn(model, TOKENS)`` in a training step, as a function of parameters and key."""
+    network = make_network()
+
+    def run(params: dict, key: jax.Array) -> Any:
+        return network.run(fn, (params, {}), key, TOKENS, training=True)[0]
+
+    return jax.jit(run)
+
+
+def logits(model: WholeModel, tokens: jax.Array) -> jax.Array:
+    return model(tokens)
+
+
+def hidden(model: WholeModel, tokens: jax.Array) -> jax.Array:
+    return model.run_blocks(tokens)
+
+
+def two_hidden(model: WholeModel, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return model.run_blocks(tokens), model.run_blocks(tokens)
+
+
+def params_of(half: tuple[str, str], layers: Any = ...) -> dict:
+    """Zeros but for a bias of one, with which the half of a layer adds its mask."""
+    params = jax.tree.map(jnp.zeros_like, evaluated().params)
+    linear = params["blocks"][half[0]][half[1]]
+    linear["bias"] = linear["bias"].at[layers].set(1)
+    return params
+
+
+def mask_of(half: tuple[str, str], layer: int) -> np.ndarray:
+    mask = np.asarray(program_of(hidden)(params_of(half, layer), KEY))
+    assert set(np.unique(mask)) == {0.0, 2.0}
+    return mask
+
+
+def test_dropout_differs_from_call_to_call():
+    def two_logits(model: WholeModel, tokens: jax.Array) -> tuple:
+        return model(tokens), model(tokens)
+
+    first, second = program_of(two_logits)(evaluated().params, KEY)
     assert not np.allclose(first, second)
 
 
-def test_dropout_of_the_blocks_differs_from_call_to_call():
-    model: Any = GPT(CONFIG, rngs=nnx.Rngs(0))
-    counts = model.blocks.dropout.rngs.count[...]
-    model(TOKENS)
-    # Two draws a layer: behind attention and behind the MLP.
-    np.testing.assert_array_equal(model.blocks.dropout.rngs.count[...], counts + 2)
+@pytest.mark.parametrize("half", HALVES, ids="/".join)
+def test_dropout_of_the_blocks_differs_from_call_to_call(half: tuple[str, str]):
+    first, second = program_of(two_hidden)(params_of(half), KEY)
+    assert not np.array_equal(first, second)
 
 
 def test_dropout_is_the_same_for_the_same_keys():
-    first = GPT(CONFIG, rngs=nnx.Rngs(0))(TOKENS)
-    np.testing.assert_array_equal(first, GPT(CONFIG, rngs=nnx.Rngs(0))(TOKENS))
-    other = GPT(CONFIG, rngs=nnx.Rngs(params=0, dropout=1))
-    nnx.update(other, nnx.state(GPT(CONFIG, rngs=nnx.Rngs(0)), nnx.Param))
-    assert not np.allclose(first, other(TOKENS))
+    params = evaluated().params
+    program = program_of(logits)
+    again = program_of.__wrapped__(logits)
+    first = program(params, KEY)
+    np.testing.assert_array_equal(first, again(params, KEY))
+    assert not np.allclose(first, program(params, jax.random.key(2)))
 
 
-def test_dropout_has_a_key_per_layer():
-    model: Any = GPT(CONFIG, rngs=nnx.Rngs(0))
-    keys = jax.random.key_data(model.blocks.dropout.rngs.key[...])
-    assert len(np.unique(keys, axis=0)) == CONFIG.num_layers
+@pytest.mark.parametrize("half", HALVES, ids="/".join)
+def test_dropout_masks_differ_between_layers(half: tuple[str, str]):
+    masks = [mask_of(half, layer) for layer in range(CONFIG.num_layers)]
+    for one, other in itertools.combinations(masks, 2):
+        assert not np.array_equal(one, other)
 
 
-def test_dropout_masks_differ_between_layers():
-    # With every kernel at zero and a value of one as bias, a layer adds its mask.
-    model = GPT(CONFIG, rngs=nnx.Rngs(0))
-    params = jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Param))
-    nnx.update(model, params)
-    graphdef, state = nnx.split(model.blocks)
-    masks = []
-    for layer in range(CONFIG.num_layers):
-        block: Any = nnx.merge(graphdef, jax.tree.map(lambda x, i=layer: x[i], state))
-        block.mlp.down.bias[...] = jnp.ones_like(block.mlp.down.bias[...])
-        masks.append(np.asarray(block(jnp.zeros((2, 6, 16)))))
-    assert all(set(np.unique(mask)) == {0.0, 2.0} for mask in masks)
-    assert not np.array_equal(masks[0], masks[1])
-    assert not np.array_equal(masks[1], masks[2])
+def test_dropout_masks_differ_between_the_halves_of_a_layer():
+    attention, mlp = (mask_of(half, 0) for half in HALVES)
+    assert not np.array_equal(attention, mlp)
 
 
 def test_dropout_is_off_under_eval():
-    model = GPT(CONFIG, rngs=nnx.Rngs(0))
-    model.eval()
-    plain = GPT(dataclasses.replace(CONFIG, dropout=0.0), rngs=nnx.Rngs(0))
-    nnx.update(plain, nnx.state(model, nnx.Param))
-    np.testing.assert_array_equal(model(TOKENS), plain(TOKENS))
-    model.train()
-    assert not np.allclose(model(TOKENS), plain(TOKENS))
+    model = evaluated()
+    plain = make_gpt(dataclasses.replace(CONFIG, dropout=0.0)).init(1, TOKENS)
+    plain = plain.with_params(model.params)
+    right = plain(TOKENS)
+    np.testing.assert_array_equal(model(TOKENS), right)
+    assert not np.allclose(program_of(logits)(model.params, KEY), right)
 
 
 def test_model_under_eval_may_be_closed_over_by_jit():
-    model = GPT(CONFIG, rngs=nnx.Rngs(0))
-    model.eval()
-    logits = jax.jit(lambda tokens: model(tokens))(TOKENS)
-    np.testing.assert_allclose(logits, model(TOKENS), rtol=1e-5, atol=1e-6)
+    model = evaluated()
+    jitted = jax.jit(lambda tokens: model(tokens))
+    np.testing.assert_allclose(jitted(TOKENS), model(TOKENS), rtol=1e-5, atol=1e-6)
 
 
-def test_model_without_dropout_has_no_state_but_parameters():
-    model = GPT(dataclasses.replace(CONFIG, dropout=0.0), rngs=nnx.Rngs(0))
-    _, _, rest = nnx.split(model, nnx.Param, ...)
+@pytest.mark.parametrize("part", PARTS)
+def test_part_without_dropout_has_no_state_but_parameters(part: Callable):
+    module = part(dataclasses.replace(CONFIG, dropout=0.0), rngs=nnx.Rngs(0))
+    _, params, rest = nnx.split(module, nnx.Param, ...)
+    assert jax.tree.leaves(params)
     assert not jax.tree.leaves(rest)
 
 
-def test_model_with_dropout_has_no_state_but_parameters_and_keys():
-    model = GPT(CONFIG, rngs=nnx.Rngs(0))
-    *_, rest = nnx.split(model, nnx.Param, nnx.RngKey, nnx.RngCount, ...)
+@pytest.mark.parametrize("part", PARTS)
+def test_part_with_dropout_has_no_state_but_parameters_and_keys(part: Callable):
+    module = part(CONFIG, rngs=nnx.Rngs(0))
+    *_, keys, _, rest = nnx.split(module, nnx.Param, nnx.RngKey, nnx.RngCount, ...)
+    assert bool(jax.tree.leaves(keys)) == (part is not Head)
     assert not jax.tree.leaves(rest)

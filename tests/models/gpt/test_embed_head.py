@@ -1,6 +1,5 @@
 """What comes before and after a GPT's blocks: is it what NumPy computes?"""
 
-import types
 from typing import Any
 
 import jax
@@ -17,64 +16,74 @@ from jaxpar.models.layers import LayerNorm, RMSNorm
 
 SMALL = {"vocab_size": 11, "seq_len": 6, "num_layers": 1, "num_heads": 2, "width": 8}
 TOKENS = np.random.default_rng(0).integers(0, 11, (2, 5))
+HIDDEN = np.random.default_rng(1).normal(size=(2, 5, 8)) * 3 + 1
 
 
-def make_module(**fields: Any) -> types.SimpleNamespace:
-    """What holds the parameters: any object with these names."""
-    config, rngs = GPTConfig(**SMALL, **fields), nnx.Rngs(0, dropout=1)
-    embedding, positions = embed_head.make_embeddings(config, rngs)
-    dropout = embed_head.make_dropout(config, rngs)
-    return types.SimpleNamespace(
-        config=config, embedding=embedding, positions=positions, dropout=dropout
-    )
+def make_embed(**fields: Any) -> embed_head.Embed:
+    config = GPTConfig(**SMALL, **fields)
+    return embed_head.Embed(config, rngs=nnx.Rngs(0, dropout=1))
 
 
-def tables_of(module: Any) -> tuple[np.ndarray, np.ndarray]:
-    tables = module.embedding.table[...], module.positions.table[...]
+def make_head(**fields: Any) -> embed_head.Head:
+    """A head whose norm is not at ones and zeros."""
+    head: Any = embed_head.Head(GPTConfig(**SMALL, **fields), rngs=nnx.Rngs(0))
+    head.final_norm.scale[...] = jnp.linspace(0.5, 2, 8)
+    head.final_norm.bias[...] = jnp.linspace(-1, 1, 8)
+    return head
+
+
+def tables_of(embed: embed_head.Embed) -> tuple[np.ndarray, np.ndarray]:
+    tables = embed.embedding.table[...], embed.positions.table[...]
     return np.asarray(tables[0]), np.asarray(tables[1])
 
 
 def test_positions_count_from_zero_where_none_are_given():
-    module = make_module()
-    tokens, positions = tables_of(module)
-    got = embed_head.embed(module, jnp.asarray(TOKENS), None)
+    embed = make_embed()
+    tokens, positions = tables_of(embed)
+    got = embed(jnp.asarray(TOKENS))
     np.testing.assert_array_equal(got, tokens[TOKENS] + positions[:5])
+    counted = embed(jnp.asarray(TOKENS), positions_BT=jnp.arange(5)[None])
+    np.testing.assert_array_equal(got, counted)
 
 
 def test_positions_that_are_given_are_looked_up():
-    module = make_module()
-    tokens, positions = tables_of(module)
+    embed = make_embed()
+    tokens, positions = tables_of(embed)
     where = np.array([[0, 1, 0, 1, 2], [5, 4, 3, 2, 1]])
-    got = embed_head.embed(module, jnp.asarray(TOKENS), jnp.asarray(where))
+    got = embed(jnp.asarray(TOKENS), positions_BT=jnp.asarray(where))
     np.testing.assert_array_equal(got, tokens[TOKENS] + positions[where])
 
 
 def test_rotary_positions_add_nothing_and_have_no_table():
-    module = make_module(positions="rotary")
-    assert module.positions is None
-    got = embed_head.embed(module, jnp.zeros((1, 9), int), None)
-    table = np.asarray(module.embedding.table[...])
+    embed = make_embed(positions="rotary")
+    assert embed.positions is None
+    got = embed(jnp.zeros((1, 9), int))
+    table = np.asarray(embed.embedding.table[...])
     np.testing.assert_array_equal(got, np.tile(table[0], (1, 9, 1)))
 
 
 def test_row_longer_than_the_learned_positions_raises():
     message = r"a row of 7 tokens is longer than the 6 learned positions"
     with pytest.raises(ValueError, match=message):
-        embed_head.embed(make_module(), jnp.zeros((1, 7), int), None)
+        make_embed()(jnp.zeros((1, 7), int))
+
+
+def test_row_as_long_as_the_learned_positions_is_embedded():
+    assert make_embed()(jnp.zeros((1, 6), int)).shape == (1, 6, 8)
 
 
 def test_embedding_is_dropped_with_the_rest_scaled():
-    module = make_module(dropout=0.5)
-    tokens, positions = tables_of(module)
+    embed = make_embed(dropout=0.5)
+    tokens, positions = tables_of(embed)
     right = tokens[TOKENS] + positions[:5]
-    got = np.asarray(embed_head.embed(module, jnp.asarray(TOKENS), None))
+    got = np.asarray(embed(jnp.asarray(TOKENS)))
     is_kept = got != 0
     assert 0 < is_kept.mean() < 1
     np.testing.assert_allclose(got, np.where(is_kept, 2 * right, 0), rtol=1e-6)
 
 
 def test_dropout_of_rate_zero_is_none():
-    assert make_module().dropout is None
+    assert make_embed().dropout is None
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -86,14 +95,40 @@ def test_norm_is_the_one_that_the_config_names(bias: bool):
     assert isinstance(rms, RMSNorm)
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_logits_are_the_product_in_fp32(sequence_parallel: bool):
-    rng = np.random.default_rng(1)
-    hidden, kernel = rng.normal(size=(2, 5, 8)), rng.normal(size=(8, 11))
-    halves = [jnp.asarray(x, jnp.bfloat16) for x in (hidden, kernel)]
-    config = GPTConfig(**SMALL, sequence_parallel=sequence_parallel)
-    got = embed_head.logits_of(*halves, config)
+def test_logits_are_the_product_of_the_normalised_stream(
+    sequence_parallel: bool, tied: bool
+):
+    head: Any = make_head(tied_embedding=tied, sequence_parallel=sequence_parallel)
+    kernel = head.logits.table[...].T if tied else head.logits.kernel[...]
+    x = HIDDEN - HIDDEN.mean(-1, keepdims=True)
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+    x = x * np.linspace(0.5, 2, 8) + np.linspace(-1, 1, 8)
+    got = head(jnp.asarray(HIDDEN, jnp.float32))
+    np.testing.assert_allclose(got, x @ np.asarray(kernel), rtol=1e-5, atol=1e-5)
+
+
+def test_tied_head_is_the_head_of_the_transposed_table():
+    tied: Any = make_head(tied_embedding=True)
+    untied: Any = make_head(tied_embedding=False)
+    assert untied.logits.kernel[...].shape == (8, 11)
+    assert untied.logits.bias is None
+    untied.logits.kernel[...] = tied.logits.table[...].T
+    hidden = jnp.asarray(HIDDEN, jnp.float32)
+    np.testing.assert_array_equal(tied(hidden), untied(hidden))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_logits_of_half_precision_are_the_product_in_fp32(sequence_parallel: bool):
+    head: Any = make_head(tied_embedding=False, sequence_parallel=sequence_parallel)
+    kernel = np.random.default_rng(2).normal(size=(8, 11))
+    head.logits.kernel.set_value(jnp.asarray(kernel, jnp.bfloat16))
+    hidden = jnp.asarray(HIDDEN, jnp.bfloat16)
+    got = head(hidden)
     assert got.dtype == jnp.float32
+    halves = head.final_norm(hidden), head.logits.kernel[...]
+    assert [half.dtype for half in halves] == [jnp.bfloat16] * 2
     right = np.matmul(*(np.asarray(x, np.float64) for x in halves))
     np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-5)
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.models.gpt.model import gpt_loss
+from jaxpar.models.gpt.loss import gpt_loss
 
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, 11, size=(3, 6))

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from jaxpar.models.gpt.config import GPTConfig
-from jaxpar.models.gpt.model import GPT, gpt_loss
+from jaxpar.model.network import WholeModel
+from jaxpar.models import GPTConfig, gpt_loss, make_gpt
+from jaxpar.tree import named_leaves
 
 SMALL = GPTConfig(vocab_size=17, seq_len=6, num_layers=3, num_heads=4, width=16)
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -29,13 +29,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "untied": {"tied_embedding": False, "norm": "rmsnorm"},
 }
 TOKENS = np.random.default_rng(0).integers(0, 17, size=(2, 6))
-MakeGPT = Callable[[GPTConfig], GPT]
+MakeGPT = Callable[[GPTConfig], WholeModel]
 
 
-def tree_of(model: nnx.Module) -> dict[str, Any]:
+def tree_of(model: WholeModel) -> dict[str, Any]:
     """Return the parameters as nested dicts of fp64 arrays."""
-    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    return jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), model.params)
 
 
 def product(x: np.ndarray, layer: dict[str, np.ndarray]) -> np.ndarray:
@@ -97,48 +96,43 @@ def reference_logits(
     """Compute a GPT in fp64 NumPy, row by row, layer by layer, query by query."""
     if segments_BT is None:
         segments_BT = np.zeros_like(tokens_BT)
+    embed, head = params["embed"], params["head"]
+    table = embed["embedding"]["table"]
+    kernel = table.T if config.tied_embedding else head["logits"]["kernel"]
     rows = []
     for tokens, segments in zip(tokens_BT, segments_BT, strict=True):
-        x = params["embedding"]["table"][tokens]
+        x = table[tokens]
         if config.positions == "learned":
-            x = x + params["positions"]["table"][: len(tokens)]
+            x = x + embed["positions"]["table"][: len(tokens)]
         for i in range(config.num_layers):
             block = jax.tree.map(lambda leaf, i=i: leaf[i], params["blocks"])
             y = normalise(x, block["attention_norm"], config.norm)
             x = x + attention(y, block["attention"], config, segments)
             y = normalise(x, block["mlp_norm"], config.norm)
             x = x + mlp(y, block["mlp"], config)
-        x = normalise(x, params["final_norm"], config.norm)
-        head = params["embedding"]["table"].T
-        rows.append(x @ (head if config.tied_embedding else params["head"]["kernel"]))
+        rows.append(normalise(x, head["final_norm"], config.norm) @ kernel)
     return np.stack(rows)
 
 
-def run(model: GPT, tokens: np.ndarray, **inputs: np.ndarray) -> np.ndarray:
+@jax.jit
+def call(model: WholeModel, tokens: jax.Array, inputs: dict) -> jax.Array:
+    return model(tokens, **inputs)
+
+
+def run(model: WholeModel, tokens: np.ndarray, **inputs: np.ndarray) -> np.ndarray:
     """Call a model under jit, with NumPy arrays."""
-    graphdef, state = nnx.split(model)
-
-    @jax.jit
-    def call(state: nnx.State, tokens: jax.Array, inputs: dict) -> jax.Array:
-        return nnx.merge(graphdef, state)(tokens, **inputs)
-
-    return np.asarray(call(state, tokens, inputs))
+    return np.asarray(call(model, tokens, inputs))
 
 
-def loss_and_grads(model: GPT, tokens: np.ndarray) -> tuple[jax.Array, dict]:
-    """Return the mean loss and the gradients by path, as pure nested dicts."""
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+@jax.jit
+def loss_and_grads(model: WholeModel, tokens: jax.Array) -> tuple[jax.Array, dict]:
+    """Return the mean loss and the gradients of the parameters."""
 
-    @jax.jit
-    def call(params: nnx.State, tokens: jax.Array) -> tuple[jax.Array, nnx.State]:
-        def mean_loss(params: nnx.State) -> jax.Array:
-            loss = gpt_loss(nnx.merge(graphdef, params, rest), {"tokens": tokens})
-            return loss.total / loss.weight
+    def mean_loss(params: dict) -> jax.Array:
+        loss = gpt_loss(model.with_params(params), {"tokens": tokens})
+        return loss.total / loss.weight
 
-        return jax.value_and_grad(mean_loss)(params)
-
-    loss, grads = call(params, tokens)
-    return loss, nnx.to_pure_dict(grads)
+    return jax.value_and_grad(mean_loss)(model.params)
 
 
 def assert_trees_close(got: Any, want: Any, tolerance: float) -> None:
@@ -152,27 +146,9 @@ def assert_trees_close(got: Any, want: Any, tolerance: float) -> None:
         assert error < tolerance, f"{jax.tree_util.keystr(path)}: {error}"
 
 
-def unstacked(model: GPT) -> GPT:
-    """The same weights with one module per layer."""
-    config = dataclasses.replace(model.config, scan_layers=False)
-    other = GPT(config, rngs=nnx.Rngs(1))
-    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    blocks = params["blocks"]
-    params["blocks"] = {
-        i: jax.tree.map(lambda leaf, i=i: leaf[i], blocks)
-        for i in range(config.num_layers)
-    }
-    state = nnx.state(other, nnx.Param)
-    nnx.replace_by_pure_dict(state, params)
-    nnx.update(other, state)
-    return other
-
-
-def with_config(model: GPT, **fields: Any) -> GPT:
+def with_config(model: WholeModel, config: GPTConfig) -> WholeModel:
     """The same weights under another config of the same shape."""
-    other = GPT(dataclasses.replace(model.config, **fields), rngs=nnx.Rngs(1))
-    nnx.update(other, nnx.state(model, nnx.Param))
-    return other
+    return make_gpt(config).init(1, TOKENS).with_params(model.params)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -226,11 +202,11 @@ def test_gpt_with_rotary_positions_may_be_longer(make_random_gpt: MakeGPT):
 
 
 def test_gpt_parameters_are_stacked_and_named():
-    model = GPT(dataclasses.replace(SMALL, **VARIANTS["llama"]), rngs=nnx.Rngs(0))
-    leaves = list(nnx.to_flat_state(nnx.state(model, nnx.Param)))
-    names = {"/".join(map(str, k)): v.get_metadata("out_sharding") for k, v in leaves}
+    config = dataclasses.replace(SMALL, **VARIANTS["llama"])
+    network = make_gpt(config).make_network(lambda model, x: model(x), TOKENS)
+    names = network.dim_names()
     assert names == {
-        "embedding/table": ("vocab", "embed"),
+        "embed/embedding/table": ("vocab", "embed"),
         "blocks/attention_norm/scale": ("layers", "embed"),
         "blocks/attention/query/kernel": ("layers", "embed", "heads"),
         "blocks/attention/key/kernel": ("layers", "embed", "kv_heads"),
@@ -240,27 +216,30 @@ def test_gpt_parameters_are_stacked_and_named():
         "blocks/mlp/gate/kernel": ("layers", "embed", "mlp"),
         "blocks/mlp/up/kernel": ("layers", "embed", "mlp"),
         "blocks/mlp/down/kernel": ("layers", "mlp", "embed"),
-        "final_norm/scale": ("embed",),
-        "head/kernel": ("embed", "vocab"),
+        "head/final_norm/scale": ("embed",),
+        "head/logits/kernel": ("embed", "vocab"),
     }
-    for path, leaf in leaves:
-        assert len(leaf.get_metadata("out_sharding")) == leaf.ndim
-        assert path[0] != "blocks" or leaf.shape[0] == SMALL.num_layers
+    leaves = named_leaves(make_gpt(config).init(0, TOKENS).params)
+    assert leaves.keys() == names.keys()
+    for path, leaf in leaves.items():
+        assert len(names[path]) == leaf.ndim
+        assert not path.startswith("blocks/") or leaf.shape[0] == SMALL.num_layers
 
 
 def test_gpt_layers_start_different():
-    model = GPT(SMALL, rngs=nnx.Rngs(0))
-    kernel = model.blocks.mlp.up.kernel[...]
+    blocks = make_gpt(SMALL).init(0, TOKENS).params["blocks"]
+    kernel = blocks["mlp"]["up"]["kernel"]
     assert not jnp.allclose(kernel[0], kernel[1])
 
 
 def test_gpt_residual_products_start_smaller():
     config = GPTConfig(num_layers=8, num_heads=4, width=64)
-    blocks = GPT(config, rngs=nnx.Rngs(0)).blocks
-    for layer in (blocks.attention.output, blocks.mlp.down):
-        assert float(layer.kernel[...].std()) == pytest.approx(0.02 / 4, rel=0.05)
-    for layer in (blocks.attention.query, blocks.mlp.up):
-        assert float(layer.kernel[...].std()) == pytest.approx(0.02, rel=0.05)
+    blocks = make_gpt(config).init(0, TOKENS).params["blocks"]
+    attention, mlp = blocks["attention"], blocks["mlp"]
+    for layer in (attention["output"], mlp["down"]):
+        assert float(layer["kernel"].std()) == pytest.approx(0.02 / 4, rel=0.05)
+    for layer in (attention["query"], mlp["up"]):
+        assert float(layer["kernel"].std()) == pytest.approx(0.02, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -296,34 +275,17 @@ def test_gpt_program_options_change_no_gradient(
 ):
     model = make_random_gpt(SMALL)
     want_loss, want = loss_and_grads(model, TOKENS)
-    loss, grads = loss_and_grads(with_config(model, **fields), TOKENS)
+    config = dataclasses.replace(SMALL, **fields)
+    loss, grads = loss_and_grads(with_config(model, config), TOKENS)
     assert float(loss) == pytest.approx(float(want_loss), rel=1e-6)
     assert_trees_close(grads, want, 1e-5)
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_gpt_unscanned_layers_equal_scanned_ones(remat: str, make_random_gpt: MakeGPT):
-    model = make_random_gpt(dataclasses.replace(SMALL, remat=remat))
-    loss, grads = loss_and_grads(model, TOKENS)
-    other_loss, other = loss_and_grads(unstacked(model), TOKENS)
-    assert float(loss) == pytest.approx(float(other_loss), rel=1e-6)
-    layers = [other["blocks"][i] for i in range(SMALL.num_layers)]
-    other["blocks"] = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
-    assert_trees_close(grads, other, 1e-5)
-
-
-def test_gpt_unroll_changes_the_compiled_loop(make_random_gpt: MakeGPT):
+def test_gpt_unroll_changes_the_compiled_loop():
     def num_loops(unroll: int) -> int:
-        graphdef, state = nnx.split(make_random_gpt(SMALL))
-        graphdef = nnx.graphdef(
-            GPT(dataclasses.replace(SMALL, unroll=unroll), rngs=nnx.Rngs(0))
-        )
-        text = (
-            jax.jit(lambda state, tokens: nnx.merge(graphdef, state)(tokens))
-            .lower(state, TOKENS)
-            .as_text()
-        )
-        return text.count("stablehlo.while")
+        model = make_gpt(dataclasses.replace(SMALL, unroll=unroll)).init(0, TOKENS)
+        program = jax.jit(lambda params: model.with_params(params)(jnp.asarray(TOKENS)))
+        return program.lower(model.params).as_text().count("stablehlo.while")
 
     assert num_loops(1) == 1
     assert num_loops(3) == 0
@@ -331,29 +293,27 @@ def test_gpt_unroll_changes_the_compiled_loop(make_random_gpt: MakeGPT):
 
 @pytest.mark.parametrize(
     ("fields", "prevents"),
-    [({}, False), ({"unroll": 3}, True), ({"scan_layers": False}, True)],
+    [({}, False), ({"unroll": 3}, True)],
     ids=str,
 )
 def test_gpt_remat_is_protected_where_no_loop_does(
     fields: dict[str, Any], prevents: bool
 ):
     config = dataclasses.replace(SMALL, remat="dots", **fields)
-    graphdef, state = nnx.split(GPT(config, rngs=nnx.Rngs(0)))
-    jaxpr = jax.make_jaxpr(lambda s: nnx.merge(graphdef, s)(jnp.asarray(TOKENS)))(state)
+    model = make_gpt(config).init(0, TOKENS)
+    jaxpr = jax.make_jaxpr(lambda model: model(jnp.asarray(TOKENS)))(model)
     assert ("prevent_cse=False" in str(jaxpr)) != prevents
 
 
 def test_gpt_computes_in_the_dtype_of_its_parameters(make_random_gpt: MakeGPT):
     model = make_random_gpt(SMALL)
     want = run(model, TOKENS)
-    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(model))
-    graphdef = nnx.graphdef(model)
-    hidden = jax.eval_shape(
-        lambda s: nnx.merge(graphdef, s).hidden(jnp.asarray(TOKENS)), half
+    half = model.with_params(
+        jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.params)
     )
+    hidden = jax.eval_shape(lambda model: model.run_blocks(jnp.asarray(TOKENS)), half)
     assert hidden.dtype == jnp.bfloat16
-    nnx.update(model, half)
-    got = run(model, TOKENS)
+    got = run(half, TOKENS)
     assert got.dtype == np.float32
     # Products of bf16 numbers, three layers deep.
     assert np.linalg.norm(got - want) < 0.05 * np.linalg.norm(want)

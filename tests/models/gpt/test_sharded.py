@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.mesh import MeshShape, make_mesh
-from jaxpar.models.gpt.config import GPTConfig
-from jaxpar.models.gpt.model import GPT, gpt_loss
+from jaxpar.models import GPTConfig, gpt_loss, make_gpt
 from jaxpar.models.layers import project_to_logits
+from jaxpar.tree import named_leaves
 
 # Sizes that no other dim has, so that a shape in the program tells what it is.
 VOCAB, HEAD, LENGTH = 88, 6, 20
@@ -46,16 +45,20 @@ def four_devices() -> Mesh:
 
 def make_program(name: str) -> tuple[Any, list[jax.Array], list[NamedSharding]]:
     """Return loss and gradients as a function of flat leaves, leaves and shardings."""
-    model = GPT(dataclasses.replace(CONFIG, **OPTIONS[name]), rngs=nnx.Rngs(0))
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    variables = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    names = [variable.get_metadata("out_sharding") for variable in variables]
-    specs = [P(*("tensor" if n in SPLIT else None for n in dims)) for dims in names]
+    model = make_gpt(dataclasses.replace(CONFIG, **OPTIONS[name]))
+    network = model.make_network(gpt_loss, {"tokens": TOKENS})
+    key = jax.random.key(0)
+    params, _ = jax.jit(network.init)(key)
+    names = network.dim_names()
+    specs = [
+        P(*("tensor" if n in SPLIT else None for n in names[path] or ()))
+        for path in named_leaves(params)
+    ]
     leaves, treedef = jax.tree.flatten(params)
 
     def mean_loss(leaves: list[jax.Array], tokens: jax.Array) -> jax.Array:
-        whole = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves), rest)
-        loss = gpt_loss(whole, {"tokens": tokens})
+        variables, batch = (jax.tree.unflatten(treedef, leaves), {}), {"tokens": tokens}
+        loss, _ = network.run(gpt_loss, variables, key, batch, training=True)
         return loss.total / loss.weight
 
     shardings = [NamedSharding(four_devices(), spec) for spec in specs]
@@ -131,9 +134,9 @@ def test_logits_lie_over_the_vocabulary_whatever_the_kernel_does():
 
 def test_gpt_takes_a_batch_that_the_data_axis_does_not_divide():
     config = dataclasses.replace(CONFIG, sequence_parallel=True)
-    graphdef, state = nnx.split(GPT(config, rngs=nnx.Rngs(0)))
     tokens = jnp.asarray(TOKENS[:1, :7])
-    want = jax.jit(lambda s: nnx.merge(graphdef, s)(tokens))(state)
+    model = make_gpt(config).init(0, tokens)
+    want = jax.jit(lambda model: model(tokens))(model)
     with jax.set_mesh(four_devices()):
-        got = jax.jit(lambda s: nnx.merge(graphdef, s)(tokens))(state)
+        got = jax.jit(lambda model: model(tokens))(model)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
