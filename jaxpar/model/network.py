@@ -1,4 +1,4 @@
-"""How are an embedding, stacked blocks and a head run: each as a pure function.
+"""How are an embedding, sections of blocks and a head run: each as a pure function.
 
 Each part has its own key, made from the micro-batch's key and the part's number, so it
 draws the same dropout masks on any number of stages.
@@ -22,34 +22,71 @@ LAYERS = "layers"
 """The logical name of the dim along which blocks are stacked."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class SectionNetwork:
+    """Equal blocks, one after the other, and the part that runs once before them.
+
+    Attributes:
+      name: under which the parameters are.
+      num_blocks: L of this section.
+      first: blocks of the sections before.
+      blocks: one network for all blocks, or one for each.
+      before: shapes of the hidden state that the section before returns.
+      hidden: shapes of the hidden state between its blocks.
+      between: the part that turns the first into the second; None for none.
+      between_name: under which that part's parameters are.
+    """
+
+    name: str
+    num_blocks: int
+    first: int
+    blocks: Sequence[Network]
+    before: PyTree
+    hidden: PyTree
+    between: Network | None = None
+    between_name: str = ""
+
+    def init(self, keys: jax.Array) -> Params:
+        """Make the blocks' parameters, [L, ...]; each block has its own key of [L]."""
+        if len(self.blocks) == 1:
+            return jax.vmap(lambda key: self.blocks[0].init(key)[0])(keys)
+        drawn = [n.init(k)[0] for n, k in zip(self.blocks, keys, strict=True)]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *drawn)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)  # A jit may be keyed by it.
 class PipelineNetwork:
     """A `PipelineModel` as pure functions: a `jaxpar.model.bridge.Network`.
 
-    Parameters are ``{"embed": ..., "blocks": ..., "head": ...}``, every leaf of the
-    blocks [L, ...]; there is no other state.
+    Parameters are ``{"embed": ..., "blocks": ..., "head": ...}``, with a section's name
+    for "blocks"; every leaf of a section's blocks is [L, ...]. There is no other state.
 
     Attributes:
-      num_blocks: L.
+      sections: the blocks.
       tied_paths: path in the head -> path in the embedding, for tied parameters.
       remat: the blocks' policy.
       remat_names: labels to save, for "save-names".
-      unroll: blocks per iteration of the loop over them, on one stage.
+      unroll: blocks per iteration of the loop over a section, on one stage.
+      allow_uneven: whether stages may store much more than an even division.
       former_names: names of parameters in older checkpoints, as `PipelineModel` has.
       embed: the embedding's network.
-      blocks: one network for all blocks, or one for each.
       head: the head's network.
     """
 
-    num_blocks: int
+    sections: tuple[SectionNetwork, ...]
     tied_paths: Mapping[str, str]
     remat: str
     remat_names: tuple[str, ...]
     unroll: int
+    allow_uneven: bool
     former_names: tuple[tuple[str, str], ...]
     embed: Network
-    blocks: Sequence[Network]
     head: Network
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all sections."""
+        return sum(section.num_blocks for section in self.sections)
 
     @property
     def axis_rules(self) -> AxisRules:
@@ -62,28 +99,29 @@ class PipelineNetwork:
         embed, _ = self.embed.init(jax.random.fold_in(key, L))
         head, _ = self.head.init(jax.random.fold_in(key, L + 1))
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(L))
-        if len(self.blocks) == 1:
-            blocks = jax.vmap(lambda key: self.blocks[0].init(key)[0])(keys)
-        else:
-            drawn = [n.init(k)[0] for n, k in zip(self.blocks, keys, strict=True)]
-            blocks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *drawn)
+        params = {"embed": embed}
+        for section in self.sections:
+            last = section.first + section.num_blocks
+            if section.between is not None:
+                own = self._between_key(section, key)
+                params[section.between_name], _ = section.between.init(own)
+            params[section.name] = section.init(keys[section.first : last])
         for path in self.tied_paths:
             head = _without(head, path.split("/"))
-        return {"embed": embed, "blocks": blocks, "head": head}, {}
+        return {**params, "head": head}, {}
 
     def dim_names(self) -> dict[str, Sequence[Any] | None]:
         """The parts' dim names, with "layers" before a block's."""
-        stacked = {
-            f"blocks/{path}": (LAYERS, *(names or ()))
-            for path, names in self.blocks[0].dim_names().items()
-        }
-        embed = {f"embed/{k}": names for k, names in self.embed.dim_names().items()}
-        head = {
-            f"head/{path}": names
-            for path, names in self.head.dim_names().items()
-            if path not in self.tied_paths
-        }
-        return embed | stacked | head
+        found = _below("embed", self.embed.dim_names())
+        for section in self.sections:
+            if section.between is not None:
+                found |= _below(section.between_name, section.between.dim_names())
+            names = section.blocks[0].dim_names().items()
+            stacked = {path: (LAYERS, *(own or ())) for path, own in names}
+            found |= _below(section.name, stacked)
+        head = self.head.dim_names().items()
+        own = {path: names for path, names in head if path not in self.tied_paths}
+        return found | _below("head", own)
 
     def run(
         self,
@@ -94,7 +132,7 @@ class PipelineNetwork:
         *,
         training: bool,
     ) -> tuple[Any, PyTree]:
-        """Run embedding, blocks (as one scan) and head."""
+        """Run embedding, blocks (each section as one scan) and head."""
         params, state = variables
         return fn(WholeModel(self, params, key, training=training), batch), state
 
@@ -115,8 +153,26 @@ class PipelineNetwork:
         key = jax.random.fold_in(key, self.num_blocks)
         return run_part(self.embed, params, call, key, training=training)
 
+    def run_between(
+        self,
+        section: SectionNetwork,
+        params: Params,
+        hidden: PyTree,
+        call: Call,
+        key: jax.Array,
+        *,
+        training: bool,
+    ) -> PyTree:
+        """Run the part before a section, on what the section before returned."""
+        if section.between is None:
+            return hidden
+        key = self._between_key(section, key)
+        own = call.passing(hidden)
+        return run_part(section.between, params, own, key, training=training)
+
     def run_block(
         self,
+        section: SectionNetwork,
         params: Params,
         hidden: PyTree,
         index: jax.Array,
@@ -127,13 +183,13 @@ class PipelineNetwork:
         policy: str,
         in_loop: bool = True,
     ) -> PyTree:
-        """Run block `index` with the given parameters, by a remat policy."""
+        """Run block `index` of a section by a remat policy."""
 
         def block(params: Params, hidden: PyTree, call: Call, key: jax.Array) -> PyTree:
             own = call.passing(hidden)
-            return run_part(self.blocks[0], params, own, key, training=training)
+            return run_part(section.blocks[0], params, own, key, training=training)
 
-        key = jax.random.fold_in(key, index)
+        key = jax.random.fold_in(key, section.first + index)
         names = self.remat_names if policy == "save-names" else ()
         run = remat(block, policy, names=names, prevent_cse=not in_loop)
         return run(params, hidden, call, key)
@@ -170,6 +226,10 @@ class PipelineNetwork:
         """Path in the head -> the array that it shares with the embedding."""
         named = tree.named_leaves(embed_params)
         return {head: named[own] for head, own in self.tied_paths.items()}
+
+    def _between_key(self, section: SectionNetwork, key: jax.Array) -> jax.Array:
+        place = self.sections.index(section)
+        return jax.random.fold_in(key, self.num_blocks + 1 + place)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -246,15 +306,28 @@ class WholeModel:
         if not calls:
             return key
         # After the numbers that the parts of the first call fold in.
-        return jax.random.fold_in(key, self._network.num_blocks + 1 + calls)
+        parts = self._network.num_blocks + len(self._network.sections)
+        return jax.random.fold_in(key, parts + calls)
 
     def _hidden(self, call: Call, key: jax.Array) -> PyTree:
-        network, params = self._network, self.params
-        hidden = network.run_embed(params["embed"], call, key, training=self.training)
+        network, params, how = self._network, self.params, {"training": self.training}
+        hidden = network.run_embed(params["embed"], call, key, **how)
+        for section in network.sections:
+            own = params.get(section.between_name)
+            hidden = network.run_between(section, own, hidden, call, key, **how)
+            hidden = self._run_section(section, hidden, call, key)
+        return hidden
+
+    def _run_section(
+        self, section: SectionNetwork, hidden: PyTree, call: Call, key: jax.Array
+    ) -> PyTree:
+        network = self._network
+        unroll = min(network.unroll, section.num_blocks)
 
         def step(hidden: PyTree, layer: tuple) -> tuple[PyTree, None]:
             block, index = layer
             out = network.run_block(
+                section,
                 block,
                 hidden,
                 index,
@@ -262,12 +335,12 @@ class WholeModel:
                 key,
                 training=self.training,
                 policy=network.remat,
-                in_loop=network.unroll < network.num_blocks,
+                in_loop=unroll < section.num_blocks,
             )
             return out, None
 
-        layers = (params["blocks"], jnp.arange(network.num_blocks))
-        return jax.lax.scan(step, hidden, layers, unroll=network.unroll)[0]
+        layers = (self.params[section.name], jnp.arange(section.num_blocks))
+        return jax.lax.scan(step, hidden, layers, unroll=unroll)[0]
 
     def _head(self, hidden: PyTree, call: Call, key: jax.Array) -> Any:
         params, tied = self.params, self._network.tied(self.params["embed"])
@@ -277,6 +350,11 @@ class WholeModel:
 
     def __getattr__(self, name: str) -> Any:
         refuse_reading(name)
+
+
+def _below(part: str, names: Mapping[str, Any]) -> dict[str, Any]:
+    """Paths in a part as paths in the model."""
+    return {f"{part}/{path}": own for path, own in names.items()}
 
 
 def _without(params: Params, path: Sequence[str]) -> Params:

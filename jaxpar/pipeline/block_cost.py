@@ -1,6 +1,7 @@
 """What does a pipeline block cost, and how much of its backward can be deferred?"""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 
@@ -10,8 +11,9 @@ from jaxpar.model.network import PipelineNetwork
 from jaxpar.pipeline.backward import trace_pullback
 from jaxpar.pipeline.schedules.catalog import make_schedule
 from jaxpar.pipeline.schedules.table import Cost, Schedule, cost
+from jaxpar.pipeline.sections import Sections
 from jaxpar.pipeline.stage_functions import StageFunctions
-from jaxpar.pipeline.stages import Stages
+from jaxpar.pipeline.stages import divide
 from jaxpar.step.inputs import Inputs
 from jaxpar.step.loss import Loss
 from jaxpar.step.row_draws import AsTraced, ShardKey
@@ -39,20 +41,17 @@ def trace_microbatch(network: PipelineNetwork, loss: Loss, rows: Inputs) -> Bloc
       rows: shapes of one micro-batch on one data shard.
 
     Returns:
-      The work of a block.
+      The work of a block, the mean of all.
 
     Raises:
       ValueError: if loss_fn calls the model twice, or uses an unbound axis name.
     """
     functions = StageFunctions(
-        network,
-        loss,
-        Stages(network.num_blocks, 1, 1),
-        1,
-        training=True,
-        platform="",
-        draws=AsTraced(),
+        network, loss, 1, training=True, platform="", draws=AsTraced()
     )
+    counts = {section.name: section.num_blocks for section in network.sections}
+    division = divide(counts, 1, 1)
+    whole = Sections(functions, division, keeps=False, splits=False)
     found: list[BlockWork] = []
 
     def run(key: jax.Array, rows: Inputs) -> None:
@@ -60,15 +59,21 @@ def trace_microbatch(network: PipelineNetwork, loss: Loss, rows: Inputs) -> Bloc
         shard_key = ShardKey(key, jax.numpy.int32(0))
         first = jax.numpy.int32(0)
         hidden = functions.embed(params["embed"], rows, first, shard_key)
+        for own in (chunks.functions for chunks in whole.chunks):
+            section = own.section
+            if section.between is not None:
+                given = params[section.between_name], hidden, rows, first, shard_key
+                hidden = own.between(*given)
+            places, others = own.places(first, rows, first, shard_key)
+            stacks = params[section.name], places
+            block, places = jax.tree.map(lambda x: x[0], stacks)
+            arguments = (block, hidden, *places, *others)
+            block_of = own.block_on(rows)
+            forward = jax.make_jaxpr(block_of)(*arguments)
+            deferred = trace_pullback(block_of, *arguments).deferred
+            found.append(BlockWork(flops(forward.eqns), deferred))
         shared = (params["head"], network.tied(params["embed"]))
         functions.head(shared, hidden, rows, first, shard_key)
-        own, others = functions.places(first, rows, first, shard_key)
-        block, own = jax.tree.map(lambda x: x[0], (params["blocks"], own))
-        arguments = (block, hidden, *own, *others)
-        block_of = functions.block_on(rows)
-        forward = jax.make_jaxpr(block_of)(*arguments)
-        deferred = trace_pullback(block_of, *arguments).deferred
-        found.append(BlockWork(flops(forward.eqns), deferred))
 
     try:
         jax.eval_shape(run, jax.random.key(0), rows)
@@ -80,7 +85,18 @@ def trace_microbatch(network: PipelineNetwork, loss: Loss, rows: Inputs) -> Bloc
             "it. Remove it from the model and the loss, and pass coupled_batch=True if "
             "it stood for all examples of a micro-batch; or use pipe=1."
         ) from error
-    return found[0]
+    return _mean(found, list(counts.values()))
+
+
+def _mean(found: Sequence[BlockWork], counts: Sequence[int]) -> BlockWork:
+    """The mean over all blocks; what is deferred, weighted by FLOPs."""
+    total = sum(n * work.flops for n, work in zip(counts, found, strict=True))
+    deferred = sum(
+        n * work.flops * work.deferred for n, work in zip(counts, found, strict=True)
+    )
+    if len(found) == 1:
+        return found[0]
+    return BlockWork(round(total / sum(counts)), deferred / (total or 1))
 
 
 def check_split(schedule: Schedule, deferred: float) -> None:

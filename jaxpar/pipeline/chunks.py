@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxpar.pipeline.backward import Pullback, run_and_keep, trace_pullback
-from jaxpar.pipeline.stage_functions import StageFunctions
+from jaxpar.pipeline.stage_functions import SectionFunctions
 from jaxpar.step.inputs import Inputs
 from jaxpar.step.row_draws import ShardKey
 from jaxpar.types import Params, PyTree
@@ -23,7 +23,7 @@ class ChunkWork:
     """One micro-batch on one virtual stage.
 
     Attributes:
-      virtual: the virtual stage.
+      virtual: the virtual stage; for `Chunks`, counted from its section's first.
       inputs: this data shard's rows.
       index: the micro-batch.
       key: the step's key.
@@ -37,7 +37,7 @@ class ChunkWork:
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """The forward and backward of a stage's chunks.
+    """The forward and backward of a stage's chunks of one section.
 
     Attributes:
       functions: the blocks.
@@ -46,7 +46,7 @@ class Chunks:
       splits: whether weight gradients are computed separately.
     """
 
-    functions: StageFunctions
+    functions: SectionFunctions
     keeps: bool
     splits: bool
 
@@ -139,4 +139,5 @@ class Chunks:
         return trace_pullback(block, first[0], hidden, *first[1], *shared)
 
     def _block(self, work: ChunkWork) -> Callable[..., PyTree]:
-        return self.functions.block_on(self.functions.rows(work.inputs, work.index))
+        rows = self.functions.whole.rows(work.inputs, work.index)
+        return self.functions.block_on(rows)

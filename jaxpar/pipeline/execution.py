@@ -15,9 +15,9 @@ from jaxpar.model.bridge import Network
 from jaxpar.model.network import PipelineNetwork
 from jaxpar.pipeline.block_cost import BlockWork, check_split
 from jaxpar.pipeline.gradients import Pipeline
-from jaxpar.pipeline.schedules.catalog import make_schedule
+from jaxpar.pipeline.schedules.catalog import chunks_of, make_schedule, with_chunks
 from jaxpar.pipeline.schedules.table import Schedule
-from jaxpar.pipeline.stages import Stages
+from jaxpar.pipeline.stages import Division, divide
 from jaxpar.sharding.rules import Spec
 from jaxpar.sharding.zero import LeafSharding, ZeroStage, shard_leaves
 from jaxpar.step.gradients import (
@@ -27,7 +27,11 @@ from jaxpar.step.gradients import (
     make_gradients,
 )
 from jaxpar.step.loss import Loss, Sums
+from jaxpar.tree import num_elements
 from jaxpar.types import Params, PyTree
+
+MOST_UNEVEN = 1.25
+"""Parameters of blocks on a stage, by those of an even division, without asking."""
 
 
 @runtime_checkable
@@ -141,21 +145,51 @@ def make_execution(
     if not isinstance(network, PipelineNetwork):
         raise ValueError(
             f"mesh: pipe={num_stages} needs a model that can be cut into stages: give "
-            "model=jaxpar.PipelineModel(embed=..., block=..., num_blocks=..., "
+            "model=jaxpar.PipelineModel(embed=..., sections=[(block, count)], "
             "head=...), or use pipe=1."
         )
-    stages = Stages(network.num_blocks, num_stages, made.num_chunks)
-    if network.num_blocks < stages.num_virtual:
-        chunks = f" x {made.num_chunks} chunks" if made.num_chunks > 1 else ""
-        raise ValueError(
-            f"mesh: pipe={num_stages}{chunks} cuts the model into {stages.num_virtual} "
-            f"parts, but the model has num_blocks={network.num_blocks}; use at most "
-            f"pipe={network.num_blocks // made.num_chunks or 1}."
-        )
+    counts = {section.name: section.num_blocks for section in network.sections}
+    chunks = chunks_of(schedule, len(counts))
+    division = divide(counts, num_stages, chunks)
+    _check_division(network, division, chunks)
+    made = with_chunks(schedule, num_stages, accumulate, division.num_chunks)
     assert block is not None, "traced if there are several stages"
     if made.splits_backward and isinstance(schedule, str):
         check_split(made, block.deferred)
-    return Pipeline(network, made, stages, block)
+    return Pipeline(network, made, division, block)
+
+
+def _check_division(network: PipelineNetwork, division: Division, chunks: int) -> None:
+    """Raise for blocks that the stages can't divide, or only very unevenly."""
+    P, model = division.num_stages, network.num_blocks
+    most = max(own.num_blocks // P for own in division.sections)
+    if most < 1 or (len(division.sections) == 1 and model < P * chunks):
+        parts = f"{P} x {chunks} chunks" if chunks > 1 else f"{P}"
+        counts = ", ".join(f"{own.name}: {own.num_blocks}" for own in division.sections)
+        raise ValueError(
+            f"mesh: pipe={parts} cuts a section into {P * chunks} parts, but the "
+            f"model has too few blocks ({counts}); use at most "
+            f"pipe={max(own.num_blocks for own in division.sections) // chunks or 1}."
+        )
+    params, _ = jax.eval_shape(network.init, jax.random.key(0))
+    sizes = [num_elements(params[own.name]) for own in division.sections]
+    even = sum(sizes)
+    cut = sum(
+        size / own.num_blocks * own.num_virtual * own.places
+        for size, own in zip(sizes, division.sections, strict=True)
+    )
+    if cut > MOST_UNEVEN * even and not network.allow_uneven:
+        uneven = ", ".join(
+            f"{own.num_blocks} {own.name} on {own.num_virtual} virtual stages"
+            for own in division.sections
+            if own.idle_places
+        )
+        raise ValueError(
+            f"mesh: pipe={P} can't divide the blocks evenly ({uneven}): every stage "
+            f"would hold {cut / even:.2f} x the parameters of an even division, more "
+            f"than {MOST_UNEVEN}. Change the mesh, the schedule or the counts, or "
+            "pass PipelineModel(allow_uneven=True)."
+        )
 
 
 class OneStage:

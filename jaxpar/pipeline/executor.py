@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.pipeline.buffers import from_stage, unused_like
-from jaxpar.pipeline.chunks import Chunks
+from jaxpar.pipeline.buffers import from_stage, over_pipe, unused_like
 from jaxpar.pipeline.schedules.table import IDLE
+from jaxpar.pipeline.sections import Sections
 from jaxpar.pipeline.slots import Buffers, Slots
 from jaxpar.pipeline.stage_functions import StageFunctions
 from jaxpar.pipeline.tick_table import TickRows, TickTable
@@ -29,7 +29,7 @@ from jaxpar.types import Params, PyTree
 
 
 def run_schedule(
-    chunks: Chunks,
+    sections: Sections,
     table: TickTable,
     params: Params,
     inputs: Inputs,
@@ -39,7 +39,7 @@ def run_schedule(
     """Run a schedule with backwards.
 
     Args:
-      chunks: the forwards and backwards of chunks.
+      sections: the forwards and backwards of chunks.
       table: the schedule.
       params: gathered over data, in the compute dtype; blocks in the stages' order.
       inputs: this data shard's rows.
@@ -50,18 +50,27 @@ def run_schedule(
       The sums over micro-batches of scale times the gradients of the losses' totals,
       fp32, in the structure of `params`; and the losses' and metrics' sums.
     """
-    executor = _Executor(chunks, params, inputs, key, scale)
+    sections = sections.of_step(params, inputs, key)
+    executor = _Executor(sections, params, inputs, key, scale)
     carry = executor.initial(table)
     carry, _ = jax.lax.scan(executor.tick, carry, _as_arrays(table.rows))
-    grads = {"embed": carry.embed, "blocks": carry.blocks, "head": carry.head}
-    return grads, carry.sums
+    assert carry.blocks is not None, "made for training"
+    blocks, between = carry.blocks
+    # Such a part runs on the first stage alone.
+    between = executor.first_of(between) if between else {}
+    return {"embed": carry.embed, "head": carry.head, **blocks, **between}, carry.sums
 
 
 def run_forwards(
-    chunks: Chunks, table: TickTable, params: Params, inputs: Inputs, key: ShardKey
+    sections: Sections,
+    table: TickTable,
+    params: Params,
+    inputs: Inputs,
+    key: ShardKey,
 ) -> Sums:
     """Run a schedule's forwards; the losses' and metrics' sums over micro-batches."""
-    executor = _Executor(chunks, params, inputs, key, jnp.float32(1))
+    sections = sections.of_step(params, inputs, key)
+    executor = _Executor(sections, params, inputs, key, jnp.float32(1))
     carry = executor.initial(table, training=False)
     carry, _ = jax.lax.scan(executor.forward_tick, carry, _as_arrays(table.rows))
     return carry.sums
@@ -77,7 +86,8 @@ class _Carry:
       weights: [M]: the weight of each micro-batch's loss.
       sums: sums of losses and metrics.
       embed: gradients of the embedding, fp32.
-      blocks: gradients of the blocks, fp32, [P v n, ...].
+      blocks: gradients, fp32, of the sections, [P v n, ...], and of the parts between
+        them, [P, ...].
       head: gradients of the head, fp32.
     """
 
@@ -85,7 +95,7 @@ class _Carry:
     weights: jax.Array
     sums: Sums
     embed: Params | None
-    blocks: Params | None
+    blocks: tuple[Params, Params] | None
     head: Params | None
 
 
@@ -93,7 +103,7 @@ class _Carry:
 class _Executor:
     """One step's arguments, and its ticks."""
 
-    chunks: Chunks
+    sections: Sections
     params: Params
     inputs: Inputs
     key: ShardKey
@@ -101,13 +111,16 @@ class _Executor:
 
     @property
     def functions(self) -> StageFunctions:
-        """Embedding, blocks and head as functions."""
-        return self.chunks.functions
+        """Embedding and head as functions."""
+        return self.sections.functions
 
     @property
     def slots(self) -> Slots:
         """The stages' forwards, backwards and sends."""
-        return Slots(self.chunks, self.params["blocks"], self.inputs, self.key)
+        blocks, between = (
+            {name: self.params[name] for name in names} for names in self.sections.names
+        )
+        return Slots(self.sections, blocks, between, self.inputs, self.key)
 
     @property
     def head_params(self) -> tuple[Params, dict[str, jax.Array]]:
@@ -116,18 +129,26 @@ class _Executor:
 
     def initial(self, table: TickTable, *, training: bool = True) -> _Carry:
         """Empty buffers and zero sums."""
-        first = jnp.int32(0)
-        hidden = jax.eval_shape(
-            self.functions.embed, self.params["embed"], self.inputs, first, self.key
-        )
+        first, slots = jnp.int32(0), self.slots
+        hidden = self.sections.last(self.sections.structs)
         sums = jax.eval_shape(
             self.functions.head, self.head_params, hidden, self.inputs, first, self.key
         )
-        zeros = {name: None for name in self.params}
+        zeros: dict[str, Any] = {"embed": None, "blocks": None, "head": None}
         if training:
-            zeros = jax.tree.map(_fp32_zeros, self.params)
+            each = (self.sections.division.num_stages,)
+            zeros = {
+                "embed": jax.tree.map(_fp32_zeros, self.params["embed"]),
+                "blocks": (
+                    jax.tree.map(_fp32_zeros, slots.blocks),
+                    jax.tree.map(
+                        lambda x: over_pipe(jnp.zeros(each + x.shape)), slots.between
+                    ),
+                ),
+                "head": jax.tree.map(_fp32_zeros, self.params["head"]),
+            }
         return _Carry(
-            buffers=self.slots.empty_buffers(table, hidden, training=training),
+            buffers=slots.empty_buffers(table, training=training),
             weights=jnp.zeros(self.functions.accumulate, jnp.float32),
             sums=of_no_examples(sums),
             **zeros,
@@ -135,10 +156,12 @@ class _Executor:
 
     def tick(self, carry: _Carry, row: TickRows) -> tuple[_Carry, None]:
         """A tick of a training step."""
+        grads = carry.blocks
+        assert grads is not None, "made for training"
         out, buffers = self.slots.forwards(carry.buffers, self._embedded(row), row)
         carry, cotangent = self._losses(carry, out, row)
         buffers, blocks, sent_back = self.slots.backwards(
-            buffers, carry.blocks, cotangent, carry.weights, row
+            buffers, grads, cotangent, carry.weights, row
         )
         embed = self._embed_backward(carry, sent_back, row)
         buffers = self.slots.send(buffers, out, sent_back, row)
@@ -170,7 +193,7 @@ class _Executor:
             hidden = self.functions.embed(params, self.inputs, row.embed, self.key)
             # A branch that ends in a sharding constraint, as that of sequence
             # parallelism does, aborts XLA 0.11.2 ("inconsistent conditional sharding").
-            return jax.lax.optimization_barrier(hidden)
+            return self.sections.of_first(jax.lax.optimization_barrier(hidden))
 
         return jax.lax.cond(
             row.embed != IDLE, embed, lambda: unused_like(jax.eval_shape(embed))
@@ -195,7 +218,7 @@ class _Executor:
             weight = sums.loss.weight
             grads, cotangent = pull(jnp.where(weight > 0, self.scale / weight, 0.0))
             grads = jax.tree.map(lambda x: x.astype(jnp.float32) * weight, grads)
-            return sums, grads, cotangent
+            return sums, grads, self.sections.of_last(cotangent)
 
         def nothing() -> tuple:
             sums, grads, cotangent = jax.eval_shape(loss)
@@ -223,7 +246,7 @@ class _Executor:
         """Add the embedding's gradient for the first stage's cotangent."""
 
         def run() -> Params:
-            cotangent = self._first(sent_back)
+            cotangent = self.first_of(self.sections.first(sent_back))
 
             def embed(params: Params) -> PyTree:
                 return self.functions.embed(
@@ -239,11 +262,14 @@ class _Executor:
         grads = jax.lax.cond(row.embed_backward != IDLE, run, lambda: zeros)
         return jax.tree.map(jnp.add, carry.embed, grads)
 
-    def _first(self, values: PyTree) -> PyTree:
+    def first_of(self, values: PyTree) -> PyTree:
+        """The first stage's of [P, ...]."""
         return from_stage(values, 0, platform=self.functions.platform)
 
-    def _last(self, values: PyTree) -> PyTree:
-        last = self.functions.stages.num_stages - 1
+    def _last(self, out: PyTree) -> PyTree:
+        """The last stage's output, the head's input."""
+        last = self.sections.division.num_stages - 1
+        values = self.sections.last(out)
         return from_stage(values, last, platform=self.functions.platform)
 
 

@@ -14,12 +14,12 @@ from jaxpar.pipeline.block_cost import (
     cost_of,
     times_of,
 )
-from jaxpar.pipeline.chunks import Chunks
 from jaxpar.pipeline.executor import run_forwards, run_schedule
 from jaxpar.pipeline.schedules.interleaved import make_in_groups
 from jaxpar.pipeline.schedules.table import Schedule, kept
+from jaxpar.pipeline.sections import Sections
 from jaxpar.pipeline.stage_functions import StageFunctions
-from jaxpar.pipeline.stages import Stages, is_stacked
+from jaxpar.pipeline.stages import Division, Stages
 from jaxpar.pipeline.tick_table import make_tick_table
 from jaxpar.sharding.rules import Spec, axes_of
 from jaxpar.sharding.zero import LeafSharding, ZeroStage, shard_leaves
@@ -40,13 +40,13 @@ class Pipeline:
     Attributes:
       network: embedding, blocks and head.
       schedule: the schedule.
-      stages: which blocks are on which stage.
-      block: a block's cost.
+      division: which blocks are on which stage.
+      block: a block's cost, the mean of all.
     """
 
     network: PipelineNetwork
     schedule: Schedule
-    stages: Stages
+    division: Division
     block: BlockWork
 
     def shard_leaves(
@@ -58,11 +58,13 @@ class Pipeline:
         allow_whole: Sequence[str],
     ) -> dict[str, LeafSharding]:
         """Shard leaves; stacks over pipe, if they are stored in the stages' order."""
-        stacks = tuple(filter(is_stacked, leaves))
-        if not self.stages.in_order:
-            return shard_leaves(leaves, compute, zero, sizes, allow_whole, stacks)
-        split = {name: (PIPE, *compute[name][1:]) for name in stacks}
-        return shard_leaves(leaves, {**compute, **split}, zero, sizes, allow_whole)
+        stacks = {name: own for name in leaves if (own := self.division.of(name))}
+        split = {
+            n: (PIPE, *compute[n][1:]) for n, own in stacks.items() if own.in_order
+        }
+        moved = tuple(name for name in stacks if name not in split)
+        given = leaves, {**compute, **split}, zero, sizes, allow_whole
+        return shard_leaves(*given, moved)
 
     def make_gradients(
         self,
@@ -76,14 +78,14 @@ class Pipeline:
         At every ZeRO stage parameters are gathered, and gradients reduced, once a step.
         """
         structure = jax.tree.structure(params_like)
-        chunks = self._chunks(partition, loss, accumulate, training=True)
-        table = make_tick_table(self.schedule, training=True, keeps=chunks.keeps)
+        sections = self._sections(partition, loss, accumulate, training=True)
+        table = make_tick_table(self.schedule, training=True, keeps=sections.keeps)
         leaf_shardings = self.communicated_shardings(partition.leaves)
 
         def body(shards, inputs, model_state, key, scale):
             key = partition.shard_key(key)
             params = jax.tree.unflatten(structure, self._whole(partition, shards))
-            grads, sums = run_schedule(chunks, table, params, inputs, key, scale)
+            grads, sums = run_schedule(sections, table, params, inputs, key, scale)
             sums = sums.over_data(partition.collectives)
             weight = sums.loss.weight
             inverse = jax.numpy.where(weight > 0, 1.0 / weight, 0.0)
@@ -94,7 +96,9 @@ class Pipeline:
                 )
             ]
             stored = [
-                self.stages.from_stages(own, view) if is_stacked(own.name) else view
+                stages.from_stages(own, view)
+                if (stages := self.division.of(own.name))
+                else view
                 for own, view in zip(partition.leaves, reduced, strict=True)
             ]
             return stored, sums, model_state
@@ -109,16 +113,14 @@ class Pipeline:
 
         def forward(shards, inputs, model_state, key, parts):
             del model_state
-            stages = self.stages
-            schedule = make_in_groups(
-                "forwards", stages.num_stages, parts, stages.num_chunks
-            )
-            chunks = self._chunks(partition, loss, parts, training=training)
-            chunks = dataclasses.replace(chunks, keeps=False)
+            P, v = self.division.num_stages, self.division.num_chunks
+            schedule = make_in_groups("forwards", P, parts, v)
+            sections = self._sections(partition, loss, parts, training=training)
+            sections = dataclasses.replace(sections, keeps=False)
             params = jax.tree.unflatten(structure, self._whole(partition, shards))
             table = make_tick_table(schedule, training=False)
             key = partition.shard_key(key)
-            return run_forwards(chunks, table, params, inputs, key)
+            return run_forwards(sections, table, params, inputs, key)
 
         return forward
 
@@ -146,7 +148,7 @@ class Pipeline:
         self, zero: ZeroStage, leaf_shardings: Mapping[str, LeafSharding]
     ) -> tuple[str, ...]:
         """The schedule, idle places, and costs of embedding, head and stages."""
-        own, cut = self.schedule, self.stages
+        own = self.schedule
         lines = [
             f"pipe: {own.name}: {own.num_microbatches} micro-batches on "
             f"{own.num_stages} stages take {own.num_ticks} ticks, "
@@ -157,23 +159,23 @@ class Pipeline:
             "micro-batch all-reduces its last and its first hidden state over pipe, "
             "and two more over the axes that split its vocabulary.",
         ]
-        if cut.idle_places:
-            places = cut.num_virtual * cut.places
-            lines.append(
-                f"pipe: {cut.num_blocks} blocks on {cut.num_virtual} virtual stages "
-                f"leave {cut.idle_places} of {places} places idle."
-            )
+        lines += [
+            self._idle_line(cut, leaf_shardings)
+            for cut in self.division.sections
+            if cut.idle_places
+        ]
         if own.splits_backward:
             lines.append(
                 f"pipe: {self.block.deferred:.0%} of a backward computes only weight "
                 "gradients, deferred to idle time; a stage stores the inputs of up to "
                 f"{kept(own).products.max()} of them."
             )
-        if not cut.in_order:
+        if not all(cut.in_order for cut in self.division.sections):
             lines.append(
                 "pipe: blocks are moved to their stages, and back, once a step."
             )
-        ends = [leaf for name, leaf in leaf_shardings.items() if not is_stacked(name)]
+        leaves = leaf_shardings.items()
+        ends = [leaf for name, leaf in leaves if not self.division.of(name)]
         if not any(
             PIPE in axes for leaf in ends for axes in map(axes_of, leaf.compute)
         ):
@@ -187,6 +189,23 @@ class Pipeline:
                 "reduces its gradients, once a step, as at ZeRO 1, and holds both."
             )
         return tuple(lines)
+
+    def _idle_line(
+        self, cut: Stages, leaf_shardings: Mapping[str, LeafSharding]
+    ) -> str:
+        """What the idle places of a section cost."""
+        leaves = leaf_shardings.values()
+        own = [leaf for leaf in leaves if self.division.of(leaf.name) == cut]
+        block = sum(math.prod(leaf.view_shape) for leaf in own) / cut.num_blocks
+        # Gradients in fp32 are added up for every place.
+        idle = 4 * block * cut.idle_places / cut.num_stages
+        places = cut.num_virtual * cut.places
+        return (
+            f"pipe: {cut.name}: {cut.num_blocks} blocks on {cut.num_virtual} virtual "
+            f"stages leave {cut.idle_places} of {places} places idle; their gradients "
+            f"take {idle:,.0f} bytes of a device, and their copies in the compute "
+            "dtype as many elements."
+        )
 
     @property
     def bubble(self) -> float:
@@ -215,27 +234,27 @@ class Pipeline:
         times = self.network.num_blocks * self.schedule.num_microbatches * shards
         return model + times * self.block.flops
 
-    def _chunks(
+    def _sections(
         self, partition: Partition, loss: Loss, accumulate: int, *, training: bool
-    ) -> Chunks:
+    ) -> Sections:
         functions = StageFunctions(
             self.network,
             loss,
-            self.stages,
             accumulate,
             training=training,
             platform=partition.platform,
             draws=partition.draws,
         )
         keeps = self.network.remat == "none"
-        return Chunks(functions, keeps=keeps, splits=self.schedule.splits_backward)
+        splits = self.schedule.splits_backward
+        return Sections(functions, self.division, keeps=keeps, splits=splits)
 
     def communicated_shardings(
         self, leaf_shardings: Sequence[LeafSharding]
     ) -> list[LeafSharding]:
         """The shardings in which leaves are gathered, and gradients reduced."""
         return [
-            self.stages.staged(leaf) if is_stacked(leaf.name) else leaf
+            own.staged(leaf) if (own := self.division.of(leaf.name)) else leaf
             for leaf in leaf_shardings
         ]
 
@@ -245,7 +264,7 @@ class Pipeline:
         staged = self.communicated_shardings(partition.leaves)
         for leaf, own, shard in zip(partition.leaves, staged, shards, strict=True):
             view = shard.astype(partition.precision.compute_dtype)
-            if is_stacked(leaf.name):
-                view = self.stages.to_stages(leaf, view)
+            if stages := self.division.of(leaf.name):
+                view = stages.to_stages(leaf, view)
             whole.append(partition.collectives.gather(own, view))
         return whole

@@ -21,9 +21,10 @@ from jaxpar.pipeline.buffers import (
     take_before,
     unused_like,
 )
-from jaxpar.pipeline.chunks import Chunks, ChunkWork
+from jaxpar.pipeline.chunks import ChunkWork
 from jaxpar.pipeline.schedules.table import IDLE
-from jaxpar.pipeline.stages import Stages
+from jaxpar.pipeline.sections import Sections
+from jaxpar.pipeline.stages import Division
 from jaxpar.pipeline.tick_table import TickRows, TickTable
 from jaxpar.step.inputs import Inputs
 from jaxpar.step.row_draws import ShardKey
@@ -53,31 +54,30 @@ class Slots:
     """The slots of one step's ticks.
 
     Attributes:
-      chunks: the forwards and backwards of chunks.
-      blocks: all blocks' parameters, [P v n, ...].
+      sections: the forwards and backwards of chunks.
+      blocks: section -> its blocks' parameters, [P v n, ...].
+      between: part between two sections -> its parameters.
       inputs: this data shard's rows.
       key: the step's key.
     """
 
-    chunks: Chunks
+    sections: Sections
     blocks: Params
+    between: Params
     inputs: Inputs
     key: ShardKey
 
-    def empty_buffers(
-        self, table: TickTable, hidden: PyTree, *, training: bool
-    ) -> Buffers:
+    def empty_buffers(self, table: TickTable, *, training: bool) -> Buffers:
         """Make the buffers of a schedule.
 
         Args:
           table: the schedule.
-          hidden: shapes of the hidden state.
           training: whether to include the buffers that only backwards use.
 
         Returns:
           The buffers; their initial values are never used.
         """
-        num_stages = self._stages.num_stages
+        num_stages, hidden = self._division.num_stages, self.sections.structs
 
         def buffer(places: int, shapes: PyTree) -> PyTree:
             wide = jax.tree.map(
@@ -89,7 +89,7 @@ class Slots:
         waiting = buffer(table.num_inputs, hidden)
         if not training:
             return Buffers(waiting, [], [], [])
-        kept, products = self._shapes_between(hidden)
+        kept, products = self._shapes_between()
         return Buffers(
             inputs=waiting,
             kept=buffer(table.num_kept, kept),
@@ -113,7 +113,7 @@ class Slots:
 
         def forward(own: tuple, blocks: Params, shared: tuple) -> tuple:
             stage, buffers, row = own
-            entered, inputs, key = shared
+            entered, between, inputs, key = shared
             index, chunk, place = row.forward, row.forward_chunk, row.forward_place
             enters = (stage == 0) & (chunk == 0) & (index != IDLE)
             (there,), entered = take_before(buffers.inputs, [place], entered)
@@ -122,8 +122,8 @@ class Slots:
             work = self._work(stage, chunk, inputs, index, key)
 
             def run() -> tuple[PyTree, PyTree]:
-                blocks_of_chunk = self._stages.chunk_of(blocks, chunk)
-                return self.chunks.forward(blocks_of_chunk, hidden, work)
+                params = self.sections.chunk_of({**blocks, **between}, chunk)
+                return self.sections.forward(params, hidden, work)
 
             out, kept = _if_busy(index, run)
             buffers = dataclasses.replace(
@@ -131,23 +131,24 @@ class Slots:
             )
             return (out, buffers), None
 
-        shared = (entered, self.inputs, self.key)
+        shared = (entered, self.between, self.inputs, self.key)
         own = (self._numbers, buffers, _of_stages(row))
         return on_stages(forward)(own, self.blocks, shared)[0]
 
     def backwards(
         self,
         buffers: Buffers,
-        grads: Params,
+        grads: tuple[Params, Params],
         cotangent: PyTree,
         weights: jax.Array,
         row: TickRows,
-    ) -> tuple[Buffers, Params, PyTree]:
+    ) -> tuple[Buffers, tuple[Params, Params], PyTree]:
         """Run each stage's backward, and its deferred weight gradients.
 
         Args:
           buffers: the buffers.
-          grads: gradients so far, fp32, [P v n, ...].
+          grads: gradients so far, fp32: of sections, [P v n, ...], and of the parts
+            between them, [P, ...].
           cotangent: of the hidden state that left in this tick.
           weights: [M]: the weight of each micro-batch's loss.
           row: the tick.
@@ -157,13 +158,14 @@ class Slots:
         """
 
         def backward(own: tuple, stacks: tuple, shared: tuple) -> tuple:
-            stage, buffers, row = own
+            stage, buffers, row, grads_between = own
             blocks, grads = stacks
-            cotangent, head_place, weights, inputs, key = shared
-            leaves = jnp.where(stage == self._stages.num_stages - 1, head_place, IDLE)
+            cotangent, head_place, weights, between, inputs, key = shared
+            leaves = jnp.where(stage == self._division.num_stages - 1, head_place, IDLE)
             cotangents = put(buffers.cotangents, cotangent, leaves)
             index, chunk = row.backward, row.backward_chunk
-            blocks = self._stages.chunk_of(blocks, chunk)
+            params = self.sections.chunk_of({**blocks, **between}, chunk)
+            grads = {**grads, **grads_between}
             work = self._work(stage, chunk, inputs, index, key)
 
             # Read here: XLA copies a buffer that a branch reads before it is written.
@@ -173,30 +175,34 @@ class Slots:
                 take(cotangents, row.cotangent_place),
             )
             made, sent_back, products = _if_busy(
-                index, lambda: self.chunks.backward(blocks, *given, work)
+                index, lambda: self.sections.backward(params, *given, work)
             )
             made = _weighed(made, weights, index)
-            grads = self._stages.add_chunk(grads, made, chunk)
+            grads = self.sections.add_chunk(grads, made, chunk)
             waiting, products = take_before(
                 buffers.products, list(row.weight_place), products
             )
             for slot, there in enumerate(waiting):
                 is_new = row.weight_place[slot] == row.products_place
                 own = optax.tree.where(is_new, products, there)
-                late = self._late(own, sent_back, row.weight[slot], blocks, work)
-                late = _weighed(late, weights, row.weight[slot])
-                grads = self._stages.add_chunk(grads, late, row.weight_chunk[slot])
+                index, chunk = row.weight[slot], row.weight_chunk[slot]
+                late_work = self._work(stage, chunk, inputs, index, key)
+                late = self._late(own, sent_back, index, params, late_work)
+                late = _weighed(late, weights, index)
+                grads = self.sections.add_chunk(grads, late, chunk)
             products = put(buffers.products, products, row.products_place)
             buffers = dataclasses.replace(
                 buffers, cotangents=cotangents, products=products
             )
-            return (buffers, sent_back), grads
+            grads_between = {name: grads.pop(name) for name in grads_between}
+            return (buffers, sent_back, grads_between), grads
 
-        own = (self._numbers, buffers, _of_stages(row))
-        shared = (cotangent, row.head_place, weights, self.inputs, self.key)
-        stacks = (self.blocks, grads)
-        (buffers, sent_back), grads = on_stages(backward)(own, stacks, shared)
-        return buffers, grads, sent_back
+        own = (self._numbers, buffers, _of_stages(row), grads[1])
+        rest = self.between, self.inputs, self.key
+        shared = (cotangent, row.head_place, weights, *rest)
+        stacks = (self.blocks, grads[0])
+        (buffers, sent_back, between), blocks = on_stages(backward)(own, stacks, shared)
+        return buffers, (blocks, between), sent_back
 
     def send(
         self, buffers: Buffers, out: PyTree, sent_back: PyTree | None, row: TickRows
@@ -231,18 +237,18 @@ class Slots:
         ]
 
     @property
-    def _stages(self) -> Stages:
-        return self.chunks.functions.stages
+    def _division(self) -> Division:
+        return self.sections.division
 
     @property
     def _numbers(self) -> jax.Array:
-        return jnp.arange(self._stages.num_stages)
+        return jnp.arange(self._division.num_stages)
 
     @property
     def _pairs(self) -> list[tuple[int, int]]:
         """(from, to) of activations; with one chunk the last stage sends none."""
-        num_stages = self._stages.num_stages
-        last = num_stages - (self._stages.num_chunks == 1)
+        num_stages = self._division.num_stages
+        last = num_stages - (self._division.num_chunks == 1)
         return [(here, (here + 1) % num_stages) for here in range(last)]
 
     def _work(
@@ -253,7 +259,7 @@ class Slots:
         index: jax.Array,
         key: ShardKey,
     ) -> ChunkWork:
-        virtual = jnp.maximum(chunk, 0) * self._stages.num_stages + stage
+        virtual = jnp.maximum(chunk, 0) * self._division.num_stages + stage
         return ChunkWork(virtual, inputs, index, key)
 
     def _late(
@@ -261,27 +267,27 @@ class Slots:
         products: PyTree,
         hidden: PyTree,
         index: jax.Array,
-        blocks: Params,
+        params: Params,
         work: ChunkWork,
     ) -> Params:
         """The weight gradients of one slot; only the shapes of `hidden` are used."""
         return _if_busy(
-            index, lambda: self.chunks.weights(blocks, hidden, products, work)
+            index, lambda: self.sections.weights(params, hidden, products, work)
         )
 
-    def _shapes_between(self, hidden: PyTree) -> tuple[PyTree, PyTree]:
+    def _shapes_between(self) -> tuple[PyTree, PyTree]:
         """Shapes of a forward's residuals, and of deferred weight gradients' inputs."""
 
         def run(stage: jax.Array, blocks: Params, shared: tuple) -> tuple:
-            hidden, inputs, key = shared
+            hidden, between, inputs, key = shared
             first = jnp.int32(0)
             work = self._work(stage, first, inputs, first, key)
-            blocks = self._stages.chunk_of(blocks, first)
-            out, kept = self.chunks.forward(blocks, hidden, work)
-            _, _, products = self.chunks.backward(blocks, hidden, kept, out, work)
+            params = self.sections.chunk_of({**blocks, **between}, first)
+            out, kept = self.sections.forward(params, hidden, work)
+            _, _, products = self.sections.backward(params, hidden, kept, out, work)
             return (kept, products), None
 
-        shared = (hidden, self.inputs, self.key)
+        shared = (self.sections.structs, self.between, self.inputs, self.key)
         own, _ = jax.eval_shape(on_stages(run), self._numbers, self.blocks, shared)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), own)
 

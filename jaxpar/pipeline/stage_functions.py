@@ -1,4 +1,4 @@
-"""What does a stage do with a micro-batch: embed it, run a chunk, compute its loss.
+"""What does a stage do with a micro-batch: embed it, run blocks, compute its loss.
 
 Pure functions of a micro-batch's index; the caller decides where they run.
 """
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpar.model.network import PipelineNetwork
+from jaxpar.model.network import PipelineNetwork, SectionNetwork
 from jaxpar.model.proxies import Call, ModelProxy, inputs_of
 from jaxpar.pipeline.stages import Stages
 from jaxpar.step.gradients import microbatch_rows
@@ -24,12 +24,11 @@ from jaxpar.types import Params, PyTree
 
 @dataclasses.dataclass(frozen=True)
 class StageFunctions:
-    """Embedding, block and head as pure functions.
+    """Embedding and head as pure functions.
 
     Attributes:
       network: embedding, blocks and head.
       loss: the loss function.
-      stages: which blocks are on which stage.
       accumulate: micro-batches.
       training: False to evaluate.
       platform: the mesh's platform.
@@ -38,18 +37,10 @@ class StageFunctions:
 
     network: PipelineNetwork
     loss: Loss
-    stages: Stages
     accumulate: int
     training: bool
     platform: str
     draws: Draws
-
-    @property
-    def _policy(self) -> str:
-        # The backward already recomputes the chunk from its input; "full" on each block
-        # would run every block a third time.
-        policy = self.network.remat
-        return "none" if policy == "full" else policy
 
     def rows(self, inputs: Inputs, index: jax.Array) -> Inputs:
         """Select a micro-batch."""
@@ -80,59 +71,55 @@ class StageFunctions:
 
         def twice() -> tuple:
             wide = twice_the_rows(rows)
-            return params, self._hidden_of(wide), wide
+            return params, self.hidden_of(wide), wide
 
         args, own = (params, hidden, rows), Rows(num_rows(rows), twice)
         return self.draws.call(self._head, key.fold_in(index), args, own)
 
-    def block_on(self, rows: Inputs) -> Callable[..., PyTree]:
-        """Make ``(params, hidden, number, is_run, call, key) -> hidden``: one block.
-
-        In an idle place it returns `hidden`.
-
-        Args:
-          rows: a micro-batch; only its shapes are used.
-        """
-
-        def block(params, hidden, number, is_run, call, key):
-            def twice() -> tuple:
-                wide = twice_the_rows(rows)
-                call_of = jax.eval_shape(self._call, key.key, wide)
-                return params, self._hidden_of(wide), number, call_of
-
-            args, own = (params, hidden, number, call), Rows(num_rows(rows), twice)
-            out = self.draws.call(self._block, key, args, own)
-            if self.stages.idle_places:
-                return optax.tree.where(is_run, out, hidden)
-            return out
-
-        return block
-
-    def _call(self, key: jax.Array, rows: Inputs) -> Call:
+    def call(self, inputs: Inputs, index: jax.Array, key: ShardKey) -> Call:
         """The arguments with which the loss function calls the model."""
+        rows, key = self.rows(inputs, index), key.fold_in(index)
+        own = Rows(num_rows(rows), lambda: (twice_the_rows(rows),))
+        return self.draws.call(self.call_of, key, (rows,), own)
+
+    def call_of(self, key: jax.Array, rows: Inputs) -> Call:
+        """As `call`, of a micro-batch's rows."""
         loss = functools.partial(self.loss, key=key, training=self.training)
         return inputs_of(loss, rows, training=self.training)
 
+    def hidden_of(self, rows: Inputs, before: SectionNetwork | None = None) -> PyTree:
+        """The shapes of a hidden state.
+
+        Args:
+          rows: a micro-batch.
+          before: the section whose predecessor returns it; None for the head.
+        """
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        params, _ = jax.eval_shape(self.network.init, key)
+        hidden = jax.eval_shape(self._embed, key, params["embed"], rows)
+        call = jax.eval_shape(self.call_of, key, rows)
+        for section in self.network.sections:
+            if section is before:
+                break
+            own = params.get(section.between_name)
+            between = functools.partial(self._between, section)
+            hidden = jax.eval_shape(between, key, own, hidden, call)
+        return hidden
+
     def _embed(self, key: jax.Array, params: Params, rows: Inputs) -> PyTree:
-        call = self._call(key, rows)
+        call = self.call_of(key, rows)
         return self.network.run_embed(params, call, key, training=self.training)
 
-    def _block(
+    def _between(
         self,
+        section: SectionNetwork,
         key: jax.Array,
         params: Params,
         hidden: PyTree,
-        number: jax.Array,
         call: Call,
     ) -> PyTree:
-        return self.network.run_block(
-            params,
-            hidden,
-            number,
-            call,
-            key,
-            training=self.training,
-            policy=self._policy,
+        return self.network.run_between(
+            section, params, hidden, call, key, training=self.training
         )
 
     def _head(
@@ -148,16 +135,88 @@ class StageFunctions:
         out = self.loss(model, rows, key=key, training=self.training)
         return loss_sums(out, rows)
 
-    def _hidden_of(self, rows: Inputs) -> PyTree:
-        """The shapes of the hidden state."""
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        params, _ = jax.eval_shape(self.network.init, key)
-        return jax.eval_shape(self._embed, key, params["embed"], rows)
+
+@dataclasses.dataclass(frozen=True)
+class SectionFunctions:
+    """A section's blocks, and the part before them, as pure functions.
+
+    Attributes:
+      whole: embedding and head.
+      section: the section.
+      stages: which of its blocks are on which stage.
+    """
+
+    whole: StageFunctions
+    section: SectionNetwork
+    stages: Stages
+
+    @property
+    def training(self) -> bool:
+        """False to evaluate."""
+        return self.whole.training
+
+    @property
+    def _policy(self) -> str:
+        # The backward already recomputes the chunk from its input; "full" on each block
+        # would run every block a third time.
+        policy = self.whole.network.remat
+        return "none" if policy == "full" else policy
+
+    def between(
+        self,
+        params: Params,
+        hidden: PyTree,
+        inputs: Inputs,
+        index: jax.Array,
+        key: ShardKey,
+    ) -> PyTree:
+        """Run the part before the section."""
+        whole, rows = self.whole, self.whole.rows(inputs, index)
+        call = whole.call(inputs, index, key)
+
+        def twice() -> tuple:
+            wide = twice_the_rows(rows)
+            own = jax.eval_shape(whole.call_of, key.key, wide)
+            return params, whole.hidden_of(wide, before=self.section), own
+
+        args, own = (params, hidden, call), Rows(num_rows(rows), twice)
+        run = functools.partial(whole._between, self.section)
+        return whole.draws.call(run, key.fold_in(index), args, own)
+
+    def block_on(self, rows: Inputs) -> Callable[..., PyTree]:
+        """Make ``(params, hidden, number, is_run, call, key) -> hidden``: one block.
+
+        In an idle place it returns `hidden`.
+
+        Args:
+          rows: a micro-batch; only its shapes are used.
+        """
+        whole = self.whole
+
+        def block(params, hidden, number, is_run, call, key):
+            def twice() -> tuple:
+                wide = twice_the_rows(rows)
+                call_of = jax.eval_shape(whole.call_of, key.key, wide)
+                return params, self._hidden_of(wide), number, call_of
+
+            args, own = (params, hidden, number, call), Rows(num_rows(rows), twice)
+            out = whole.draws.call(self._block, key, args, own)
+            if self.stages.idle_places:
+                return optax.tree.where(is_run, out, hidden)
+            return out
+
+        return block
 
     def places(
         self, virtual: jax.Array, inputs: Inputs, index: jax.Array, key: ShardKey
     ) -> tuple[tuple[jax.Array, jax.Array], tuple[Call, ShardKey]]:
         """Arguments of a virtual stage's blocks besides their input.
+
+        Args:
+          virtual: the virtual stage, counted from the section's first.
+          inputs: this data shard's rows.
+          index: the micro-batch.
+          key: the step's key.
 
         Returns:
           By place, [n]: the block's index and whether it is run; and for all blocks the
@@ -166,7 +225,32 @@ class StageFunctions:
         places = jnp.arange(self.stages.places)
         numbers = jnp.asarray(self.stages.firsts)[virtual] + places
         is_run = places < jnp.asarray(self.stages.counts)[virtual]
-        rows, key = self.rows(inputs, index), key.fold_in(index)
-        own = Rows(num_rows(rows), lambda: (twice_the_rows(rows),))
-        call = self.draws.call(self._call, key, (rows,), own)
-        return (numbers, is_run), (call, key)
+        call = self.whole.call(inputs, index, key)
+        return (numbers, is_run), (call, key.fold_in(index))
+
+    def _block(
+        self,
+        key: jax.Array,
+        params: Params,
+        hidden: PyTree,
+        number: jax.Array,
+        call: Call,
+    ) -> PyTree:
+        whole = self.whole
+        return whole.network.run_block(
+            self.section,
+            params,
+            hidden,
+            number,
+            call,
+            key,
+            training=whole.training,
+            policy=self._policy,
+        )
+
+    def _hidden_of(self, rows: Inputs) -> PyTree:
+        """The shapes of the hidden state between the blocks."""
+        sections = self.whole.network.sections
+        after = sections.index(self.section) + 1
+        before = sections[after] if after < len(sections) else None
+        return self.whole.hidden_of(rows, before=before)

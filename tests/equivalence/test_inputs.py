@@ -53,8 +53,7 @@ class Scale(nnx.Module):
 def make_model() -> jaxpar.PipelineModel:
     return jaxpar.PipelineModel(
         embed=lambda rngs: nnx.Linear(4, 8, rngs=rngs),
-        block=lambda rngs: nnx.Linear(8, 8, rngs=rngs),
-        num_blocks=2,
+        sections=[(lambda rngs: nnx.Linear(8, 8, rngs=rngs), 2)],
         head=Scale,
     )
 

@@ -359,8 +359,7 @@ def test_metric_that_is_no_mean_warns_once_and_says_what_to_return() -> None:
 def pipeline(loss_fn: Any) -> jaxpar.Engine:
     model = jaxpar.PipelineModel(
         embed=lambda rngs: nnx.Linear(4, 8, rngs=rngs),
-        block=lambda rngs: nnx.Linear(8, 8, rngs=rngs),
-        num_blocks=2,
+        sections=[(lambda rngs: nnx.Linear(8, 8, rngs=rngs), 2)],
         head=lambda rngs: nnx.Linear(8, 8, rngs=rngs),
     )
     mesh = jaxpar.MeshShape(data=2, pipe=2, tensor=2)

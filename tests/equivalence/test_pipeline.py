@@ -203,11 +203,11 @@ def make_engine(
     _, pipe, _, _, zero, tied, loss, dropout, blocks, remat = case
     model = jaxpar.PipelineModel(
         embed=lambda rngs: Embed(dropout, rngs),
-        block=lambda rngs: Block(dropout, rngs),
-        num_blocks=blocks,
+        sections=[(lambda rngs: Block(dropout, rngs), blocks)],
         head=Head,
         tied=(("embed", "tokens/table"), ("head", "tokens/table")) if tied else (),
         remat=remat,
+        allow_uneven=True,
     )
     devices = jax.devices()[: int(np.prod(mesh))]
     return jaxpar.initialize(

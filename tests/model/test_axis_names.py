@@ -130,7 +130,7 @@ def test_pipeline_refuses_an_axis_that_nothing_binds():
     def block(rngs):
         return nnx.Linear(1, 1, rngs=rngs)
 
-    model = jaxpar.PipelineModel(embed=linear, block=block, num_blocks=2, head=block)
+    model = jaxpar.PipelineModel(embed=linear, sections=[(block, 2)], head=block)
     with pytest.raises(ValueError, match=r"axis name 'batch' is not bound.*pipe"):
         jaxpar.initialize(
             model=model,

@@ -85,9 +85,10 @@ def tie(embed: Any, head: Any) -> dict:
 PARTS = {
     "block of another width": (
         {"block": ending(lambda x: jnp.concatenate([x, x], -1))},
-        r"PipelineModel: block is given \[\(\(8, 5, 8\), 'float32'\)\] \(shape, dtype\)"
-        r" and returns \[\(\(8, 5, 16\), 'float32'\)\]; a block's output is the next "
-        r"one's input, so they must be alike\. Change widths and dtypes in embed or",
+        r"PipelineModel: blocks: a block is given \[\(\(8, 5, 8\), 'float32'\)\] "
+        r"\(shape, dtype\) and returns \[\(\(8, 5, 16\), 'float32'\)\]; a block's "
+        r"output is the next one's input, so they must be alike\. Change widths and "
+        r"dtypes in embed or head, or in a part between two sections\.",
     ),
     "block of another dtype": (
         {"block": ending(lambda x: x.astype(jnp.bfloat16))},
@@ -99,9 +100,9 @@ PARTS = {
     ),
     "block of another parameter's shape": (
         {"block": [Block, Block, Narrow]},
-        r"PipelineModel: block 2 has down/bias of shape \(5,\), block 0 of \(8,\); "
-        r"blocks are stacked, so their parameters must be equal in name and shape\. "
-        r"Move what differs to embed or head",
+        r"PipelineModel: blocks: block 2 has down/bias of shape \(5,\), block 0 of "
+        r"\(8,\); blocks are stacked, so their parameters must be equal in name and "
+        r"shape\. Move what differs to embed or head, or make it a section of its own",
     ),
     "block of a parameter more": (
         {"block": [Block, Deep, Block]},
@@ -113,8 +114,9 @@ PARTS = {
     ),
     "block that computes something else": (
         {"block": [Block, Block, relu_block]},
-        r"PipelineModel: block 2 computes something else than block 0 with parameters "
-        r"of equal shapes; all blocks run block 0's program, and only their init",
+        r"PipelineModel: blocks: block 2 computes something else than block 0 with "
+        r"parameters of equal shapes; all blocks run block 0's program, and only their "
+        r"initialisation may differ\. Make it a section of its own\.",
     ),
     "state in the embedding": (
         {"embed": nn.Sequential([nn.Embed(VOCAB, WIDTH), nn.BatchNorm(False)])},
@@ -124,11 +126,11 @@ PARTS = {
     ),
     "state in a block": (
         {"block": Counting},
-        r"PipelineModel: block has state besides parameters \(norm/mean, norm/var\)",
+        r"PipelineModel: blocks has state besides parameters \(norm/mean, norm/var\)",
     ),
     "state in a later block": (
         {"block": [Block, CountingQuietly, Block]},
-        r"PipelineModel: block has state besides parameters \(calls\)",
+        r"PipelineModel: blocks has state besides parameters \(calls\)",
     ),
     "state in the head": (
         {"head": Counting},
@@ -169,11 +171,17 @@ TIED = (
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_blocks": 0}, r"PipelineModel: num_blocks=0 must be at least 1"),
-        ({"num_blocks": -2}, r"PipelineModel: num_blocks=-2 must be at least 1"),
+        ({"num_blocks": 0},
+         r"PipelineModel: section 'blocks' has count 0; it must be at least 1\."),
+        ({"num_blocks": -2},
+         r"PipelineModel: section 'blocks' has count -2; it must be at least 1\."),
         ({"block": [Block] * 2},
-         r"PipelineModel: block has 2 entries, but num_blocks=3; give one block for "
-         r"all, or one for each"),
+         r"PipelineModel: section 'blocks' has 2 blocks, but count 3; give one block "
+         r"for all, or one for each"),
+        ({"unroll": 0},
+         r"PipelineModel: unroll=0 must be between 1 and 3, the largest count"),
+        ({"unroll": 4},
+         r"PipelineModel: unroll=4 must be between 1 and 3, the largest count"),
         ({"tied": (("head", "table"), ("embed", "table"))}, TIED),
         ({"tied": (("embed", "table"), ("block", "table"))}, TIED),
         ({"tied": (("embed", "table"),)}, TIED),
@@ -224,7 +232,7 @@ def calling_twice(model, batch):
 
 KEYWORD = (
     r"loss_fn: it calls the model with positoins=, which no part takes: embed takes "
-    r"positions; block takes positions; head takes temperature\. Did you mean 'posit"
+    r"positions; blocks takes positions; head takes temperature\. Did you mean 'posit"
 )
 READS = (
     r"loss_fn: it reads model\.{}, but a PipelineModel can only be called: its parts "
@@ -280,18 +288,18 @@ PIPES = {
     "model that is not in parts": (
         {"model": Head, "loss_fn": lambda model, batch: model(jnp.ones(WIDTH)).sum()},
         r"mesh: pipe=2 needs a model that can be cut into stages: give model=jaxpar\."
-        r"PipelineModel\(embed=\.\.\., block=\.\.\., num_blocks=\.\.\., head=\.\.\.\), "
+        r"PipelineModel\(embed=\.\.\., sections=\[\(block, count\)\], head=\.\.\.\), "
         r"or use pipe=1",
     ),
     "more stages than blocks": (
         {"pipe": 4},
-        r"mesh: pipe=4 cuts the model into 4 parts, but the model has num_blocks=3; "
-        r"use at most pipe=3",
+        r"mesh: pipe=4 cuts a section into 4 parts, but the model has too few blocks "
+        r"\(blocks: 3\); use at most pipe=3",
     ),
     "more chunks than blocks": (
         {"schedule": "interleaved"},
-        r"mesh: pipe=2 x 2 chunks cuts the model into 4 parts, but the model has "
-        r"num_blocks=3; use at most pipe=1",
+        r"mesh: pipe=2 x 2 chunks cuts a section into 4 parts, but the model has too "
+        r"few blocks \(blocks: 3\); use at most pipe=1",
     ),
     "micro-batches that pipe does not divide": (
         {"schedule": "interleaved", "accumulate": 3, "model": make_model(num_blocks=4),

@@ -104,7 +104,10 @@ LINEN = {"embed": LinenEmbed(), "block": LinenBlock(), "head": LinenHead()}
 
 
 def make_model(parts: dict[str, Any] = NNX, **change: Any) -> jaxpar.PipelineModel:
-    return jaxpar.PipelineModel(**(parts | {"num_blocks": LAYERS} | change))
+    """A model of one section, of the parts' block."""
+    given = {"num_blocks": LAYERS, "allow_uneven": True, **parts, **change}
+    section = (given.pop("block"), given.pop("num_blocks"))
+    return jaxpar.PipelineModel(sections=[section], **given)
 
 
 @jax.jit

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.pipeline.stage_functions import StageFunctions
-from jaxpar.pipeline.stages import Stages
+from jaxpar.pipeline.sections import Sections
+from jaxpar.pipeline.stage_functions import SectionFunctions, StageFunctions
+from jaxpar.pipeline.stages import Division, Stages
 from jaxpar.step.inputs import make_inputs
 from jaxpar.step.loss import as_losses
 from jaxpar.step.row_draws import AsTraced, ShardKey
@@ -32,18 +33,37 @@ def make_network(num_blocks: int = 3, **change: Any) -> Any:
     return make_model(num_blocks=num_blocks, **change).make_network(loss_fn, BATCHES[0])
 
 
-def make_functions(
-    num_blocks: int = 3, stages: int = 1, chunks: int = 1, **change: Any
-) -> StageFunctions:
+def make_functions(num_blocks: int = 3, **change: Any) -> StageFunctions:
+    return functions_of(make_network(num_blocks, **change))
+
+
+def functions_of(network: Any, loss: Any = loss_fn) -> StageFunctions:
     return StageFunctions(
-        make_network(num_blocks, **change),
-        as_losses(loss_fn, None)[0],
-        Stages(num_blocks, stages, chunks),
+        network,
+        as_losses(loss, None)[0],
         ACCUMULATE,
         training=True,
         platform="cpu",
         draws=AsTraced(),
     )
+
+
+def cut(num_blocks: int = 3, stages: int = 1, chunks: int = 1) -> Division:
+    """The toy model's one section, divided."""
+    return Division((Stages(num_blocks, stages, chunks),))
+
+
+def make_sections(
+    division: Division, *, keeps: bool = False, splits: bool = False, **change: Any
+) -> Sections:
+    functions = make_functions(division.sections[0].num_blocks, **change)
+    return Sections(functions, division, keeps=keeps, splits=splits)
+
+
+def make_block_functions(division: Division, **change: Any) -> SectionFunctions:
+    """The blocks of the toy model's one section."""
+    (chunks,) = make_sections(division, **change).chunks
+    return chunks.functions
 
 
 def make_params(num_blocks: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from flax import nnx
 
 from jaxpar.pipeline.block_cost import (
     check_split,
@@ -12,6 +13,7 @@ from jaxpar.pipeline.block_cost import (
 from jaxpar.pipeline.schedules.catalog import make_schedule
 from jaxpar.step.inputs import abstract_inputs
 from jaxpar.step.loss import as_losses
+from tests.model import two_sections
 from tests.model.toys import (
     BATCHES,
     HIDDEN,
@@ -22,6 +24,7 @@ from tests.model.toys import (
     RecurrentBlock,
     loss_fn,
 )
+from tests.model.two_sections import NARROW
 from tests.pipeline.parts import make_network
 
 SHAPES = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), BATCHES[0])
@@ -31,6 +34,19 @@ TOKENS = ROWS * LENGTH
 def traced(block=Block, loss=loss_fn):
     network = make_network(block=block)
     return trace_microbatch(network, as_losses(loss, None)[0], abstract_inputs(SHAPES))
+
+
+class Looping(two_sections.Adding):
+    """A narrow block whose gradients of weights are made in a loop."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(NARROW, rngs)
+
+    def __call__(self, x):
+        kernel = self.inner.kernel[...]
+        step = jax.checkpoint(lambda carry, x: (carry, x @ kernel))
+        _, out = jax.lax.scan(step, None, x.swapaxes(0, 1))
+        return x + out.swapaxes(0, 1)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +61,23 @@ def traced(block=Block, loss=loss_fn):
 def test_work_of_a_block_is_its_matmuls(block, flops, deferred):
     work = traced(block)
     assert (work.flops, work.deferred) == (flops, deferred)
+
+
+@pytest.mark.parametrize(
+    ("narrow", "deferred"),
+    [
+        (two_sections.PARTS["narrow"], 0.5),
+        # Of the narrow blocks nothing can be deferred: half of the wide ones' FLOPs.
+        (Looping, 0.5 * 4 * WIDTH**2 / (4 * WIDTH**2 + 3 * NARROW**2)),
+    ],
+)
+def test_work_of_two_sections_is_the_mean_of_their_blocks(narrow, deferred):
+    """Four of 8 x 8 and three of 6 x 6; the part between does not count."""
+    network = two_sections.make_network({**two_sections.PARTS, "narrow": narrow})
+    loss = as_losses(loss_fn, None)[0]
+    work = trace_microbatch(network, loss, abstract_inputs(SHAPES))
+    assert work.flops == round(2 * TOKENS * (4 * WIDTH**2 + 3 * NARROW**2) / 7)
+    assert work.deferred == pytest.approx(deferred)
 
 
 def test_axis_name_that_a_pipeline_does_not_bind_is_refused():

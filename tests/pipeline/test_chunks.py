@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxpar.pipeline.chunks import Chunks, ChunkWork
-from jaxpar.pipeline.stage_functions import StageFunctions
+from jaxpar.pipeline.stage_functions import SectionFunctions
 from tests.model.toys import LENGTH, ROWS, WIDTH
 from tests.pipeline.parts import (
     ACCUMULATE,
@@ -18,7 +18,8 @@ from tests.pipeline.parts import (
     INPUTS,
     KEY,
     PARAMS,
-    make_functions,
+    cut,
+    make_block_functions,
     plain_block,
 )
 
@@ -28,9 +29,9 @@ PLACES = 2
 
 
 @functools.cache
-def functions() -> StageFunctions:
+def functions() -> SectionFunctions:
     """Three blocks on two stages: the second one's last place is idle."""
-    return make_functions(num_blocks=3, stages=2)
+    return make_block_functions(cut(num_blocks=3, stages=2))
 
 
 @functools.cache
@@ -98,7 +99,8 @@ def test_backward_gives_the_gradients_of_the_plain_blocks(keeps, splits, stage):
 
 
 def test_evaluation_keeps_nothing():
-    evaluated = dataclasses.replace(functions(), training=False)
+    whole = dataclasses.replace(functions().whole, training=False)
+    evaluated = dataclasses.replace(functions(), whole=whole)
     chunks = Chunks(evaluated, keeps=True, splits=False)
     run = functools.partial(chunks.forward, work=work(0))
     assert jax.eval_shape(run, blocks_of(0), HIDDEN)[1] == []

@@ -9,12 +9,13 @@ import pytest
 
 from jaxpar.pipeline.block_cost import BlockWork
 from jaxpar.pipeline.gradients import Pipeline
-from jaxpar.pipeline.schedules.catalog import make_schedule
-from jaxpar.pipeline.stages import Stages
+from jaxpar.pipeline.schedules.catalog import make_schedule, with_chunks
+from jaxpar.pipeline.stages import divide
 from jaxpar.sharding.rules import axes_of
 from jaxpar.sharding.zero import ZERO_STAGES
+from tests.model import two_sections
 from tests.model.toys import make_engine, make_mesh, make_model
-from tests.pipeline.parts import make_network
+from tests.pipeline.parts import cut, make_network
 
 WORK = BlockWork(flops=1, deferred=0.5)
 
@@ -45,7 +46,7 @@ def test_explanation_tells_schedule_bubble_and_what_is_kept():
         (
             5,
             1,
-            ["5 blocks on 2 virtual stages leave 1 of 6 places idle"],
+            ["pipe: blocks: 5 blocks on 2 virtual stages leave 1 of 6 places idle"],
         ),
         (4, 2, ["blocks are moved to their stages, and back, once a step"]),
     ],
@@ -53,7 +54,7 @@ def test_explanation_tells_schedule_bubble_and_what_is_kept():
 def test_notes_tell_idle_places_and_moved_blocks(blocks, chunks, wanted):
     schedule = make_schedule(f"interleaved:{chunks}", 2, 4)
     network = make_network(blocks)
-    pipeline = Pipeline(network, schedule, Stages(blocks, 2, chunks), WORK)
+    pipeline = Pipeline(network, schedule, cut(blocks, 2, chunks), WORK)
     text = "\n".join(pipeline.notes(ZERO_STAGES[1], {}))
     for part in wanted:
         assert part in text
@@ -72,8 +73,8 @@ def test_explanation_tells_what_a_split_backward_defers():
 def make_pipeline(name="1f1b", blocks=4, remat="full", work=WORK) -> Pipeline:
     """On two stages, four micro-batches."""
     schedule = make_schedule(name, 2, 4)
-    stages = Stages(blocks, 2, schedule.num_chunks)
-    return Pipeline(make_network(blocks, remat=remat), schedule, stages, work)
+    division = cut(blocks, 2, schedule.num_chunks)
+    return Pipeline(make_network(blocks, remat=remat), schedule, division, work)
 
 
 @pytest.mark.parametrize(
@@ -149,3 +150,55 @@ def test_moved_vocabulary_is_not_said_to_be_computed_everywhere():
     found = pipeline.shard_leaves(leaves, compute, ZERO_STAGES[1], sizes, ())
     told = "\n".join(pipeline.notes(ZERO_STAGES[1], found))
     assert "every stage computes all of both" not in told
+
+
+def make_pipeline_of_two(blocks: dict[str, int]) -> Pipeline:
+    """Of the wide and the narrow section, on two stages, four micro-batches."""
+    network, division = two_sections.make_network(counts=blocks), divide(blocks, 2, 1)
+    schedule = with_chunks("1f1b", 2, 4, division.num_chunks)
+    return Pipeline(network, schedule, division, BlockWork(100, 0.5))
+
+
+def test_notes_tell_the_idle_places_of_each_section():
+    """An idle block of 6000 elements, in fp32, is half one for each of two devices."""
+    pipeline = make_pipeline_of_two({"wide": 4, "narrow": 3})
+    shapes = {"wide/w": (4, 60, 100), "narrow/w": (3, 60, 100), "narrowing/w": (8, 6)}
+    leaves = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()
+    }
+    compute = {name: (None,) * len(shape) for name, shape in shapes.items()}
+    sizes = {"data": 1, "pipe": 2, "tensor": 1}
+    found = pipeline.shard_leaves(leaves, compute, ZERO_STAGES[0], sizes, ())
+    (told,) = [x for x in pipeline.notes(ZERO_STAGES[0], found) if "idle" in x]
+    assert told.startswith(
+        "pipe: narrow: 3 blocks on 2 virtual stages leave 1 of 4 places idle; their "
+        "gradients take 12,000 bytes of a device"
+    )
+
+
+def test_stacks_of_each_section_are_sharded_by_its_own_division():
+    """Wide ones lie as they are used; narrow ones are moved, with an idle place."""
+    pipeline = make_pipeline_of_two({"wide": 4, "narrow": 3})
+    shapes = {"wide/w": (4, 6, 64), "narrow/w": (3, 6, 64), "narrowing/w": (6, 64)}
+    leaves = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()
+    }
+    compute = {name: (None,) * len(shape) for name, shape in shapes.items()}
+    sizes = {"data": 2, "pipe": 2, "tensor": 1}
+    found = pipeline.shard_leaves(leaves, compute, ZERO_STAGES[1], sizes, ())
+    stored = {name: axes_of(leaf.compute[0]) for name, leaf in found.items()}
+    assert stored == {"wide/w": ("pipe",), "narrow/w": (), "narrowing/w": ()}
+    staged = pipeline.communicated_shardings(list(found.values()))
+    wide, narrow, between = staged
+    assert wide is found["wide/w"]
+    assert between is found["narrowing/w"]
+    assert axes_of(narrow.compute[0]) == ("pipe",)
+    assert narrow.shape == (4, 6, 64)
+
+
+def test_flops_and_ticks_of_two_sections_count_all_their_blocks():
+    """Seven blocks a micro-batch, run again; two chunks of four forwards a stage."""
+    pipeline = make_pipeline_of_two({"wide": 4, "narrow": 3})
+    assert pipeline.flops(10**9, 7000, 3) == 7000 + 100 * 7 * 4 * 3
+    assert pipeline.schedule.num_ticks == 2 * 4 + 2 * 2 + 2 - 2
+    assert pipeline.active_fraction == 2 * 4 / pipeline.schedule.num_ticks

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.pipeline.chunks import Chunks
 from jaxpar.pipeline.schedules.catalog import make_schedule
 from jaxpar.pipeline.schedules.table import IDLE
 from jaxpar.pipeline.slots import Buffers, Slots
@@ -18,8 +17,9 @@ from tests.pipeline.parts import (
     FIRST,
     INPUTS,
     KEY,
-    make_functions,
+    cut,
     make_params,
+    make_sections,
     microbatch,
     plain_block,
 )
@@ -29,9 +29,10 @@ PARAMS = make_params(2)
 
 
 def make_slots(stages=2, chunks=1, *, keeps=False, splits=False, blocks=2) -> Slots:
-    functions = make_functions(blocks, stages, chunks)
-    own = Chunks(functions, keeps=keeps, splits=splits)
-    return Slots(own, make_params(blocks)["blocks"], INPUTS, KEY)
+    own = make_sections(cut(blocks, stages, chunks), keeps=keeps, splits=splits)
+    params = make_params(blocks)
+    blocks_alone = {"blocks": params["blocks"]}
+    return Slots(own.of_step(params, INPUTS, KEY), blocks_alone, {}, INPUTS, KEY)
 
 
 def make_row(stages: int, **fields) -> TickRows:
@@ -54,10 +55,10 @@ def shapes(buffers) -> set[tuple[int, ...]]:
 def test_buffers_have_the_places_of_the_schedule(name):
     splits = name == "zero_bubble"
     table = make_tick_table(make_schedule(name, 2, ACCUMULATE), training=True)
-    slots, like = make_slots(splits=splits), jax.ShapeDtypeStruct(HIDDEN, jnp.float32)
+    slots = make_slots(splits=splits)
     with jax.set_mesh(make_mesh(pipe=2)):
-        made = jax.eval_shape(lambda: slots.empty_buffers(table, like, training=True))
-        alone = jax.eval_shape(lambda: slots.empty_buffers(table, like, training=False))
+        made = jax.eval_shape(lambda: slots.empty_buffers(table, training=True))
+        alone = jax.eval_shape(lambda: slots.empty_buffers(table, training=False))
     assert shapes(made.inputs) == {(2, table.num_inputs, *HIDDEN)}
     assert shapes(made.cotangents) == {(2, table.num_cotangents, *HIDDEN)}
     assert not shapes(made.kept), "backwards run their chunk again"
@@ -70,9 +71,9 @@ def test_buffers_hold_what_forwards_keep():
     table = make_tick_table(
         make_schedule("gpipe", 2, ACCUMULATE), training=True, keeps=True
     )
-    slots, like = make_slots(keeps=True), jax.ShapeDtypeStruct(HIDDEN, jnp.float32)
+    slots = make_slots(keeps=True)
     with jax.set_mesh(make_mesh(pipe=2)):
-        made = jax.eval_shape(lambda: slots.empty_buffers(table, like, training=True))
+        made = jax.eval_shape(lambda: slots.empty_buffers(table, training=True))
     assert {x[:2] for x in shapes(made.kept)} == {(2, table.num_kept)}
 
 
@@ -126,11 +127,12 @@ def test_gradients_are_weighed_and_idle_stages_add_nothing():
         row,
         **{f"weight{end}": jnp.zeros((2, 0), int) for end in ("", "_chunk", "_place")},
     )
-    grads = jax.tree.map(jnp.ones_like, PARAMS["blocks"])
+    grads = {"blocks": jax.tree.map(jnp.ones_like, PARAMS["blocks"])}, {}
     with jax.set_mesh(make_mesh(pipe=2)):
-        _, found, back = jax.jit(slots.backwards)(
+        _, (found, between), back = jax.jit(slots.backwards)(
             buffers, grads, cotangent, weights, row
         )
+    assert between == {}
     own = jax.tree.map(lambda x: x[1], PARAMS["blocks"])
     _, pull = jax.vjp(plain_block, own, jnp.ones(HIDDEN))
     right, right_back = pull(cotangent)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.pipeline.stages import Stages, is_stacked
+from jaxpar.pipeline.stages import Stages, divide
 from jaxpar.sharding.zero import ZERO_STAGES, LeafSharding, shard_leaves
 
 NAME = "blocks/w"
@@ -20,6 +20,10 @@ CUTS = [
     (11, 2, 2),
     (13, 3, 4),
     (9, 2, 4),
+    # Fewer blocks than virtual stages, in one place each.
+    (1, 2, 1),
+    (3, 4, 1),
+    (3, 2, 2),
 ]
 cuts = pytest.mark.parametrize(("L", "P", "v"), CUTS)
 
@@ -34,14 +38,17 @@ def blocks_of(L, P, v) -> list[list[int]]:
 
 
 def staged_by_hand(stack, P, v):
-    """The stack in the stages' order; the last block of a chunk fills an idle place."""
+    """The stack in the stages' order.
+
+    A chunk's last block fills its idle place, the last of all an empty chunk's.
+    """
     virtual = blocks_of(len(stack), P, v)
     places = max(map(len, virtual))
     order = []
     for stage in range(P):
         for chunk in range(v):
             own = virtual[chunk * P + stage]
-            order += own + [own[-1]] * (places - len(own))
+            order += own + [(own or [-1])[-1]] * (places - len(own))
     return stack[order]
 
 
@@ -64,7 +71,8 @@ def test_counts_deal_blocks_out_evenly_first_ones_first(L, P, v):
     stages, by_hand = Stages(L, P, v), blocks_of(L, P, v)
     assert stages.num_virtual == len(by_hand)
     assert stages.counts.tolist() == [len(own) for own in by_hand]
-    assert stages.firsts.tolist() == [own[0] for own in by_hand]
+    firsts = [own[0] for own in by_hand if own]
+    assert stages.firsts[: len(firsts)].tolist() == firsts
     assert stages.places == max(len(own) for own in by_hand)
     idle = sum(stages.places - len(own) for own in by_hand)
     assert stages.idle_places == idle
@@ -170,9 +178,63 @@ def test_no_chunk_adds_its_zeros_to_the_first():
     assert np.array_equal(same["w"], grads["w"])
 
 
+def test_chunks_of_a_later_section_are_counted_from_its_first():
+    stages = Stages(6, 1, 3, first_chunk=2)
+    blocks = {"w": jnp.arange(6.0)}
+    for chunk in range(3):
+        own = stages.chunk_of(blocks, jnp.int32(2 + chunk))
+        assert own["w"].tolist() == [2.0 * chunk, 2.0 * chunk + 1]
+        added = stages.add_chunk(blocks, {"w": jnp.ones(2)}, jnp.int32(2 + chunk))
+        assert np.flatnonzero(added["w"] - blocks["w"]).tolist() == own["w"].tolist()
+
+
 @pytest.mark.parametrize(
-    ("name", "stacked"),
-    [("blocks/attention/w", True), ("embed/blocks/w", False), ("blocks_w", False)],
+    ("chunk", "nearest"), [(-1, 0), (0, 0), (1, 0), (5, 4), (8, 4)]
 )
-def test_stacked_are_the_parameters_of_the_blocks(name, stacked):
-    assert is_stacked(name) == stacked
+def test_chunk_of_another_section_reads_the_nearest_and_adds_its_zeros(chunk, nearest):
+    stages = Stages(6, 1, 3, first_chunk=2)
+    blocks = {"w": jnp.arange(6.0)}
+    own = stages.chunk_of(blocks, jnp.int32(chunk))
+    assert own["w"].tolist() == [nearest, nearest + 1]
+    same = stages.add_chunk(blocks, {"w": jnp.zeros(2)}, jnp.int32(chunk))
+    assert np.array_equal(same["w"], blocks["w"])
+
+
+def test_sections_are_divided_one_after_the_other():
+    division = divide({"encoder": 8, "decoder": 9}, 2, 2)
+    encoder, decoder = division.sections
+    assert encoder == Stages(8, 2, 2, "encoder", first_chunk=0)
+    assert decoder == Stages(9, 2, 2, "decoder", first_chunk=2)
+    assert (division.num_stages, division.num_chunks) == (2, 4)
+    assert division.section_of_chunk.tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("count", "chunks"), [(1, 1), (3, 1), (7, 1), (8, 2), (11, 2), (12, 3), (100, 3)]
+)
+def test_section_of_few_blocks_has_fewer_chunks(count, chunks):
+    """Three where every one of four stages has a block for each; always one."""
+    division = divide({"first": 12, "few": count, "last": 12}, 4, 3)
+    assert [own.num_chunks for own in division.sections] == [3, chunks, 3]
+    assert [own.first_chunk for own in division.sections] == [0, 3, 3 + chunks]
+    assert division.num_chunks == 6 + chunks
+    of_chunk = [0] * 3 + [1] * chunks + [2] * 3
+    assert division.section_of_chunk.tolist() == of_chunk
+
+
+@pytest.mark.parametrize(
+    ("leaf", "section"),
+    [
+        ("encoder/attention/w", 0),
+        ("decoder/w", 1),
+        ("decoder", 1),
+        ("between/w", None),
+        ("embed/decoder/w", None),
+        ("decoder_w", None),
+        ("decode/w", None),
+    ],
+)
+def test_leaf_is_stacked_in_the_section_that_its_path_begins_with(leaf, section):
+    division = divide({"encoder": 2, "decoder": 4}, 2, 1)
+    wanted = None if section is None else division.sections[section]
+    assert division.of(leaf) is wanted

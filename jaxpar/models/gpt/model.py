@@ -65,8 +65,7 @@ def make_gpt(config: GPTConfig) -> PipelineModel:
     tie = (("embed", "embedding/table"), ("head", "logits/table"))
     return PipelineModel(
         embed=functools.partial(Embed, config),
-        block=functools.partial(Block, config),
-        num_blocks=config.num_layers,
+        sections=[(functools.partial(Block, config), config.num_layers)],
         head=functools.partial(Head, config),
         tied=(tie,) if config.tied_embedding else (),
         remat=config.remat,

@@ -3,7 +3,11 @@
 from collections.abc import Callable
 
 from jaxpar.pipeline.schedules.gpipe import make_gpipe
-from jaxpar.pipeline.schedules.interleaved import make_1f1b, make_interleaved
+from jaxpar.pipeline.schedules.interleaved import (
+    make_1f1b,
+    make_in_groups,
+    make_interleaved,
+)
 from jaxpar.pipeline.schedules.table import Schedule, check_schedule
 from jaxpar.pipeline.schedules.zero_bubble import make_zero_bubble
 from jaxpar.tree import near_match
@@ -76,3 +80,58 @@ def make_schedule(
         )
     num_chunks = int(chunks or DEFAULT_CHUNKS)
     return make_interleaved(num_stages, num_microbatches, num_chunks)
+
+
+def chunks_of(schedule: str | Schedule, num_sections: int) -> int:
+    """Chunks that a schedule gives each section on each stage.
+
+    Args:
+      schedule: as `make_schedule` takes it.
+      num_sections: sections of the model.
+
+    Returns:
+      The number.
+
+    Raises:
+      ValueError: if a table's chunks can't be shared by the sections.
+    """
+    if isinstance(schedule, str):
+        return make_schedule(schedule, 1, 1).num_chunks
+    if schedule.num_chunks % num_sections:
+        raise ValueError(
+            f"schedule={schedule.name!r} has {schedule.num_chunks} chunks a stage, but "
+            f"the model has {num_sections} sections, each cut over all stages; make "
+            "one with a multiple of as many chunks, or give its name."
+        )
+    return schedule.num_chunks // num_sections
+
+
+def with_chunks(
+    schedule: str | Schedule, num_stages: int, num_microbatches: int, num_chunks: int
+) -> Schedule:
+    """Make a schedule by name for the chunks of several sections.
+
+    Args:
+      schedule: as `make_schedule` takes it.
+      num_stages: P.
+      num_microbatches: M.
+      num_chunks: chunks a stage, of all sections.
+
+    Returns:
+      The schedule.
+
+    Raises:
+      ValueError: as `make_schedule`, and if the schedule can't have as many chunks.
+    """
+    made = make_schedule(schedule, num_stages, num_microbatches)
+    if made.num_chunks == num_chunks:
+        return made
+    name = made.name
+    if name == "gpipe":
+        return make_gpipe(num_stages, num_microbatches, num_chunks)
+    if made.splits_backward or not isinstance(schedule, str):
+        raise ValueError(
+            f"schedule={name!r}: it has {made.num_chunks} chunks a stage, but the "
+            f"model's sections make {num_chunks}; use '1f1b' or 'gpipe'."
+        )
+    return make_in_groups(name, num_stages, num_microbatches, num_chunks)

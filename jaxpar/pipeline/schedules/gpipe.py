@@ -7,21 +7,29 @@ Parallelism" (2019).
 from jaxpar.pipeline.schedules.table import Schedule, empty
 
 
-def make_gpipe(num_stages: int, num_microbatches: int) -> Schedule:
+def make_gpipe(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """Make M + P - 1 ticks of forwards, then as many of backwards.
+
+    Several chunks are run as an interleaved schedule runs them, in groups of P.
 
     Args:
       num_stages: P, at least 1.
       num_microbatches: M, at least 1.
+      num_chunks: v, at least 1.
 
     Returns:
-      The schedule, of one chunk a stage.
+      The schedule.
     """
-    P, M = num_stages, num_microbatches
-    half = M + P - 1
+    P, M, v = num_stages, num_microbatches, num_chunks
+    last_group, last = divmod(M - 1, P)
+    half = last_group * v * P + last + v * P
     forward, backward = empty(2 * half, P), empty(2 * half, P)
     for m in range(M):
-        for s in range(P):
-            forward[m + s, s] = m, 0
-            backward[half + m + P - 1 - s, s] = m, 0
-    return Schedule("gpipe", P, M, 1, forward, backward, empty(2 * half, P, 0))
+        group, rank = divmod(m, P)
+        for chunk in range(v):
+            first = group * v * P + rank
+            for s in range(P):
+                forward[first + chunk * P + s, s] = m, chunk
+                turn = half + first + (v - 1 - chunk) * P
+                backward[turn + P - 1 - s, s] = m, chunk
+    return Schedule("gpipe", P, M, v, forward, backward, empty(2 * half, P, 0))

@@ -5,9 +5,15 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxpar.pipeline.schedules.catalog import DEFAULT_CHUNKS, SCHEDULES, make_schedule
+from jaxpar.pipeline.schedules.catalog import (
+    DEFAULT_CHUNKS,
+    SCHEDULES,
+    chunks_of,
+    make_schedule,
+    with_chunks,
+)
 from jaxpar.pipeline.schedules.gpipe import make_gpipe
-from jaxpar.pipeline.schedules.interleaved import make_1f1b
+from jaxpar.pipeline.schedules.interleaved import make_1f1b, make_in_groups
 from jaxpar.pipeline.schedules.table import IDLE, check_schedule
 
 
@@ -96,3 +102,102 @@ def test_own_schedule_that_is_not_sound_is_refused():
     message = r"schedule='own': micro-batch 0 has no backward on stage 0, chunk 0"
     with pytest.raises(ValueError, match=message):
         make_schedule(own, 2, 3)
+
+
+@pytest.mark.parametrize("num_sections", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [
+        ("1f1b", 1),
+        ("gpipe", 1),
+        ("zero_bubble", 1),
+        ("interleaved", DEFAULT_CHUNKS),
+        ("interleaved:3", 3),
+    ],
+)
+def test_name_gives_every_section_as_many_chunks_as_it_has(
+    schedule, chunks, num_sections
+):
+    assert chunks_of(schedule, num_sections) == chunks
+
+
+def test_chunks_of_own_schedule_are_shared_by_the_sections():
+    own = make_in_groups("own", 2, 4, 6)
+    assert [chunks_of(own, sections) for sections in (1, 2, 3, 6)] == [6, 3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (
+            make_1f1b(2, 4),
+            r"schedule='1f1b' has 1 chunks a stage, but the model has 4 ",
+        ),
+        (make_in_groups("own", 2, 4, 6), r"schedule='own' has 6 chunks a stage, but t"),
+        (make_in_groups("own", 2, 4, 2), r"has 2 chunks .* has 4 sections, each cut"),
+    ],
+)
+def test_own_schedule_whose_chunks_sections_can_not_share_is_refused(own, message):
+    with pytest.raises(ValueError, match=message):
+        chunks_of(own, 4)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "interleaved:3"])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 5])
+def test_named_schedule_is_made_with_the_chunks_of_the_sections(schedule, chunks):
+    found = with_chunks(schedule, 2, 4, chunks)
+    check_schedule(found)
+    numbers = found.num_stages, found.num_microbatches, found.num_chunks
+    assert numbers == (2, 4, chunks)
+    assert found.name == schedule.split(":")[0]
+    assert not found.splits_backward
+    times = check_schedule(found)
+    is_gpipe = times.forward.max() < times.backward.min()
+    assert is_gpipe == (schedule == "gpipe")
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 3), ("gpipe", 2)])
+def test_sections_take_any_number_of_micro_batches(schedule, chunks):
+    """Of seven on four stages the last group of "1f1b" is not full."""
+    found = with_chunks(schedule, 4, 7, chunks)
+    check_schedule(found)
+    assert found.num_microbatches == 7
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedule_that_has_as_many_chunks_is_the_named_one(schedule):
+    right = make_schedule(schedule, 2, 4)
+    found = with_chunks(schedule, 2, 4, right.num_chunks)
+    assert np.array_equal(found.forward, right.forward)
+    assert np.array_equal(found.backward, right.backward)
+    assert np.array_equal(found.weight, right.weight)
+
+
+def test_own_schedule_that_has_as_many_chunks_is_taken_as_it_is():
+    own = make_in_groups("own", 2, 4, 3)
+    assert with_chunks(own, 2, 4, 3) is own
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (
+            "zero_bubble",
+            r"schedule='zero_bubble': it has 1 chunks a stage, but the model's "
+            r"sections make 2; use '1f1b' or 'gpipe'\.",
+        ),
+        (make_in_groups("own", 2, 4, 3), r"schedule='own': it has 3 chunks .* make 2;"),
+        (make_schedule("zero_bubble", 2, 4), r"schedule='zero_bubble': it has 1 chunk"),
+        ("1f1c", r"schedule='1f1c' must be one of"),
+    ],
+)
+def test_schedule_that_can_not_have_the_chunks_of_the_sections_is_refused(
+    schedule, message
+):
+    with pytest.raises(ValueError, match=message):
+        with_chunks(schedule, 2, 4, 2)
+
+
+def test_interleaved_refuses_a_group_that_is_not_full_for_sections_too():
+    with pytest.raises(ValueError, match=r"accumulate=7: schedule='interleaved' takes"):
+        with_chunks("interleaved", 4, 7, 5)
