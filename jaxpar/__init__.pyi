@@ -12,6 +12,7 @@ from .launch.devices import choose_mesh, scaled_accumulation
 from .mesh import MeshShape, make_mesh
 from .model.blocks import PipelineModel
 from .model.remat import remat
+from .optim.ema import Ema
 from .pipeline.schedules.catalog import make_schedule
 from .pipeline.schedules.table import Schedule
 from .planner.plan_step import plan
@@ -30,6 +31,7 @@ __all__ = [
     "BudgetExceeded",
     "CorruptionError",
     "DamagedError",
+    "Ema",
     "Engine",
     "Explanation",
     "Keep",

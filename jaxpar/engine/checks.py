@@ -1,6 +1,7 @@
 """Which errors in the arguments can be found before tracing?"""
 
 import numbers
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,11 +9,16 @@ from jax.sharding import AxisType, Mesh
 
 from jaxpar import tree
 from jaxpar.mesh import AXES
+from jaxpar.step.carried import check_carried
 from jaxpar.types import Params
 
 
 def check_arguments(
-    mesh: Mesh, optimizer: Any, clip_norm: float | None, seed: int
+    mesh: Mesh,
+    optimizer: Any,
+    clip_norm: float | None,
+    seed: int,
+    carried: Sequence[Any],
 ) -> None:
     """Check the arguments of `jaxpar.initialize` that no other module checks.
 
@@ -21,10 +27,12 @@ def check_arguments(
       optimizer: the optax transformation.
       clip_norm: the largest global norm of the gradients, or None.
       seed: the run's seed.
+      carried: the parts that the user adds to the state.
 
     Raises:
       ValueError: if a value is out of range, or the mesh lacks jaxpar's axes.
-      TypeError: if `optimizer` is not an optax transformation.
+      TypeError: if `optimizer` is not an optax transformation, or a part of `carried`
+        not one.
     """
     if not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise ValueError(
@@ -38,6 +46,7 @@ def check_arguments(
             "by jaxpar.make_mesh."
         )
     _check_optimizer(optimizer)
+    check_carried(carried)
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(
             f"clip_norm={clip_norm!r} must be positive, or None for no clipping."

@@ -329,7 +329,7 @@ class Engine(CompiledStep):
             if only is not None or reset:
                 state = filled_in(state, self.placement.unpack(self._packed))
             self._take(state)
-            self._ahead = RunAhead(skipped=int(state.loss_scale.skipped))
+            self._ahead = RunAhead(skipped=int(state.carried["loss_scale"].skipped))
             self._number = restored.step
             return restored.step
 

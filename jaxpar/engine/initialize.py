@@ -30,10 +30,12 @@ from jaxpar.pipeline.execution import Execution, make_execution
 from jaxpar.pipeline.schedules.table import Schedule
 from jaxpar.sharding.rules import Rules, compute_specs
 from jaxpar.sharding.zero import LeafSharding, ZeroStage, zero_stage
+from jaxpar.step.carried import Carried
 from jaxpar.step.gradients import Partition
 from jaxpar.step.inputs import Inputs, abstract_inputs, check_packed
 from jaxpar.step.loss import Loss, as_losses
 from jaxpar.step.loss_check import why_not
+from jaxpar.step.loss_scale import LossScaler
 from jaxpar.step.precision import Precision, make_precision
 from jaxpar.step.row_draws import AsTraced, OwnRows
 from jaxpar.step.state import TrainState
@@ -55,6 +57,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     accumulate: int = 1,
     schedule: str | Schedule = "1f1b",
     clip_norm: float | None = None,
+    carried: Sequence[Carried] = (),
     seed: int = 0,
     rules: Rules | None = None,
     eval_fn: LossFn | None = None,
@@ -89,6 +92,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
       schedule: the pipeline schedule, if pipe > 1: "1f1b", "gpipe", "zero_bubble",
         "interleaved" (":4" for four chunks a stage), or a `jaxpar.Schedule`.
       clip_norm: the largest global norm of the gradients; None for no clipping.
+      carried: what else the state keeps and a step updates, as ``[jaxpar.Ema(0.999)]``.
       seed: of parameters, dropout and all other random numbers.
       rules: logical name -> mesh axis, path pattern -> PartitionSpec; they override
         Flax's ``logical_axis_rules`` in context.
@@ -127,7 +131,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     """
     arguments = {**locals(), "mesh": None, "devices": None}
     mesh = as_mesh(mesh, devices)
-    check_arguments(mesh, optimizer, clip_norm, seed)
+    check_arguments(mesh, optimizer, clip_norm, seed, carried)
     zero_row, precision = zero_stage(zero), make_precision(precision)
     losses = as_losses(loss_fn, eval_fn)
     check_packed(sample_batch, mesh.shape[PIPE], coupled_batch=coupled_batch)
@@ -138,15 +142,15 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     arguments["sample_batch"] = batch_spec.rows(batch_spec.num_rows)
     arguments["model"] = UnderAxisRules(model, network.axis_rules)
     pipelined = mesh.shape[PIPE] > 1
-    traced = trace_model(
-        network, losses, optimizer, precision, rows, pipelined=pipelined
-    )
+    parts = (LossScaler(precision.scales_loss), *carried)
+    given = network, losses, optimizer, precision, rows, parts
+    traced = trace_model(*given, pipelined=pipelined)
     execution = make_execution(network, mesh, schedule, accumulate, traced.block)
     leaves = _leaf_shardings(traced, execution, rules, zero_row, mesh, allow_whole)
     partition = _partition(traced, leaves, zero_row, precision, mesh, coupled_batch)
     update = _update(optimizer, partition, traced.abstract)
-    renamed = network.former_names
-    placement = Placement(mesh, traced.abstract, leaves, zero_row, update, renamed)
+    stored = leaves, zero_row, update, parts, network.former_names
+    placement = Placement(mesh, traced.abstract, *stored)
     reasons = _why_not_checked(traced, rows, partition, splits, asked=check_loss)
     spec = StepSpec(
         execution=execution,
@@ -265,6 +269,5 @@ def _train_step(
     like = placement.abstract.params
     gradients = spec.execution.make_gradients(partition, loss, like, spec.accumulate)
     scales = spec.precision.scales_loss
-    return make_train_step(
-        gradients, placement.update, clip_norm=clip_norm, scales_loss=scales
-    )
+    given = gradients, placement.update, placement.carried
+    return make_train_step(*given, clip_norm=clip_norm, scales_loss=scales)

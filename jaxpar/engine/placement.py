@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jaxpar.checkpoint.former_names import former_names
 from jaxpar.mesh import are_present
 from jaxpar.sharding.zero import LeafSharding, ZeroStage
+from jaxpar.step.carried import Carried
 from jaxpar.step.state import (
     TrainState,
     pack_state,
@@ -31,6 +32,7 @@ class Placement:
       leaves: parameter name -> sharding.
       zero: the row of the ZeRO table.
       update: the optimizer, and how it stores the state.
+      carried: the parts of ``state.carried``.
       renamed: (name of a parameter, its name in older checkpoints); both may end in
         ``/*``.
     """
@@ -40,12 +42,17 @@ class Placement:
     leaves: dict[str, LeafSharding]
     zero: ZeroStage
     update: Update
+    carried: Sequence[Carried]
     renamed: Sequence[tuple[str, str]] = ()
 
     @functools.cached_property
     def former_names(self) -> dict[str, tuple[str, ...]]:
         """Leaf of the state -> its names in older checkpoints."""
-        return former_names(named_leaves(self.abstract), self.leaves, self.renamed)
+        # Before carried parts were, the loss scale was a field of the state.
+        names = named_leaves(self.abstract)
+        part = "carried/loss_scale/"
+        scale = {n: (n.removeprefix("carried/"),) for n in names if n.startswith(part)}
+        return former_names(names, self.leaves, self.renamed) | scale
 
     @functools.cached_property
     def shardings(self) -> TrainState:

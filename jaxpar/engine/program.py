@@ -94,7 +94,9 @@ def make_program(
     def flat_step(state: list, batch: Batch) -> tuple[list, Metrics, list]:
         with on_abstract_mesh(mesh):
             new, metrics = step(jax.tree.unflatten(structure, state), batch)
-        watched = [new.loss_scale.exhausted] if spec.precision.scales_loss else []
+        watched = (
+            [new.carried["loss_scale"].exhausted] if spec.precision.scales_loss else []
+        )
         return jax.tree.leaves(new), metrics, watched
 
     def evaluate(

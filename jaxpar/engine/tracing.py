@@ -24,6 +24,7 @@ from jaxpar.model.bridge import Network
 from jaxpar.model.network import PipelineNetwork
 from jaxpar.optim.fused import FusedOptimizer
 from jaxpar.pipeline.block_cost import BlockWork, trace_microbatch
+from jaxpar.step.carried import Carried
 from jaxpar.step.inputs import Inputs, OnePack, num_rows, twice_the_rows
 from jaxpar.step.loss import Loss, make_loss
 from jaxpar.step.loss_check import HALF_TOLERANCE, TOLERANCE
@@ -97,6 +98,7 @@ def trace_model(
     optimizer: optax.GradientTransformation | FusedOptimizer,
     precision: Precision,
     rows: Inputs,
+    carried: Sequence[Carried],
     *,
     pipelined: bool,
 ) -> ModelTrace:
@@ -108,6 +110,7 @@ def trace_model(
       optimizer: the optimizer.
       precision: the dtypes.
       rows: shapes of one shard of a micro-batch.
+      carried: the parts of ``state.carried``.
       pipelined: whether the mesh has several stages.
 
     Raises:
@@ -121,7 +124,7 @@ def trace_model(
 
     def trace(network: Network) -> tuple[Any, TrainState, dict[str, LossTrace]]:
         check_trainable(jax.eval_shape(network.init, key)[0])
-        init, (loss, evaluation) = make_init(network, optimizer.init), losses
+        init, (loss, evaluation) = make_init(network, optimizer.init, carried), losses
         abstract = jax.eval_shape(init, key)
         given = abstract, precision, rows
         traces = {"loss_fn": trace_loss(network, loss, *given, training=True)}

@@ -14,7 +14,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxpar.types import Leaf
+from jaxpar.step.carried import Stepped
+from jaxpar.types import Leaf, Params
 
 START, WINDOW, HYSTERESIS, MINIMUM = 2.0**16, 1000, 2, 1.0
 
@@ -91,6 +92,32 @@ def update_loss_scale(
         last_overflow=jnp.where(finite, state.last_overflow, state.iteration),
         exhausted=state.exhausted | (halves & (state.scale <= MINIMUM)),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScaler:
+    """The loss scale as a part of the state (`jaxpar.step.carried.Carried`).
+
+    Attributes:
+      scales_loss: whether the precision scales its loss.
+    """
+
+    scales_loss: bool
+    name: str = "loss_scale"
+
+    def init(self, params: Params) -> LossScale:
+        """The state before the first step."""
+        del params
+        return init_loss_scale()
+
+    def after(self, part: LossScale, stepped: Stepped) -> LossScale:
+        """The state after a step."""
+        return update_loss_scale(
+            part,
+            finite=stepped.finite,
+            applied=stepped.applied,
+            scales_loss=self.scales_loss,
+        )
 
 
 def require_scale(exhausted: jax.Array) -> None:

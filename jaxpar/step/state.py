@@ -7,7 +7,7 @@ optimizer may store it in packed form (`jaxpar.step.update`).
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar import tree
 from jaxpar.model.bridge import Network
 from jaxpar.sharding.zero import LeafSharding, ZeroStage, shard_leaves
-from jaxpar.step.loss_scale import init_loss_scale
+from jaxpar.step.carried import Carried
 from jaxpar.step.update import Update
 from jaxpar.types import Leaf, Params, PyTree
 
@@ -34,7 +34,8 @@ class TrainState:
       model_state: mutable state of the model (batch statistics); a nested dict.
       opt_state: the optimizer's state.
       key: the run's key; every step folds in its number.
-      loss_scale: the loss scaler's state, unused outside fp16.
+      carried: what techniques bring, by name (`jaxpar.step.carried`): the loss scale,
+        unused outside fp16, and others.
     """
 
     step: Leaf
@@ -42,11 +43,13 @@ class TrainState:
     model_state: PyTree
     opt_state: PyTree
     key: Leaf
-    loss_scale: PyTree
+    carried: dict[str, PyTree]
 
 
 def make_init(
-    network: Network, init_opt_state: Callable[[Params], PyTree]
+    network: Network,
+    init_opt_state: Callable[[Params], PyTree],
+    carried: Sequence[Carried] = (),
 ) -> Callable[[jax.Array], TrainState]:
     """Make the pure function ``key -> TrainState``, to be jitted with shardings."""
 
@@ -62,7 +65,7 @@ def make_init(
                 _as_array, init_opt_state(params)
             ),
             key=run_key,
-            loss_scale=init_loss_scale(),
+            carried={part.name: part.init(params) for part in carried},
         )
 
     return init
@@ -194,6 +197,7 @@ def state_shardings(
         replicated,
         params=placed(abstract.params),
         opt_state=placed(abstract.opt_state),
+        carried=placed(abstract.carried),
     )
 
 

@@ -6,15 +6,15 @@ functions called here, not this file.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpar.step.carried import Carried, Stepped
 from jaxpar.step.inputs import make_inputs
 from jaxpar.step.loss import Sums
-from jaxpar.step.loss_scale import update_loss_scale
 from jaxpar.step.state import TrainState
 from jaxpar.step.update import Update
 from jaxpar.types import Batch, Metrics, PyTree
@@ -26,6 +26,7 @@ TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 def make_train_step(
     gradients: Callable[..., tuple[PyTree, Sums, PyTree]],
     update: Update,
+    carried: Sequence[Carried],
     *,
     clip_norm: float | None,
     scales_loss: bool,
@@ -38,6 +39,7 @@ def make_train_step(
     Args:
       gradients: as `jaxpar.step.gradients.make_gradients` returns it.
       update: the optimizer; the step takes and returns its packed state.
+      carried: the parts of ``state.carried``, "loss_scale" among them.
       clip_norm: the largest global norm of the gradients; None for no clipping.
       scales_loss: whether the loss is scaled dynamically.
 
@@ -48,7 +50,9 @@ def make_train_step(
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(state.key, state.step)
-        scale = state.loss_scale.scale if scales_loss else jnp.float32(1.0)
+        scale = jnp.float32(1.0)
+        if scales_loss:
+            scale = state.carried["loss_scale"].scale
         params = update.compute_params(state.params)
         grads, sums, model_state = gradients(
             params, state.model_state, make_inputs(batch, state.step), key, scale
@@ -66,20 +70,19 @@ def make_train_step(
             applied=applied,
             loss=results["loss"],
         )
-        loss_scale = update_loss_scale(
-            state.loss_scale, finite=finite, applied=applied, scales_loss=scales_loss
-        )
+        stepped = Stepped(update.unpack(params, opt_state)[0], finite, applied)
+        parts = {p.name: p.after(state.carried[p.name], stepped) for p in carried}
         new = dataclasses.replace(
             state,
             step=state.step + 1,
             params=params,
             model_state=optax.tree.where(applied, model_state, state.model_state),
             opt_state=opt_state,
-            loss_scale=loss_scale,
+            carried=parts,
         )
         counters = {
             "grad_norm": norm,
-            "skipped": loss_scale.skipped,
+            "skipped": parts["loss_scale"].skipped,
             "loss_scale": scale,
         }
         return new, results | counters | reported

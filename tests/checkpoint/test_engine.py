@@ -146,8 +146,10 @@ def test_fp16_starts_at_its_loss_scale_from_a_checkpoint_of_fp32(saved: Saved) -
 
 def test_loss_scale_survives_a_run_in_fp32(tmp_path: Path) -> None:
     half, full = shared_engine(4, 2, 1, "fp16", seed=1), make_engine(8, 1)
-    scaler = dataclasses.replace(half.state.loss_scale, scale=jnp.float32(2.0**11))
-    state = dataclasses.replace(half.state, loss_scale=scaler)
+    scaler = dataclasses.replace(
+        half.state.carried["loss_scale"], scale=jnp.float32(2.0**11)
+    )
+    state = dataclasses.replace(half.state, carried={"loss_scale": scaler})
     checkpoints = Checkpoints(tmp_path / "half")
     checkpoints.save(int(half.state.step), state)
     checkpoints.close()

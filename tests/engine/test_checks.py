@@ -20,6 +20,7 @@ def check(**change: Any) -> None:
         "optimizer": optax.sgd(0.1),
         "clip_norm": None,
         "seed": 0,
+        "carried": (),
     }
     check_arguments(**(right | change))
 

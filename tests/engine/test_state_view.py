@@ -21,7 +21,7 @@ def make_state() -> TrainState:
         model_state={},
         opt_state={"count": jnp.int32(4)},
         key=jax.random.key(0),
-        loss_scale=jnp.float32(1.0),
+        carried={"loss_scale": jnp.float32(1.0)},
     )
 
 

@@ -74,7 +74,7 @@ def traced(model=linear, losses=(loss, None), rows=2, precision="fp32"):
     both = as_losses(*losses)
     inputs = abstract_inputs({"x": jax.ShapeDtypeStruct((rows, 4), jnp.float32)})
     network = make_network(model, both[0].on_sample, inputs)
-    given = optax.sgd(0.1), make_precision(precision), inputs
+    given = optax.sgd(0.1), make_precision(precision), inputs, ()
     return trace_model(network, both, *given, pipelined=False), inputs
 
 

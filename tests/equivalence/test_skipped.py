@@ -82,7 +82,7 @@ def bits_of(state: Any) -> list[bytes]:
 def check_overflow_is_skipped(engine: jaxpar.Engine, planted: float) -> None:
     engine.step(make_batch())
     before, step = bits_of(engine.state), int(engine.state.step)
-    skipped = int(engine.state.loss_scale.skipped)
+    skipped = int(engine.state.carried["loss_scale"].skipped)
     metrics = engine.step(make_batch(planted))
     assert not np.isfinite(metrics["grad_norm"])
     assert bits_of(engine.state) == before
@@ -148,7 +148,7 @@ def test_loss_scale_follows_the_golden_rule() -> None:
         scales.append(float(metrics["loss_scale"]))
     assert scales == golden_scales(overflows, 2.0**16, 2)
     assert scales[-1] == 2.0**11
-    assert int(state.loss_scale.skipped) == sum(overflows)
+    assert int(state.carried["loss_scale"].skipped) == sum(overflows)
 
 
 def test_loss_scale_doubles_after_a_window_without_overflow() -> None:
@@ -159,14 +159,14 @@ def test_loss_scale_doubles_after_a_window_without_overflow() -> None:
         state, metrics = engine.train_step(state, make_batch())
         scales.append(float(metrics["loss_scale"]))
     assert scales == [2.0**16, 2.0**16, 2.0**17]
-    assert int(state.loss_scale.hysteresis) == 2
+    assert int(state.carried["loss_scale"].hysteresis) == 2
 
 
 def fresh(state: Any, **fields: float) -> Any:
     """A copy of a train state, its loss scaler as at the start but for `fields`."""
     start = {"scale": 2.0**16, "hysteresis": 2, "iteration": 0, "last_overflow": -1}
     start |= {"skipped": 0, "exhausted": False, **fields}
-    old = state.loss_scale
+    old = state.carried["loss_scale"]
     scaler = dataclasses.replace(
         old,
         **{
@@ -176,7 +176,9 @@ def fresh(state: Any, **fields: float) -> Any:
             for name, value in start.items()
         },
     )
-    return dataclasses.replace(jax.tree.map(jnp.copy, state), loss_scale=scaler)
+    return dataclasses.replace(
+        jax.tree.map(jnp.copy, state), carried={"loss_scale": scaler}
+    )
 
 
 def test_overflow_at_the_least_scale_raises_and_can_be_restored_from(
@@ -218,12 +220,15 @@ def test_batch_of_no_weight_gives_loss_zero_and_is_skipped(
 ) -> None:
     engine = shared_engine(zero, precision)
     before = bits_of(engine.state)
-    step, skipped = int(engine.state.step), int(engine.state.loss_scale.skipped)
-    scale = float(engine.state.loss_scale.scale)
+    step, skipped = (
+        int(engine.state.step),
+        int(engine.state.carried["loss_scale"].skipped),
+    )
+    scale = float(engine.state.carried["loss_scale"].scale)
     metrics = engine.step(make_batch() | {"w": np.zeros(ROWS, np.float32)})
     assert float(metrics["loss"]) == 0.0
     assert int(metrics["skipped"]) == skipped + 1
-    assert float(engine.state.loss_scale.scale) == scale
+    assert float(engine.state.carried["loss_scale"].scale) == scale
     assert bits_of(engine.state) == before
     assert int(engine.state.step) == step + 1
 
@@ -232,7 +237,7 @@ def test_batch_of_no_weight_gives_loss_zero_and_is_skipped(
 def test_shard_of_no_weight_takes_no_part(zero: int) -> None:
     engine = shared_engine(zero, "fp32")
     batch = make_batch() | {"w": np.repeat([1.0, 0.0, 2.0, 1.0], 4).astype(np.float32)}
-    skipped = int(engine.state.loss_scale.skipped)
+    skipped = int(engine.state.carried["loss_scale"].skipped)
     output = np.asarray(engine.model()(batch["x"]))[:, 0]
     right = 0.01 * np.average((output - batch["y"]) ** 2, weights=batch["w"])
     metrics = engine.step(batch)

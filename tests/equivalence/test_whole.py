@@ -131,7 +131,8 @@ def test_no_stack_of_layers_is_whole_while_the_step_runs(
 
 
 def test_init_makes_shards_only(engine: jaxpar.Engine) -> None:
-    init = make_init(engine._network, optax.adamw(1e-3).init)
+    given = optax.adamw(1e-3).init, engine.placement.carried
+    init = make_init(engine._network, *given)
     shardings = engine.placement.shardings
     compiled = jax.jit(init, out_shardings=shardings).lower(jax.random.key(0)).compile()
     made = jax.tree.leaves(compiled.output_shardings)

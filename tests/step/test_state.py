@@ -106,7 +106,7 @@ def make_state(**change: Any) -> TrainState:
         model_state={"mean": jnp.zeros(3)},
         opt_state=(),
         key=jax.random.key(0),
-        loss_scale={"scale": jnp.float32(1)},
+        carried={"loss_scale": {"scale": jnp.float32(1)}},
     )
     return dataclasses.replace(right, **change)
 

@@ -1,5 +1,6 @@
 """What does a step do with gradients: against NumPy, with plain SGD."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 from jaxpar.optim.optax_update import OptaxUpdate
 from jaxpar.step import loss_scale
+from jaxpar.step.carried import Carried
 from jaxpar.step.loss import Sums
 from jaxpar.step.state import TrainState
 from jaxpar.step.train_step import make_train_step
@@ -27,7 +29,7 @@ def make_state() -> TrainState:
         model_state={"mean": jnp.float32(1)},
         opt_state=optax.sgd(RATE).init(PARAMS),
         key=jax.random.key(3),
-        loss_scale=loss_scale.init_loss_scale(),
+        carried={"loss_scale": loss_scale.init_loss_scale()},
     )
 
 
@@ -38,6 +40,7 @@ def take(
     *,
     scales_loss: bool = False,
     seen: dict | None = None,
+    parts: Sequence[Carried] = (),
 ) -> tuple[TrainState, Any]:
     """One step whose gradients are given; their other arguments go to `seen`."""
 
@@ -53,8 +56,9 @@ def take(
         return scaled, sums, {"mean": model_state["mean"] + 1}
 
     update = OptaxUpdate(optax.sgd(RATE), (), 1)
+    carried = [loss_scale.LossScaler(scales_loss), *parts]
     step = make_train_step(
-        gradients, update, clip_norm=clip_norm, scales_loss=scales_loss
+        gradients, update, carried, clip_norm=clip_norm, scales_loss=scales_loss
     )
     return step(make_state(), {"x": jnp.ones(1)})
 
