@@ -12,6 +12,7 @@ from .launch.devices import choose_mesh, scaled_accumulation
 from .mesh import MeshShape, make_mesh
 from .model.blocks import PipelineModel
 from .model.remat import remat
+from .model.step_number import Step
 from .optim.ema import Ema
 from .pipeline.schedules.catalog import make_schedule
 from .pipeline.schedules.table import Schedule
@@ -43,6 +44,7 @@ __all__ = [
     "Recovery",
     "Replicated",
     "Schedule",
+    "Step",
     "Sum",
     "TrainState",
     "Weighted",

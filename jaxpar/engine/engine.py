@@ -214,7 +214,8 @@ class Engine(CompiledStep):
             packed = self._packed
             own = params is None and self.placement.update.unpack(packed.params, ())[0]
             given = (own or self._placed(params), packed.model_state), packed.key, None
-            return self._network.run(lambda model, _: model, *given, training=False)[0]
+            how = {"training": False, "step": packed.step}
+            return self._network.run(lambda model, _: model, *given, **how)[0]
 
     def load_params(self, params: Params) -> None:
         """Replace the parameters; the optimizer state and the step are unchanged.

@@ -60,11 +60,13 @@ class BoundNetwork:
         batch: Batch,
         *,
         training: bool,
+        step: Any = None,
     ) -> tuple[Any, PyTree]:
         """See `Network`."""
 
         def run(variables: tuple, key: jax.Array, batch: Batch) -> tuple:
-            return self.network.run(fn, variables, key, batch, training=training)
+            how = {"training": training, "step": step}
+            return self.network.run(fn, variables, key, batch, **how)
 
         return self._bound(run, variables, key, batch)
 

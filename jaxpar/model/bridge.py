@@ -18,6 +18,7 @@ from flax import nnx, traverse_util
 from jax.sharding import NamedSharding
 
 from jaxpar.model.linen import LinenNetwork, axis_rules
+from jaxpar.model.step_number import Step, filled
 from jaxpar.sharding.constrain import placed_rules
 from jaxpar.sharding.rules import AxisRules
 from jaxpar.types import Batch, LossFn, Params, PyTree
@@ -60,8 +61,12 @@ class Network(Protocol):
         batch: Batch,
         *,
         training: bool,
+        step: Any = None,
     ) -> tuple[Any, PyTree]:
-        """Call ``fn(model, batch)``; returns its result and the new model_state."""
+        """Call ``fn(model, batch)``; returns its result and the new model_state.
+
+        `step` is the number that modules see (`jaxpar.model.step_number`); None for 0.
+        """
         ...
 
 
@@ -149,7 +154,7 @@ class _NnxNetwork:
             return states
 
         states = jax.eval_shape(split, jax.random.key(0))
-        self._params, self._rngs, self._state = (
+        self._params, self._rngs, self._steps, self._state = (
             list(nnx.to_flat_state(state)) for state in states
         )
 
@@ -157,10 +162,10 @@ class _NnxNetwork:
         with nnx.use_eager_sharding(False):
             model = _call_factory(self._factory, nnx.Rngs(key))
             _mark_arrays(model)
-            return nnx.split(model, nnx.Param, nnx.RngState, ...)
+            return nnx.split(model, nnx.Param, nnx.RngState, Step, ...)
 
     def init(self, key: jax.Array) -> tuple[Params, PyTree]:
-        _, params, _, state = self._split(key)
+        _, params, _, _, state = self._split(key)
         return _to_dict(params), _to_dict(state)
 
     def dim_names(self) -> dict[str, Sequence[Any] | None]:
@@ -177,6 +182,7 @@ class _NnxNetwork:
         batch: Batch,
         *,
         training: bool,
+        step: Any = None,
     ) -> tuple[Any, PyTree]:
         params, state = variables
         rules = placed_rules(self.axis_rules)
@@ -185,6 +191,7 @@ class _NnxNetwork:
                 self._graphdef,
                 _from_dict(self._params, params),
                 self._fresh_rngs(key),
+                self._numbered(step),
                 _from_dict(self._state, state),
             )
             if not training:
@@ -193,6 +200,13 @@ class _NnxNetwork:
         after = dict(nnx.to_flat_state(nnx.state(model)))
         kept = {path: _value(after[path]) for path, _ in self._state if path in after}
         return out, traverse_util.unflatten_dict(kept)
+
+    def _numbered(self, step: Any) -> nnx.State:
+        """The number of the step for every `Step`."""
+        return nnx.from_flat_state(
+            (path, variable.replace(filled(variable.get_value(), step)))
+            for path, variable in self._steps
+        )
 
     def _fresh_rngs(self, key: jax.Array) -> nnx.State:
         """A new key for every key variable; zero for every count."""

@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, get_abstract_mesh, use_abstract
 
 from jaxpar import tree
 from jaxpar.mesh import AXES, DATA
+from jaxpar.model.step_number import CONTEXT, filled, is_context
 from jaxpar.sharding.constrain import placed_rules
 from jaxpar.sharding.rules import AxisRules, flat_names
 from jaxpar.types import Batch, LossFn, Params, PyTree
@@ -54,6 +55,8 @@ class LinenNetwork:
     def init(self, key: jax.Array) -> tuple[Params, PyTree]:
         """Make (params, model_state); traceable."""
         variables = _unboxed(self._initialized(key, kept=self._traced))
+        if self._context(0):
+            variables.pop(CONTEXT)
         return variables.pop("params", {}), variables
 
     def dim_names(self) -> dict[str, Sequence[Any] | None]:
@@ -69,11 +72,12 @@ class LinenNetwork:
         batch: Batch,
         *,
         training: bool,
+        step: Any = None,
     ) -> tuple[Any, PyTree]:
         """Call ``fn(model, batch)``; returns its result and the new model_state."""
         mesh = get_abstract_mesh() if self._fits_mesh else _NO_MESH
         with use_abstract_mesh(mesh):
-            return self._run(fn, variables, key, batch, training=training)
+            return self._run(fn, variables, key, batch, training=training, step=step)
 
     def _run(
         self,
@@ -83,14 +87,22 @@ class LinenNetwork:
         batch: Batch,
         *,
         training: bool,
+        step: Any = None,
     ) -> tuple[Any, PyTree]:
         params, state = variables
-        given = {"params": params, **state}
+        given = {"params": params, **state, **self._context(step)}
         model = LinenModel(self._module, given, key, training=training)
         with nn.logical_axis_rules(placed_rules(self.axis_rules)):
             out = fn(model, batch)
         after = model.variables or {}
         return out, {name: after[name] for name in state}
+
+    def _context(self, step: Any) -> dict:
+        """The collection with the step's number, if the module has it."""
+        own = _unboxed(self._traced).get(CONTEXT, {})
+        if not is_context(own):
+            return {}
+        return {CONTEXT: jax.tree.map(lambda x: filled(x, step), own)}
 
     @functools.cached_property
     def _traced(self) -> dict:
@@ -112,6 +124,8 @@ class LinenNetwork:
         if DATA in flat_names(names):
             return False  # Usually data is manual, and constraints can't name it.
         variables = _unboxed(self._traced)
+        if self._context(0):
+            variables.pop(CONTEXT)
         given = (variables.pop("params", {}), variables)
 
         def state_of(variables: tuple, batch: Batch) -> PyTree:
@@ -232,7 +246,11 @@ class LinenModel:
             self.variables = _joined(self.variables or {}, new)
             changed = _unboxed(made)
         else:
-            own = [name for name in self.variables if name != "params"]
+            own = [
+                name
+                for name, values in self.variables.items()
+                if name != "params" and not (name == CONTEXT and is_context(values))
+            ]
             own = own if self.training else []
             out, changed = apply(self.variables, union_filters(own, mutable))
             kept = {name: changed[name] for name in own}

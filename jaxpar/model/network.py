@@ -131,10 +131,12 @@ class PipelineNetwork:
         batch: Batch,
         *,
         training: bool,
+        step: Any = None,
     ) -> tuple[Any, PyTree]:
         """Run embedding, blocks (each section as one scan) and head."""
         params, state = variables
-        return fn(WholeModel(self, params, key, training=training), batch), state
+        model = WholeModel(self, params, key, training=training, step=step)
+        return fn(model, batch), state
 
     def run_embed(
         self, params: Params, call: Call, key: jax.Array, *, training: bool
@@ -244,6 +246,7 @@ class WholeModel:
       params: all parameters.
       key: of the random numbers of a training step; a micro-batch's.
       training: whether this is a training step.
+      step: the number of the step that modules see; None for 0.
     """
 
     def __init__(
@@ -251,15 +254,17 @@ class WholeModel:
         network: PipelineNetwork,
         params: Params,
         key: jax.Array,
+        step: Any = None,
         *,
         training: bool,
     ):
         self._network, self.params, self._key = network, params, key
+        self._step = step
         self._num_calls, self.training = 0, training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run embedding, blocks and head; each call draws its own dropout masks."""
-        key, call = self._next_key(), Call(args, kwargs)
+        key, call = self._next_key(), Call(args, kwargs, self._step)
         return self._head(self._hidden(call, key), call, key)
 
     def run_blocks(self, *args: Any, **kwargs: Any) -> PyTree:
@@ -272,7 +277,7 @@ class WholeModel:
         Returns:
           The head's input.
         """
-        return self._hidden(Call(args, kwargs), self._next_key())
+        return self._hidden(Call(args, kwargs, self._step), self._next_key())
 
     def run_head(self, hidden: PyTree, **kwargs: Any) -> Any:
         """Run the head.
@@ -284,15 +289,16 @@ class WholeModel:
         Returns:
           What a call returns.
         """
-        return self._head(hidden, Call((), kwargs), self._next_key())
+        return self._head(hidden, Call((), kwargs, self._step), self._next_key())
 
     def with_params(self, params: Params) -> "WholeModel":
         """The same model with other parameters, of the same names."""
-        return WholeModel(self._network, params, self._key, training=self.training)
+        given = self._network, params, self._key, self._step
+        return WholeModel(*given, training=self.training)
 
     def tree_flatten(self) -> tuple[tuple, tuple]:
         """The arrays, and what is static."""
-        return (self.params, self._key), (self._network, self.training)
+        return (self.params, self._key, self._step), (self._network, self.training)
 
     @classmethod
     def tree_unflatten(cls, static: tuple, arrays: tuple) -> "WholeModel":

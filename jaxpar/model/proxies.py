@@ -34,18 +34,20 @@ class Call:
     Attributes:
       args: positional arguments.
       kwargs: keyword arguments.
+      step: the number of the step that modules see.
     """
 
     args: tuple
     kwargs: dict[str, Any]
+    step: Any = None
 
     def passing(self, hidden: Any) -> "Call":
         """The call of a block or the head: `hidden` and the keywords."""
-        return Call((hidden,), self.kwargs)
+        return Call((hidden,), self.kwargs, self.step)
 
     def tree_flatten(self) -> tuple[list, tuple]:
         """Separate the arrays from static values."""
-        leaves, structure = jax.tree.flatten((self.args, self.kwargs))
+        leaves, structure = jax.tree.flatten((self.args, self.kwargs, self.step))
         plain = tuple(leaf if isinstance(leaf, _PLAIN) else None for leaf in leaves)
         arrays = [leaf for leaf in leaves if not isinstance(leaf, _PLAIN)]
         return arrays, (structure, plain)
@@ -202,7 +204,8 @@ def run_part(
     network: Network, params: Params, call: Call, key: jax.Array, *, training: bool
 ) -> Any:
     """Call a part with its parameters."""
-    out, _ = network.run(call_part, (params, {}), key, call, training=training)
+    given = call_part, (params, {}), key, call
+    out, _ = network.run(*given, training=training, step=call.step)
     return out
 
 

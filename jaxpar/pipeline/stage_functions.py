@@ -85,7 +85,8 @@ class StageFunctions:
     def call_of(self, key: jax.Array, rows: Inputs) -> Call:
         """As `call`, of a micro-batch's rows."""
         loss = functools.partial(self.loss, key=key, training=self.training)
-        return inputs_of(loss, rows, training=self.training)
+        call = inputs_of(loss, rows, training=self.training)
+        return dataclasses.replace(call, step=rows.step.value)
 
     def hidden_of(self, rows: Inputs, before: SectionNetwork | None = None) -> PyTree:
         """The shapes of a hidden state.
@@ -127,6 +128,7 @@ class StageFunctions:
     ) -> Sums:
         def answer(call: Call) -> Any:
             own, tied = params
+            call = dataclasses.replace(call, step=rows.step.value)
             return self.network.run_head(
                 own, tied, hidden, call, key, training=self.training
             )

@@ -156,7 +156,8 @@ def make_loss(
             return loss(model, inputs, key=key, training=training)
 
         variables = (jax.tree.unflatten(structure, leaves), model_state)
-        out, after = network.run(fn, variables, key, inputs, training=training)
+        how = {"training": training, "step": inputs.step.value}
+        out, after = network.run(fn, variables, key, inputs, **how)
         if training:
             model_state = cast_model_state(after, model_state)
         return loss_sums(out, inputs), model_state
