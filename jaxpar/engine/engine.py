@@ -211,10 +211,9 @@ class Engine(CompiledStep):
         """
         self.placement.require_devices("model")
         with self._alone("model"):
-            packed = self._packed
+            packed, how = self._packed, {"training": False, "step": self._packed.step}
             own = params is None and self.placement.update.unpack(packed.params, ())[0]
             given = (own or self._placed(params), packed.model_state), packed.key, None
-            how = {"training": False, "step": packed.step}
             return self._network.run(lambda model, _: model, *given, **how)[0]
 
     def load_params(self, params: Params) -> None:
@@ -365,8 +364,7 @@ class Engine(CompiledStep):
     def _opened(self, folder: str | os.PathLike[str]) -> Checkpoints:
         path = os.path.abspath(folder)
         if path not in self._checkpoints:
-            former = self.placement.former_names
-            self._checkpoints[path] = Checkpoints(path, former=former)
+            self._checkpoints[path] = Checkpoints(path, former=self.placement.former)
         return self._checkpoints[path]
 
     def _placed(self, params: Params, *, may_alias: bool | None = None) -> Params:

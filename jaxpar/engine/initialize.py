@@ -141,10 +141,9 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     network = make_network(model, losses[0].on_sample, rows)
     arguments["sample_batch"] = batch_spec.rows(batch_spec.num_rows)
     arguments["model"] = UnderAxisRules(model, network.axis_rules)
-    pipelined = mesh.shape[PIPE] > 1
     parts = (LossScaler(precision.scales_loss), *carried)
     given = network, losses, optimizer, precision, rows, parts
-    traced = trace_model(*given, pipelined=pipelined)
+    traced = trace_model(*given, pipelined=mesh.shape[PIPE] > 1)
     execution = make_execution(network, mesh, schedule, accumulate, traced.block)
     leaves = _leaf_shardings(traced, execution, rules, zero_row, mesh, allow_whole)
     partition = _partition(traced, leaves, zero_row, precision, mesh, coupled_batch)

@@ -46,7 +46,7 @@ class Placement:
     renamed: Sequence[tuple[str, str]] = ()
 
     @functools.cached_property
-    def former_names(self) -> dict[str, tuple[str, ...]]:
+    def former(self) -> dict[str, tuple[str, ...]]:
         """Leaf of the state -> its names in older checkpoints."""
         # Before carried parts were, the loss scale was a field of the state.
         names = named_leaves(self.abstract)

@@ -163,9 +163,10 @@ class PipelineModel:
         head = make_network(self.head, call_part, call.passing(hidden))
         check_stateless("head", head)
         check_ties(embed, head, self.tied_paths)
-        check_keywords(call, embed, sections, head, hidden)
+        keywords = check_keywords(call, embed, sections, head, hidden)
         return PipelineNetwork(
             sections,
+            keywords,
             self.tied_paths,
             self.remat,
             self.remat_names,

@@ -63,6 +63,7 @@ class PipelineNetwork:
 
     Attributes:
       sections: the blocks.
+      keywords: those that any part takes; None if one takes all.
       tied_paths: path in the head -> path in the embedding, for tied parameters.
       remat: the blocks' policy.
       remat_names: labels to save, for "save-names".
@@ -74,6 +75,7 @@ class PipelineNetwork:
     """
 
     sections: tuple[SectionNetwork, ...]
+    keywords: frozenset[str] | None
     tied_paths: Mapping[str, str]
     remat: str
     remat_names: tuple[str, ...]
@@ -264,7 +266,7 @@ class WholeModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run embedding, blocks and head; each call draws its own dropout masks."""
-        key, call = self._next_key(), Call(args, kwargs, self._step)
+        key, call = self._next_key(), self._call(args, kwargs)
         return self._head(self._hidden(call, key), call, key)
 
     def run_blocks(self, *args: Any, **kwargs: Any) -> PyTree:
@@ -277,7 +279,7 @@ class WholeModel:
         Returns:
           The head's input.
         """
-        return self._hidden(Call(args, kwargs, self._step), self._next_key())
+        return self._hidden(self._call(args, kwargs), self._next_key())
 
     def run_head(self, hidden: PyTree, **kwargs: Any) -> Any:
         """Run the head.
@@ -289,7 +291,7 @@ class WholeModel:
         Returns:
           What a call returns.
         """
-        return self._head(hidden, Call((), kwargs, self._step), self._next_key())
+        return self._head(hidden, self._call((), kwargs), self._next_key())
 
     def with_params(self, params: Params) -> "WholeModel":
         """The same model with other parameters, of the same names."""
@@ -303,8 +305,23 @@ class WholeModel:
     @classmethod
     def tree_unflatten(cls, static: tuple, arrays: tuple) -> "WholeModel":
         """Undo `tree_flatten`."""
-        network, training = static
-        return cls(network, *arrays, training=training)
+        # Not by `__init__`: JAX unflattens with placeholders, too.
+        model = object.__new__(cls)
+        model._network, model.training = static
+        model.params, model._key, model._step = arrays
+        model._num_calls = 0
+        return model
+
+    def _call(self, args: tuple, kwargs: dict[str, Any]) -> Call:
+        known = self._network.keywords
+        for name in kwargs:
+            if known is not None and name not in known:
+                raise TypeError(
+                    f"model: no part takes the keyword {name}=; they take "
+                    f"{', '.join(sorted(known)) or 'none'}."
+                    f"{tree.near_match(name, known)}"
+                )
+        return Call(args, kwargs, self._step)
 
     def _next_key(self) -> jax.Array:
         key, calls = self._key, self._num_calls

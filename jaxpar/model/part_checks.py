@@ -79,7 +79,7 @@ def check_keywords(
     sections: Sequence[SectionNetwork],
     head: Network,
     hidden: PyTree,
-) -> None:
+) -> frozenset[str] | None:
     """Raise for keywords of the model's call that no part takes.
 
     Args:
@@ -88,6 +88,9 @@ def check_keywords(
       sections: the sections.
       head: the head.
       hidden: the shapes of the head's input.
+
+    Returns:
+      The keywords that any part takes; None if one takes all.
     """
     taken = {"embed": keywords_of(embed, call)}
     for section in sections:
@@ -108,6 +111,7 @@ def check_keywords(
                 f"loss_fn: it calls the model with {name}=, which no part takes: "
                 f"{'; '.join(of_parts)}.{tree.near_match(name, known)}"
             )
+    return None if None in taken.values() else frozenset(known)
 
 
 def check_block_output(section: str, given: PyTree, returned: PyTree) -> None:

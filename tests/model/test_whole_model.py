@@ -171,3 +171,18 @@ def test_training_and_evaluation_are_different_programs():
     close(logits(evaluated), plain_logits(params, TOKENS))
     assert not np.allclose(logits(trained), plain_logits(params, TOKENS), rtol=1e-3)
     assert modes == [False, True]
+
+
+def test_keyword_that_no_part_takes_is_refused_outside_of_an_engine():
+    model = make_model().init(0, TOKENS)
+    message = r"no part takes the keyword position=; they take positions, temperature\."
+    with pytest.raises(TypeError, match=message + r" Did you mean 'positions'\?"):
+        model(TOKENS, position=jnp.zeros(TOKENS.shape))
+    with pytest.raises(TypeError, match=r"no part takes the keyword heat="):
+        model.run_head(model.run_blocks(TOKENS), heat=2.0)
+
+
+def test_model_may_be_an_argument_of_a_lowered_function():
+    model = make_model().init(0, TOKENS)
+    lowered = jax.jit(lambda model, tokens: model(tokens)).lower(model, TOKENS)
+    assert lowered.args_info[0][0].params["head"]["table"].shape == (VOCAB, 8)
