@@ -7,6 +7,7 @@ more, `jaxpar.pipeline` runs the same parts by a schedule.
 
 import dataclasses
 import itertools
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -210,7 +211,11 @@ class PipelineModel:
 
 def _is_pair(given: Any) -> bool:
     """Whether a section is given, and not a part between two."""
-    return isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], int)
+    return (
+        isinstance(given, tuple)
+        and len(given) == 2
+        and isinstance(given[1], numbers.Integral)
+    )
 
 
 def _check_order(named: Mapping[str, Any]) -> None:
@@ -229,6 +234,12 @@ def _check_order(named: Mapping[str, Any]) -> None:
             "pair (block, count) must stand between two pairs. Move what comes first "
             "to embed, what comes last to head, and join two parts in one."
         )
+    for name in named:
+        if not isinstance(name, str) or not name or "/" in name:
+            raise ValueError(
+                f"PipelineModel: a section is named {name!r}; the name is a key of the "
+                "parameters: give it letters, and no slash."
+            )
     for name in set(_ENDS) & set(named):
         raise ValueError(
             f"PipelineModel: a section can't be named {name!r}, as the model's "

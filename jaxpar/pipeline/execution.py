@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpar.mesh import PIPE
@@ -27,7 +28,7 @@ from jaxpar.step.gradients import (
     make_gradients,
 )
 from jaxpar.step.loss import Loss, Sums
-from jaxpar.tree import num_elements
+from jaxpar.tree import named_leaves, num_elements
 from jaxpar.types import Params, PyTree
 
 MOST_UNEVEN = 1.25
@@ -162,15 +163,18 @@ def make_execution(
 def _check_division(network: PipelineNetwork, division: Division, chunks: int) -> None:
     """Raise for blocks that the stages can't divide, or only very unevenly."""
     P, model = division.num_stages, network.num_blocks
-    most = max(own.num_blocks // P for own in division.sections)
-    if most < 1 or (len(division.sections) == 1 and model < P * chunks):
+    largest = max(own.num_blocks for own in division.sections)
+    if len(division.sections) > 1:
+        chunks = 1  # A section of few blocks has fewer.
+    if largest < P or (len(division.sections) == 1 and model < P * chunks):
         parts = f"{P} x {chunks} chunks" if chunks > 1 else f"{P}"
         counts = ", ".join(f"{own.name}: {own.num_blocks}" for own in division.sections)
         raise ValueError(
             f"mesh: pipe={parts} cuts a section into {P * chunks} parts, but the "
             f"model has too few blocks ({counts}); use at most "
-            f"pipe={max(own.num_blocks for own in division.sections) // chunks or 1}."
+            f"pipe={largest // chunks or 1}."
         )
+    _check_hidden(network, P)
     params, _ = jax.eval_shape(network.init, jax.random.key(0))
     sizes = [num_elements(params[own.name]) for own in division.sections]
     even = sum(sizes)
@@ -190,6 +194,19 @@ def _check_division(network: PipelineNetwork, division: Division, chunks: int) -
             f"than {MOST_UNEVEN}. Change the mesh, the schedule or the counts, or "
             "pass PipelineModel(allow_uneven=True)."
         )
+
+
+def _check_hidden(network: PipelineNetwork, num_stages: int) -> None:
+    """Raise for hidden states that have no gradient to send back."""
+    for section in network.sections:
+        for name, leaf in named_leaves((section.before, section.hidden)).items():
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                raise ValueError(
+                    f"mesh: pipe={num_stages}: the hidden state at {section.name} has "
+                    f"{leaf.dtype} at {name.split('/', 1)[-1]!r}, but stages send "
+                    "floating arrays alone. Pass it to the parts that need it by "
+                    "keyword: loss_fn calls model(inputs, mask=...)."
+                )
 
 
 class OneStage:

@@ -237,3 +237,9 @@ def test_parts_between_draw_masks_of_their_own_in_every_call():
     assert np.mean(first != 0) == pytest.approx(1 / 4, abs=0.02)
     assert not np.array_equal(first, second)
     assert np.all(run(training=False)[0][0] == 1)
+
+
+@pytest.mark.parametrize("name", ["a/b", ""])
+def test_name_that_is_not_a_key_of_the_parameters_is_refused(name):
+    with pytest.raises(ValueError, match=rf"a section is named {name!r}; the name is"):
+        make_model(sections={name: PAIR})

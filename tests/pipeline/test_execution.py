@@ -1,5 +1,7 @@
 """Does the mesh choose how a model is run, and is what can't be cut refused?"""
 
+from typing import Any
+
 import pytest
 
 from jaxpar.pipeline.block_cost import BlockWork
@@ -8,7 +10,7 @@ from jaxpar.pipeline.gradients import Pipeline
 from jaxpar.pipeline.schedules.catalog import make_schedule
 from jaxpar.pipeline.schedules.interleaved import make_in_groups
 from jaxpar.sharding.zero import ZERO_STAGES, LeafSharding, shard_leaves
-from tests.model import two_sections
+from tests.model import toys, two_sections
 from tests.model.toys import make_mesh
 from tests.pipeline.parts import cut, make_network
 
@@ -126,7 +128,7 @@ def test_own_table_for_the_sections_is_run_as_it_is():
         (
             make_schedule("1f1b", 2, 4),
             r"schedule='1f1b' has 1 chunks a stage, but the model has 2 sections, each "
-            r"cut over all stages; make one with a multiple of as many chunks",
+            r"cut over all stages; make one with a multiple of 2 chunks",
         ),
         (
             make_in_groups("own", 2, 4, 3),
@@ -179,3 +181,29 @@ def test_one_stage_counts_and_gathers_what_is_there():
     leaf = LeafSharding.__new__(LeafSharding)
     assert one.communicated_shardings((leaf,)) == [leaf]
     assert one.shard_leaves is shard_leaves
+
+
+class Telling(toys.Embed):
+    """Passes its tokens on beside what it makes of them."""
+
+    def __call__(self, tokens, *, positions=None) -> Any:
+        return {"x": super().__call__(tokens), "tokens": tokens}
+
+
+class Passing(toys.Block):
+    def __call__(self, hidden, *, positions=None) -> Any:
+        return hidden | {"x": super().__call__(hidden["x"])}
+
+
+class Reading(toys.Head):
+    def __call__(self, hidden, *, temperature=None) -> Any:
+        return super().__call__(hidden["x"])
+
+
+def test_integers_between_stages_are_refused_with_another_way():
+    model = toys.make_model({"embed": Telling, "block": Passing, "head": Reading})
+    network = model.make_network(toys.loss_fn, toys.BATCHES[0])
+    message = r"hidden state at blocks has int32 at 'tokens', but stages send floating"
+    with pytest.raises(ValueError, match=message):
+        make_execution(network, make_mesh(pipe=2), "1f1b", 4, WORK)
+    assert make_execution(network, make_mesh(), "1f1b", 4, None).schedule is None

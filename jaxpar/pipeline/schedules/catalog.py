@@ -101,7 +101,7 @@ def chunks_of(schedule: str | Schedule, num_sections: int) -> int:
         raise ValueError(
             f"schedule={schedule.name!r} has {schedule.num_chunks} chunks a stage, but "
             f"the model has {num_sections} sections, each cut over all stages; make "
-            "one with a multiple of as many chunks, or give its name."
+            f"one with a multiple of {num_sections} chunks, or use '1f1b' or 'gpipe'."
         )
     return schedule.num_chunks // num_sections
 
@@ -127,11 +127,11 @@ def with_chunks(
     if made.num_chunks == num_chunks:
         return made
     name = made.name
-    if name == "gpipe":
-        return make_gpipe(num_stages, num_microbatches, num_chunks)
     if made.splits_backward or not isinstance(schedule, str):
         raise ValueError(
             f"schedule={name!r}: it has {made.num_chunks} chunks a stage, but the "
             f"model's sections make {num_chunks}; use '1f1b' or 'gpipe'."
         )
+    if name == "gpipe":
+        return make_gpipe(num_stages, num_microbatches, num_chunks)
     return make_in_groups(name, num_stages, num_microbatches, num_chunks)

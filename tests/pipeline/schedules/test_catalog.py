@@ -201,3 +201,10 @@ def test_schedule_that_can_not_have_the_chunks_of_the_sections_is_refused(
 def test_interleaved_refuses_a_group_that_is_not_full_for_sections_too():
     with pytest.raises(ValueError, match=r"accumulate=7: schedule='interleaved' takes"):
         with_chunks("interleaved", 4, 7, 5)
+
+
+def test_own_table_is_never_replaced_by_another_of_its_name():
+    with pytest.raises(ValueError, match=r"schedule='gpipe': it has 4 chunks a stage"):
+        with_chunks(make_gpipe(2, 4, 4), 2, 4, 3)
+    own = make_gpipe(2, 4, 3)
+    assert with_chunks(own, 2, 4, 3) is own
