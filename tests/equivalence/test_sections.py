@@ -234,7 +234,8 @@ def test_sections_draw_the_same_dropout_on_any_number_of_stages() -> None:
         for engine in (one, cut)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert losses[0][0] != pytest.approx(trained_plainly()[0][0], rel=1e-3)
+    # What the masks change is 80 times what the stages may.
+    assert losses[0][0] != pytest.approx(trained_plainly()[0][0], rel=1e-4)
 
 
 @thorough
