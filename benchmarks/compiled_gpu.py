@@ -6,7 +6,6 @@ docstrings are based on. Needs the compilers (`.ci/setup --compilers yes`); no G
     python benchmarks/compiled_gpu.py
 """
 
-import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -51,10 +50,10 @@ class Unscanned(nnx.Module):
     """A GPT as users write their models: a module a layer, called one by one."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
-        untied = dataclasses.replace(config, tied_embedding=False)
-        self.embed, self.head = Embed(untied, rngs=rngs), Head(untied, rngs=rngs)
+        self.embed, self.head = Embed(config, rngs=rngs), Head(config, rngs=rngs)
+        self.head.logits = self.embed.embedding
         layers = range(config.num_layers)
-        self.blocks = nnx.List([Block(untied, rngs=rngs) for _ in layers])
+        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in layers])
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         """Predict each next token."""

@@ -108,16 +108,16 @@ def autodiff_loss(config: Config, network: Any, key: jax.Array) -> Callable:
 
     def stage(blocks: Any, hidden: jax.Array) -> jax.Array:
         def layer(hidden: jax.Array, block: Any) -> tuple[jax.Array, None]:
-            own = (jnp.int32(0), Call((), {}), key)
+            own = (hidden, jnp.int32(0), Call((), {}), key)
             run = functools.partial(network.run_block, training=True, policy="none")
-            return run(block, hidden, *own), None
+            return run(network.sections[0], (block, {}), *own)[0], None
 
         return jax.lax.scan(layer, hidden, blocks)[0]
 
     def loss(params: Any, hidden: jax.Array, tokens: jax.Array) -> jax.Array:
         def answer(call: Call) -> Any:
-            head = functools.partial(network.run_head, params["head"], training=True)
-            return head(network.tied(params["embed"]), hidden, call, key)
+            given = (params["head"], {}), network.tied(params["embed"]), hidden, call
+            return network.run_head(*given, key, training=True)[0]
 
         out = gpt_loss(ModelProxy(answer, training=True), {"tokens": tokens})
         return out.total / out.weight
@@ -128,7 +128,8 @@ def autodiff_loss(config: Config, network: Any, key: jax.Array) -> Callable:
         def tick(arrived: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
             own = {"tokens": by_microbatch[jnp.clip(t, 0, M - 1)]}
             call = inputs_of(gpt_loss, own, training=True)
-            entered = network.run_embed(params["embed"], call, key, training=True)
+            own = params["embed"], {}
+            entered, _ = network.run_embed(own, call, key, training=True)
             hidden = jnp.where(numbers[0] == 0, entered, arrived)
             out = jax.checkpoint(stage)(params["blocks"], hidden)
             pairs = [(here, here + 1) for here in range(last)]

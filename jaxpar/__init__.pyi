@@ -4,7 +4,6 @@ from . import data, models, optim, sparse_attention
 from .checkpoint import DamagedError, Keep
 from .cli.recipe_flags import parse
 from .compiled.budget import Budget, BudgetExceeded
-from .compiled.explain import Explanation
 from .engine.engine import Engine
 from .engine.initialize import initialize
 from .engine.replicas import CorruptionError
@@ -18,6 +17,7 @@ from .pipeline.schedules.catalog import make_schedule
 from .pipeline.schedules.table import Schedule
 from .planner.plan_step import plan
 from .sharding.constrain import constrain
+from .sharding.exchange import all_to_all, batch_mean
 from .show.loss import draw_loss
 from .step.inputs import Packed, Replicated
 from .step.precision import Precision, make_precision
@@ -34,7 +34,6 @@ __all__ = [
     "DamagedError",
     "Ema",
     "Engine",
-    "Explanation",
     "Keep",
     "Max",
     "MeshShape",
@@ -48,6 +47,8 @@ __all__ = [
     "Sum",
     "TrainState",
     "Weighted",
+    "all_to_all",
+    "batch_mean",
     "check_reopened",
     "choose_mesh",
     "constrain",

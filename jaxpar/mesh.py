@@ -1,8 +1,10 @@
 """How are devices arranged: from a mesh shape to a named `jax.sharding.Mesh`.
 
-A mesh always has three axes: ``data`` (batch rows and ZeRO shards), ``pipe`` (pipeline
-stages) and ``tensor`` (shards of a layer). The tensor axis is innermost, because its
-collectives are the most frequent: its devices are neighbours on a host.
+Each axis has a role. Batch axes split the rows: ``data`` (and, by ZeRO, the state),
+``replica`` (the rows only: each replica stores the state) and ``expert`` (as data, and
+experts too). ``pipe`` has pipeline stages, ``tensor`` shards of a layer. The axes whose
+collectives are the most frequent are innermost: their devices are neighbours on a host.
+A mesh always has data, pipe and tensor; the others where they have two devices or more.
 """
 
 import contextlib
@@ -11,16 +13,28 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import PartitionSpec as P
 
-DATA, PIPE, TENSOR = "data", "pipe", "tensor"
-AXES = (DATA, PIPE, TENSOR)
+REPLICA, DATA, EXPERT = "replica", "data", "expert"
+PIPE, TENSOR = "pipe", "tensor"
+
+AXES = (REPLICA, DATA, EXPERT, PIPE, TENSOR)
+"""All axes that a mesh may have, outermost first."""
+
+BATCH_AXES = (REPLICA, DATA, EXPERT)
+"""The axes that split the rows of a batch."""
+
+ZERO_AXES = (DATA, EXPERT)
+"""The axes over which ZeRO shards the state."""
+
+_ALWAYS = (DATA, PIPE, TENSOR)
 
 _COMPILE_ONLY = contextvars.ContextVar("only_planned", default=False)
 
@@ -34,6 +48,10 @@ class MeshShape:
         over.
       pipe: pipeline stages; -1 likewise.
       tensor: ways a layer is split; -1 likewise.
+      replica: copies of the state, which split the batch as well (hybrid sharding):
+        parameters are gathered inside a replica, and gradients summed over all.
+      expert: ways the experts of a mixture are split; the batch and the other
+        parameters are split over data and expert.
 
     Raises:
       ValueError: if an axis is neither positive nor -1, or two are -1.
@@ -46,6 +64,8 @@ class MeshShape:
     data: int = -1
     pipe: int = 1
     tensor: int = 1
+    replica: int = 1
+    expert: int = 1
 
     def __post_init__(self):
         sizes = dataclasses.asdict(self)
@@ -81,8 +101,7 @@ class MeshShape:
             return dataclasses.replace(self, **{open_axis: num_devices // fixed})
         if fixed != num_devices or open_axis:
             raise ValueError(
-                f"mesh: MeshShape(data={self.data}, pipe={self.pipe}, "
-                f"tensor={self.tensor}) needs "
+                f"mesh: {self} needs "
                 + (f"a multiple of {fixed}" if open_axis else f"{fixed}")
                 + f" devices, but there are {num_devices}. Change the shape (one axis "
                 "may be -1), or pass devices=jax.devices()[:n] to use only some."
@@ -94,6 +113,39 @@ class MeshShape:
         """The number of devices that the shape needs; None if an axis is -1."""
         sizes = dataclasses.astuple(self)
         return None if -1 in sizes else math.prod(sizes)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Axis of the mesh -> devices on it, outermost first."""
+        sizes = {axis: getattr(self, axis) for axis in AXES}
+        return {a: size for a, size in sizes.items() if a in _ALWAYS or size != 1}
+
+    def __str__(self) -> str:
+        named = dataclasses.asdict(self).items()
+        shown = [f"{a}={size}" for a, size in named if a in _ALWAYS or size != 1]
+        return f"MeshShape({', '.join(shown)})"
+
+    __repr__ = __str__
+
+
+def batch_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """The mesh's axes that split the rows of a batch."""
+    return tuple(axis for axis in BATCH_AXES if axis in mesh.axis_names)
+
+
+def num_batch_shards(mesh: Mesh | AbstractMesh) -> int:
+    """In how many shards the rows of a batch are."""
+    return math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
+
+
+def rows_spec(mesh: Mesh | AbstractMesh) -> P:
+    """The spec of an array whose dim 0 is the rows of a batch."""
+    return P(entry_of(batch_axes(mesh)))
+
+
+def entry_of(axes: Sequence[str]) -> str | tuple[str, ...] | None:
+    """One entry of a spec, from the axes that split a dim."""
+    return tuple(axes) if len(axes) > 1 else next(iter(axes), None)
 
 
 def as_mesh(
@@ -114,34 +166,58 @@ def as_mesh(
     """
     if not isinstance(mesh, Mesh):
         return make_mesh(MeshShape() if mesh is None else mesh, devices)
-    if devices is not None:
+    _refuse_devices(mesh, devices)
+    known = tuple(axis for axis in AXES if axis in mesh.axis_names)
+    named = set(_ALWAYS) <= set(known) and known == mesh.axis_names
+    if not named or set(mesh.axis_types) != {AxisType.Auto}:
         raise ValueError(
-            f"devices: mesh= is already a mesh of {mesh.size} devices. Pass a "
-            "jaxpar.MeshShape with devices=, or the mesh alone."
+            f"mesh: its axes are {mesh.axis_names} of types {mesh.axis_types}, but "
+            f"must be {_ALWAYS}, or {AXES}, in this order, all automatic. Pass a "
+            "jaxpar.MeshShape, or say which role each axis has: jaxpar.make_mesh(mesh, "
+            "roles={'x': 'data', 'y': 'tensor'})."
         )
     return mesh
 
 
-def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
-    """Arrange devices on the axes (data, pipe, tensor).
+def make_mesh(
+    shape: MeshShape | Mesh,
+    devices: Sequence[Any] | None = None,
+    *,
+    roles: Mapping[str, str] | None = None,
+) -> Mesh:
+    """Arrange devices on the axes of a shape, or another mesh's on jaxpar's axes.
 
     Devices of one slice are ordered by `mesh_utils` for locality; several slices
-    are split along the data axis, whose traffic is the least frequent. A shape with
-    fewer devices than there are uses the first ones, the same number from each process,
-    and logs a warning with the logger "jaxpar".
+    are split along the replica axis, or else the data axis, whose traffic is the least
+    frequent. A shape with fewer devices than there are uses the first ones, the same
+    number from each process, and logs a warning with the logger "jaxpar".
 
     Args:
-      shape: devices by axis; one may be -1.
-      devices: the devices to use; None for all of `jax.devices()`.
+      shape: devices by axis; one may be -1. Or a mesh of any axes, with `roles`.
+      devices: the devices to use; None for all of `jax.devices()`, or the mesh's own.
+      roles: axis of the mesh given -> "data", "replica", "expert", "pipe" or "tensor".
+        Axes of one role (the dims of a TPU slice's torus) become one axis, the first
+        outermost: collectives over it run in the groups of those axes together.
 
     Returns:
-      A mesh whose three axes are automatic (the compiler inserts collectives).
+      A mesh whose axes are automatic (the compiler inserts collectives).
 
     Raises:
-      ValueError: if the shape needs more devices, a device is named twice, or the
-        processes would not own the same number of devices.
+      ValueError: if the shape needs more devices, a device is named twice, the
+        processes would not own the same number of devices, or an axis has no role.
       TypeError: if `shape` is not a MeshShape, or `devices` are not devices.
+
+    Example:
+      >>> mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"))
+      >>> roles = {"x": "data", "y": "tensor", "z": "tensor"}
+      >>> dict(make_mesh(mesh, roles=roles).shape)
+      {'data': 2, 'pipe': 1, 'tensor': 4}
     """
+    if isinstance(shape, Mesh):
+        _refuse_devices(shape, devices)
+        return _with_roles(shape, roles or {})
+    if roles is not None:
+        raise ValueError(f"roles={dict(roles)} are for a mesh; {shape!r} has its own.")
     devices = _listed(jax.devices() if devices is None else devices)
     if not isinstance(shape, MeshShape):
         raise TypeError(
@@ -150,19 +226,44 @@ def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
         )
     devices = _taken(shape, devices)
     shape = shape.resolve(len(devices))
-    sizes = (shape.data, shape.pipe, shape.tensor)
+    names, sizes = zip(*shape.axes.items(), strict=True)
     num_slices = len({getattr(device, "slice_index", 0) for device in devices})
-    if num_slices > 1 and shape.data % num_slices == 0:
-        grid = mesh_utils.create_hybrid_device_mesh(
-            (shape.data // num_slices, shape.pipe, shape.tensor),
-            (num_slices, 1, 1),
-            devices,
-        )
+    outer = [axis for axis in (REPLICA, DATA) if getattr(shape, axis) % num_slices == 0]
+    if num_slices > 1 and outer:
+        over = [num_slices if axis == outer[0] else 1 for axis in names]
+        inner = [size // by for size, by in zip(sizes, over, strict=True)]
+        grid = mesh_utils.create_hybrid_device_mesh(inner, over, devices)
     elif devices[0].platform == "tpu":
         grid = mesh_utils.create_device_mesh(sizes, devices)
     else:
         grid = np.array(devices).reshape(sizes)
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def _refuse_devices(mesh: Mesh, devices: Sequence[Any] | None) -> None:
+    if devices is not None:
+        raise ValueError(
+            f"devices: mesh= is already a mesh of {mesh.size} devices. Pass a "
+            "jaxpar.MeshShape with devices=, or the mesh alone."
+        )
+
+
+def _with_roles(mesh: Mesh, roles: Mapping[str, str]) -> Mesh:
+    """Arrange a mesh of other axes on jaxpar's axes."""
+    if set(roles) != set(mesh.axis_names) or not set(roles.values()) <= set(AXES):
+        raise ValueError(
+            f"roles={dict(roles)} must give each axis of the mesh, "
+            f"{mesh.axis_names}, one of the roles {', '.join(AXES)}."
+        )
+    order = [
+        [at for at, axis in enumerate(mesh.axis_names) if roles[axis] == role]
+        for role in AXES
+    ]
+    sizes = [math.prod(mesh.devices.shape[at] for at in own) for own in order]
+    kept = [(a, n) for a, n in zip(AXES, sizes, strict=True) if a in _ALWAYS or n > 1]
+    names, shape = zip(*kept, strict=True)
+    grid = mesh.devices.transpose([at for own in order for at in own]).reshape(shape)
+    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def _listed(devices: Any) -> list[Any]:

@@ -7,13 +7,13 @@ error messages, rules, reports and checkpoints.
 import difflib
 import fnmatch
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxpar.types import PyTree
+from jaxpar.types import Params, PyTree
 
 
 def path_name(path: Sequence[Any]) -> str:
@@ -95,3 +95,54 @@ def near_match(word: str, known: Iterable[str], cutoff: float = 0.4) -> str:
 def with_dtype(arrays: PyTree, dtype: np.dtype) -> PyTree:
     """The shapes of a tree of arrays, in another dtype."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), arrays)
+
+
+def without_leaf(params: Params, path: Sequence[str]) -> Params:
+    """Remove a leaf of a nested dict, and dicts that become empty, from a copy."""
+    rest = {key: value for key, value in params.items() if key != path[0]}
+    if len(path) > 1:
+        inner = without_leaf(params[path[0]], path[1:])
+        return rest | ({path[0]: inner} if inner else {})
+    return rest
+
+
+def with_leaf(params: Params, path: Sequence[str], leaf: jax.Array) -> Params:
+    """Add or replace a leaf of a nested dict; the dict itself is unchanged."""
+    if len(path) == 1:
+        return {**params, path[0]: leaf}
+    inner = with_leaf(params.get(path[0], {}), path[1:], leaf)
+    return {**params, path[0]: inner}
+
+
+def parted(tree: PyTree, names: Collection[str]) -> tuple[PyTree, PyTree]:
+    """Part a nested dict: the leaves of these names, and the others.
+
+    Example:
+      >>> parted({"a": {"b": 1, "c": 2}}, ["a/b"])
+      ({'a': {'b': 1}}, {'a': {'c': 2}})
+    """
+    found: tuple[dict, dict] = ({}, {})
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    if all(path_name(path) in names for path, _ in flat):
+        return tree, {}  # With its empty dicts.
+    for path, leaf in flat:
+        node = found[path_name(path) not in names]
+        for part in path[:-1]:
+            node = node.setdefault(part.key, {})
+        node[path[-1].key] = leaf
+    return found
+
+
+def merged(one: PyTree, other: PyTree) -> PyTree:
+    """Undo `parted`.
+
+    Example:
+      >>> merged({"a": {"b": 1}}, {"a": {"c": 2}})
+      {'a': {'b': 1, 'c': 2}}
+    """
+    if not other:
+        return one
+    both = dict(one)
+    for key, value in other.items():
+        both[key] = merged(both[key], value) if key in both else value
+    return both

@@ -12,10 +12,18 @@ import pytest
 from flax import nnx
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jaxpar
 from jaxpar import mesh as mesh_module
-from jaxpar.mesh import AXES, MeshShape, make_mesh
+from jaxpar.mesh import (
+    AXES,
+    MeshShape,
+    as_mesh,
+    make_mesh,
+    num_batch_shards,
+    rows_spec,
+)
 
 SIZES = (-1, 1, 2, 3, 8)
 
@@ -113,7 +121,56 @@ def test_several_slices_are_split_along_data(monkeypatch):
     monkeypatch.setattr(mesh_utils, "create_hybrid_device_mesh", hybrid)
     devices = [Device(number, slice_index=number // 4) for number in range(8)]
     make_mesh(MeshShape(data=4, tensor=2), devices)
-    assert seen == {"within": (2, 1, 2), "across": (2, 1, 1)}
+    assert seen == {"within": [2, 1, 2], "across": [2, 1, 1]}
+
+
+def test_several_slices_are_split_along_replicas_where_there_are_any(monkeypatch):
+    seen = {}
+
+    def hybrid(within, across, devices):
+        seen.update(within=within, across=across)
+        return np.array(jax.devices()).reshape(2, 2, 1, 2)
+
+    monkeypatch.setattr(mesh_utils, "create_hybrid_device_mesh", hybrid)
+    devices = [Device(number, slice_index=number // 4) for number in range(8)]
+    make_mesh(MeshShape(data=2, tensor=2, replica=2), devices)
+    assert seen == {"within": [1, 2, 1, 2], "across": [2, 1, 1, 1]}
+
+
+def test_replicas_are_outermost_and_only_there_where_wanted():
+    mesh = make_mesh(MeshShape(data=2, tensor=2, replica=2))
+    assert dict(mesh.shape) == {"replica": 2, "data": 2, "pipe": 1, "tensor": 2}
+    assert [device.id for device in mesh.devices[0].flat] == [0, 1, 2, 3]
+    assert rows_spec(mesh) == P(("replica", "data"))
+    assert num_batch_shards(mesh) == 4
+    plain = make_mesh(MeshShape(data=4, tensor=2))
+    assert plain.axis_names == ("data", "pipe", "tensor")
+    assert rows_spec(plain) == P("data")
+
+
+def test_axes_of_one_role_become_one_axis_of_the_same_groups():
+    mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"))
+    merged = make_mesh(mesh, roles={"x": "tensor", "y": "data", "z": "tensor"})
+    assert dict(merged.shape) == {"data": 2, "pipe": 1, "tensor": 4}
+    groups = [sorted(d.id for d in row) for row in merged.devices[:, 0]]
+    assert groups == [sorted(d.id for d in mesh.devices[:, y].flat) for y in range(2)]
+    assert as_mesh(merged) is merged
+
+
+def test_roles_of_a_shape_are_refused():
+    with pytest.raises(ValueError, match=r"roles=\{'x': 'data'\} are for a mesh"):
+        make_mesh(MeshShape(), roles={"x": "data"})
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [{"x": "data"}, {"x": "data", "y": "rows"}, {"x": "data", "q": "tensor"}],
+    ids=["an axis without a role", "unknown role", "unknown axis"],
+)
+def test_roles_that_do_not_fit_the_mesh_are_refused(roles):
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    with pytest.raises(ValueError, match=r"roles=.* must give each axis of the mesh"):
+        make_mesh(mesh, roles=roles)
 
 
 def test_tpu_devices_are_laid_out_for_locality(monkeypatch):

@@ -23,8 +23,10 @@ from jaxpar.checkpoint.manifest import DamagedError
 from jaxpar.checkpoint.store import Checkpoints
 from jaxpar.tree import matches
 
-PARAMS = "params/"
+PARAMS, FROZEN = "params/", "frozen/"
 DTYPES = ("fp32", "bf16")
+ADAPTERS = "adapters"
+"""Stands for the parameters that a run with frozen ones trained."""
 FILE_BYTES = 4 << 30
 """Default size of one file, at most."""
 
@@ -37,7 +39,7 @@ def export(
     *,
     step: int | None = None,
     dtype: str = "fp32",
-    only: Sequence[str] = ("params/*",),
+    only: Sequence[str] | str = (PARAMS + "*", FROZEN + "*"),
     file_bytes: int = FILE_BYTES,
 ) -> list[Path]:
     """Write a checkpoint's parameters as safetensors.
@@ -47,7 +49,8 @@ def export(
       out: a new folder for the files.
       step: the step; None for the newest valid one.
       dtype: of floating leaves: "fp32" or "bf16" (rounded to nearest).
-      only: patterns of the leaves to write.
+      only: patterns of the leaves to write; or "adapters" for the parameters that the
+        run trained, of a run with frozen ones.
       file_bytes: largest size of a file; a larger leaf gets a file of its own.
 
     Returns:
@@ -67,13 +70,7 @@ def export(
     path = files.step_path(folder, number)
     manifest = files.verified(path, number)
     require_declared(path, manifest.leaves)
-    chosen = {
-        name: spec
-        for name, spec in manifest.leaves.items()
-        if any(matches(pattern, name) for pattern in only)
-    }
-    if not chosen:
-        raise ValueError(f"only={list(only)} matches no leaf of {str(path)!r}.")
+    chosen = _chosen(manifest.leaves, only, path)
     groups = list(_groups(chosen, dtype, file_bytes))
     part = out.with_name(out.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
@@ -122,6 +119,28 @@ def import_safetensors(paths: Sequence[Path], folder: Path) -> list[str]:
     return [PARAMS + name.replace(".", "/") for name in leaves]
 
 
+def _chosen(
+    leaves: Mapping[str, LeafSpec], only: Sequence[str] | str, path: Path
+) -> dict[str, LeafSpec]:
+    """The leaves to write."""
+    if only == ADAPTERS:
+        if not any(name.startswith(FROZEN) for name in leaves):
+            raise ValueError(
+                f"only={only!r}: {str(path)!r} has no frozen parameters, so it has "
+                "no adapters; leave only out to write all parameters."
+            )
+        only = (PARAMS + "*",)
+    patterns = (only,) if isinstance(only, str) else only
+    chosen = {
+        name: spec
+        for name, spec in leaves.items()
+        if any(matches(pattern, name) for pattern in patterns)
+    }
+    if not chosen:
+        raise ValueError(f"only={list(patterns)} matches no leaf of {str(path)!r}.")
+    return chosen
+
+
 def _groups(
     leaves: Mapping[str, LeafSpec], dtype: str, most: int
 ) -> Iterator[list[str]]:
@@ -151,7 +170,7 @@ def _cast(array: np.ndarray, dtype: str) -> np.ndarray:
 
 def _outer(leaf: str) -> str:
     """The name of a leaf in the file."""
-    name = leaf.removeprefix(PARAMS)
+    name = leaf.removeprefix(PARAMS).removeprefix(FROZEN)
     if "." in name:
         raise ValueError(
             f"leaf {leaf!r} has a dot in its name, but dots join safetensors' names; "

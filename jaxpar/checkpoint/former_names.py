@@ -13,8 +13,9 @@ def former_names(
     Args:
       leaves: names of the state's leaves.
       parameters: names of the parameters. A leaf that belongs to one ends with its name
-        (``params/embed/table``, ``opt_state/0/mu/embed/table``).
-      pairs: (name of a parameter, its earlier name); both may end in ``/*``.
+        (``params/embed/table``, ``opt_state/0/mu/embed/table``). Leaves may be among
+        them, with their whole names.
+      pairs: (name of one of them, its earlier name); both may end in ``/*``.
 
     Returns:
       Leaf -> its earlier names, for the leaves that have any.
@@ -29,11 +30,12 @@ def former_names(
     found = {}
     for leaf in leaves:
         parts = leaf.split("/")
-        ends = ("/".join(parts[i:]) for i in range(len(parts)))
-        end = next((end for end in ends if own.get(end)), None)
-        if end is not None:
-            start = leaf.removesuffix(end)
-            found[leaf] = tuple(start + before for before in own[end])
+        ends = ["/".join(parts[i:]) for i in range(len(parts))]
+        earlier = [
+            leaf.removesuffix(end) + name for end in ends for name in own.get(end, ())
+        ]
+        if earlier:
+            found[leaf] = tuple(earlier)
     return found
 
 

@@ -46,6 +46,11 @@ class LeafSpec:
         return LeafSpec((*self.shape, words), "uint32")
 
     @property
+    def is_floating(self) -> bool:
+        """Whether it is of a floating dtype."""
+        return jnp.issubdtype(_dtype(self.stored.dtype), jnp.floating)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the array on disk."""
         stored = self.stored

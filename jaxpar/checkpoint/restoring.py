@@ -85,9 +85,18 @@ def require_same(
     *,
     partly: bool,
 ) -> None:
-    """Reject a checkpoint whose leaves differ from the requested ones."""
+    """Reject a checkpoint whose leaves differ from the requested ones.
+
+    A leaf that is stored under another name may have another floating dtype there: a
+    parameter that one run trains in fp32 is frozen in bf16 in the next.
+    """
     specs = named.leaf_specs({name: targets[name] for name in wanted})
-    there = {wanted[name]: spec for name, spec in specs.items()}
+    there = {
+        wanted[name]: _cast_on_reading(spec, stored.get(wanted[name]))
+        if wanted[name] != name
+        else spec
+        for name, spec in specs.items()
+    }
     if partly:
         stored = {name: spec for name, spec in stored.items() if name in there}
     difference = named.describe_mismatch(there, stored)
@@ -98,6 +107,16 @@ def require_same(
             "optimizer, read only some leaves (only=, reset=, rename=), or restore "
             "from another folder"
         )
+
+
+def _cast_on_reading(
+    spec: named.LeafSpec, stored: named.LeafSpec | None
+) -> named.LeafSpec:
+    """What is read for a leaf: of the stored dtype, if both are floating."""
+    both = (spec, stored) if stored else ()
+    if both and all(each.is_floating for each in both):
+        return dataclasses.replace(spec, dtype=both[1].dtype)
+    return spec
 
 
 def load(

@@ -65,7 +65,8 @@ class Export:
       out: a new folder for the files.
       step: the step; the newest valid one if not given.
       dtype: of floating leaves, fp32 or bf16.
-      only: patterns of the leaves to write.
+      only: patterns of the leaves to write, or "adapters": the parameters that were
+        trained, of a run with frozen ones.
       file_gb: largest size of a file, in 1e9 bytes.
     """
 
@@ -73,7 +74,7 @@ class Export:
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     step: int | None = None
     dtype: str = "fp32"
-    only: tuple[str, ...] = ("params/*",)
+    only: tuple[str, ...] = ("params/*", "frozen/*")
     file_gb: float = 4.0
 
 
@@ -220,7 +221,7 @@ def _export(args: Export) -> None:
         args.out,
         step=args.step,
         dtype=args.dtype,
-        only=args.only,
+        only="adapters" if args.only == ("adapters",) else args.only,
         file_bytes=int(args.file_gb * 1e9),
     )
     for path in written:

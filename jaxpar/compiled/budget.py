@@ -31,7 +31,7 @@ class Budget:
     """The memory and the communication that a compiled step may use, on one device.
 
     Attributes:
-      state_bytes: bytes of the stored train state, without padding.
+      state_bytes: bytes of the train state in the device's memory, without padding.
       communicated: axes, such as "data" or "data x tensor" -> kind of collective, such
         as "all-gather" -> bytes of the unsharded arrays in a step. The kind "reduction"
         is the sum of all-reduces and reduce-scatters. On CPUs they are always counted
@@ -40,6 +40,7 @@ class Budget:
       tolerance: fraction by which each number may be exceeded.
       small_bytes: bytes allowed beyond each number, for losses and norms.
       unbounded: axes without a limit on communication.
+      host_state_bytes: bytes of the train state in the host's memory.
     """
 
     state_bytes: int
@@ -48,6 +49,7 @@ class Budget:
     tolerance: float = 0.05
     small_bytes: int = _SMALL_BYTES
     unbounded: tuple[str, ...] = ()
+    host_state_bytes: int = 0
 
     def as_json(self) -> str:
         """The budget as a JSON object, to be stored in a file."""
@@ -120,8 +122,13 @@ class Measured:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the stored train state, without padding."""
+        """Bytes of the train state in the device's memory, without padding."""
         return sum(leaf.bytes_per_device for leaf in self.leaves)
+
+    @property
+    def host_state_bytes(self) -> int:
+        """Bytes of the train state in the host's memory, without padding."""
+        return sum(leaf.host_bytes_per_device for leaf in self.leaves)
 
     @property
     def small_bytes(self) -> int:
@@ -151,6 +158,7 @@ class Measured:
             communicated={axes: kinds for axes, kinds in large.items() if kinds},
             peak_bytes=self.peak_bytes,
             small_bytes=self.small_bytes,
+            host_state_bytes=self.host_state_bytes,
         )
 
 
@@ -169,15 +177,20 @@ def measure(
     Returns:
       What it holds and communicates.
     """
-    held: dict[str, int] = collections.defaultdict(int)
-    for instruction in module.entry.instructions.values():
-        if instruction.opcode == "parameter":
-            held[instruction.op_name] += sum(a.bytes for a in instruction.types)
+    held: dict[bool, dict[str, int]] = {
+        on_host: collections.defaultdict(int) for on_host in (False, True)
+    }
+    for instruction, on_host in module.parameters:
+        held[on_host][instruction.op_name] += sum(a.bytes for a in instruction.types)
     names = {f"state[{i}]": leaf.name for i, leaf in enumerate(explanation.leaves)}
     return Measured(
         mesh=explanation.mesh,
         leaves=tuple(
-            dataclasses.replace(leaf, bytes_per_device=held[argument])
+            dataclasses.replace(
+                leaf,
+                bytes_per_device=held[False][argument],
+                host_bytes_per_device=held[True][argument],
+            )
             for argument, leaf in zip(names, explanation.leaves, strict=True)
         ),
         operations=tuple(
@@ -187,6 +200,28 @@ def measure(
         ),
         peak_bytes=explanation.program.memory.peak,
         on_cpu=on_cpu,
+    )
+
+
+def join_measured(parts: Iterable[Measured]) -> Measured:
+    """Join what the programs of one step hold and communicate.
+
+    Args:
+      parts: at least one; a leaf is held by those that take it.
+    """
+    first, *others = parts
+    if not others:
+        return first
+    every = [first, *others]
+    leaves = [
+        max(same, key=lambda leaf: leaf.bytes_per_device + leaf.host_bytes_per_device)
+        for same in zip(*(part.leaves for part in every), strict=True)
+    ]
+    operations = [operation for part in every for operation in part.operations]
+    return dataclasses.replace(
+        first,
+        leaves=tuple(leaves),
+        operations=tuple(sorted(operations, key=lambda each: -each.bytes)),
     )
 
 
@@ -203,6 +238,7 @@ def check(budget: Budget, measured: Measured) -> list[str]:
     """
     return [
         *_check_state(budget, measured),
+        *_check_host_state(budget, measured),
         *_check_communicated(budget, measured),
         *_check_peak(budget, measured),
     ]
@@ -230,6 +266,28 @@ def _check_state(budget: Budget, measured: Measured) -> list[str]:
             or ["every leaf is sharded over all devices: the state itself is larger"],
             "Raise zero=, or give a large leaf a dim that the axis sizes divide; if it "
             "is intended, record a new budget (engine.budget()).",
+        )
+    ]
+
+
+def _check_host_state(budget: Budget, measured: Measured) -> list[str]:
+    held, allowed = measured.host_state_bytes, budget.host_state_bytes
+    if held <= allowed * (1 + budget.tolerance):
+        return []
+    largest = sorted(measured.leaves, key=lambda leaf: -leaf.host_bytes_per_device)
+    lines = [
+        f"{leaf.name} ({leaf.dtype}{list(leaf.shape)}): "
+        f"{leaf.host_bytes_per_device:,} bytes"
+        for leaf in largest[:_SHOWN]
+        if leaf.host_bytes_per_device
+    ]
+    return [
+        _violation(
+            f"host state: {held:,} bytes in host memory for each device, but the "
+            f"budget is {allowed:,}.",
+            lines,
+            "Host memory is shared by the host's devices and its programs; if it is "
+            "intended, record a new budget (engine.budget()).",
         )
     ]
 

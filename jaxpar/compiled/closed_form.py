@@ -3,6 +3,7 @@
 With Psi parameters, gathering all of them moves Psi elements of the compute dtype, and
 reducing the gradients Psi elements of the reduction dtype. Each leaf's sharding says
 how it is split: pipe and tensor shards are gathered and reduced over data separately.
+Between replicas the shards of the gradients are all-reduced once a step.
 """
 
 import dataclasses
@@ -12,10 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax.numpy as jnp
 
 from jaxpar.compiled.budget import REDUCTION, Budget
-from jaxpar.mesh import DATA, PIPE, TENSOR
+from jaxpar.mesh import BATCH_AXES, DATA, EXPERT, PIPE, TENSOR
 from jaxpar.sharding.collectives import wire_dtype
-from jaxpar.sharding.zero import LeafSharding, ZeroStage
-from jaxpar.step.precision import Precision
+from jaxpar.sharding.leaf_sharding import LeafSharding
+from jaxpar.sharding.zero import ZeroStage
+from jaxpar.step.precision import Precision, frozen_dtype
 
 COUPLED_TOLERANCE = 0.3
 """For a step whose collectives the compiler inserts: some are split, some repeated."""
@@ -58,10 +60,16 @@ class ClosedForm:
         each = self.zero.reduce == "microbatch" or self.coupled
         return self.accumulate if each else 1
 
-    @property
-    def gather_bytes(self) -> int:
-        """Bytes of an element while parameters are gathered."""
-        return self._wire_bytes(self.precision.compute_dtype)
+    def gather_bytes(self, frozen: jnp.dtype | None = None) -> int:
+        """Bytes of an element while a parameter is gathered.
+
+        Args:
+          frozen: the dtype of a parameter that is not trained; None for a trained one.
+        """
+        dtype = self.precision.compute_dtype
+        return self._wire_bytes(
+            dtype if frozen is None else frozen_dtype(frozen, dtype)
+        )
 
     @property
     def reduce_bytes(self) -> int:
@@ -85,7 +93,11 @@ class ClosedForm:
 
 
 def closed_form_budget(
-    leaf_shardings: Sequence[LeafSharding], closed_form: ClosedForm, state_bytes: int
+    leaf_shardings: Sequence[LeafSharding],
+    closed_form: ClosedForm,
+    state_bytes: int,
+    host_state_bytes: int = 0,
+    frozen: Sequence[tuple[LeafSharding, jnp.dtype]] = (),
 ) -> Budget:
     """Compute a step's budget in closed form.
 
@@ -93,9 +105,12 @@ def closed_form_budget(
     is data where the compiler inserts the collectives of a pipeline.
 
     Args:
-      leaf_shardings: the parameters' shardings, as they are communicated over data.
+      leaf_shardings: the trained parameters' shardings, as they are communicated over
+        data.
       closed_form: how often and in which dtype they are communicated.
-      state_bytes: bytes of the stored state, from its shardings.
+      state_bytes: bytes of the state in a device's memory, from its shardings.
+      host_state_bytes: likewise, in the host's.
+      frozen: the other parameters' shardings and dtypes; they are gathered only.
 
     Returns:
       The budget. Reduce-scatters and all-reduces are counted separately on GPUs only:
@@ -103,15 +118,17 @@ def closed_form_budget(
       examples the largest leaf may be reduced once more, as a table is that both embeds
       tokens and computes logits.
     """
-    unbounded = (PIPE, TENSOR)
-    if closed_form.coupled and closed_form.sizes[PIPE] > 1:
-        unbounded = (DATA, PIPE, TENSOR)
+    sizes = closed_form.sizes
+    batch = [axis for axis in BATCH_AXES if axis in sizes]
+    by_compiler = closed_form.coupled and (sizes[PIPE] > 1 or batch != [DATA])
+    # The exchange of tokens between experts depends on the model, as tensor's traffic.
+    models = (axis for axis in (EXPERT, PIPE, TENSOR) if axis in sizes)
+    unbounded = tuple(dict.fromkeys((*(batch if by_compiler else ()), *models)))
     whole = 4 * sum(math.prod(leaf.shape) for leaf in leaf_shardings)
     return Budget(
         state_bytes=state_bytes,
-        communicated={DATA: _over_data(leaf_shardings, closed_form)}
-        if closed_form.sizes[DATA] > 1
-        else {},
+        host_state_bytes=host_state_bytes,
+        communicated=_communicated(leaf_shardings, frozen, closed_form),
         tolerance=COUPLED_TOLERANCE if closed_form.coupled else Budget.tolerance,
         small_bytes=max(Budget.small_bytes, whole // 1000),
         unbounded=unbounded,
@@ -119,13 +136,16 @@ def closed_form_budget(
 
 
 def step_bytes(
-    leaf_shardings: Iterable[LeafSharding], closed_form: ClosedForm
+    leaf_shardings: Iterable[LeafSharding],
+    closed_form: ClosedForm,
+    frozen: Iterable[tuple[LeafSharding, jnp.dtype]] = (),
 ) -> tuple[int, int]:
     """Compute in closed form what a step holds besides the state.
 
     Args:
-      leaf_shardings: the parameters' shardings.
+      leaf_shardings: the trained parameters' shardings.
       closed_form: how often and in which dtype they are communicated over data.
+      frozen: the other parameters' shardings and dtypes.
 
     Returns:
       Bytes on one device of parameters in the compute dtype, and of gradients. Copies
@@ -143,16 +163,64 @@ def step_bytes(
         stored = math.prod(leaf.shape) // leaf.ways_stored
         copies += 0 if at_use or as_stored else own * itemsize
         gradients += (stored if split else own) * (4 if closed_form.adds_up else single)
+    if not at_use:
+        copies += sum(_copied(*each, closed_form) for each in frozen)
     return copies, gradients
 
 
-def _over_data(
+def _copied(leaf: LeafSharding, dtype: jnp.dtype, closed_form: ClosedForm) -> int:
+    """Bytes of a frozen leaf's copy that is gathered or cast once a step."""
+    cast = frozen_dtype(dtype, closed_form.precision.compute_dtype)
+    if cast == dtype and leaf.ways_computed == leaf.ways_stored:
+        return 0
+    return math.prod(leaf.shape) // leaf.ways_computed * cast.itemsize
+
+
+def _communicated(
+    leaf_shardings: Sequence[LeafSharding],
+    frozen: Sequence[tuple[LeafSharding, jnp.dtype]],
+    closed_form: ClosedForm,
+) -> dict[str, dict[str, int]]:
+    """Axes -> kind of collective -> bytes of the unsharded arrays, in a step."""
+    inside: dict[str, list[LeafSharding]] = {}
+    between: dict[str, list[LeafSharding]] = {}
+    for leaf in leaf_shardings:
+        for own, axes in (
+            (inside, leaf.reduced_inside),
+            (between, leaf.reduced_between),
+        ):
+            over = _over(axes, closed_form)
+            own.setdefault(over, []).append(leaf)
+    found = {axes: _inside(own, closed_form) for axes, own in inside.items() if axes}
+    for leaf, dtype in frozen:
+        axes = _over(leaf.reduced_inside, closed_form)
+        each = closed_form.gathers * closed_form.gather_bytes(dtype) * _piece(leaf)
+        if axes and leaf.is_split and each:
+            kinds = found.setdefault(axes, {})
+            kinds["all-gather"] = kinds.get("all-gather", 0) + each
+    kind = "all-reduce" if closed_form.platform == "gpu" else REDUCTION
+    for axes, own in between.items():
+        if axes:
+            kinds = found.setdefault(axes, {})
+            sent = closed_form.reduce_bytes * sum(map(_shard, own))
+            kinds[kind] = kinds.get(kind, 0) + sent
+    return found
+
+
+def _over(axes: Iterable[str], closed_form: ClosedForm) -> str:
+    """How a budget names the axes of several devices."""
+    return " x ".join(axis for axis in axes if closed_form.sizes[axis] > 1)
+
+
+def _inside(
     leaf_shardings: Sequence[LeafSharding], closed_form: ClosedForm
 ) -> dict[str, int]:
-    """Kind of collective -> bytes of the unsharded arrays, per device and step."""
-    split = [leaf for leaf in leaf_shardings if leaf.data_dim is not None]
-    kept = [leaf for leaf in leaf_shardings if leaf.data_dim is None]
-    gathered = closed_form.gathers * closed_form.gather_bytes * sum(map(_piece, split))
+    """Kind -> bytes, over the axes that ZeRO shards the leaves over."""
+    split = [leaf for leaf in leaf_shardings if leaf.is_split]
+    kept = [leaf for leaf in leaf_shardings if not leaf.is_split]
+    gathered = (
+        closed_form.gathers * closed_form.gather_bytes() * sum(map(_piece, split))
+    )
     each = closed_form.reductions * closed_form.reduce_bytes
     if closed_form.coupled or closed_form.platform != "gpu":
         # The compiler reduces a gradient where it is computed, at its compute spec.
@@ -173,5 +241,9 @@ def _computed(leaf: LeafSharding) -> int:
 
 def _piece(leaf: LeafSharding) -> int:
     """Elements of a leaf that one pipe and tensor index stores."""
-    data = 1 if leaf.data_dim is None else leaf.ways[0]
-    return math.prod(leaf.shape) * data // leaf.ways_stored
+    return math.prod(leaf.shape) // leaf.ways_placed
+
+
+def _shard(leaf: LeafSharding) -> int:
+    """Elements of a leaf that one device stores."""
+    return math.prod(leaf.shape) // leaf.ways_stored

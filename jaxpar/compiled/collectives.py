@@ -110,6 +110,23 @@ def read_collectives(
     return tuple(sorted(rows, key=lambda row: -row.bytes)), unknown
 
 
+def join_collectives(
+    programs: Iterable[Iterable[Collective]],
+) -> tuple[Collective, ...]:
+    """Sum the collectives of programs that run one after the other."""
+    found: dict[tuple, Collective] = {}
+    for row in (row for rows in programs for row in rows):
+        key = row.kind, row.axes, row.dtype, row.group_size
+        other = found.get(key, Collective(*key, 0, 0, 0))
+        found[key] = Collective(
+            *key,
+            other.count + row.count,
+            other.bytes + row.bytes,
+            max(other.largest, row.largest),
+        )
+    return tuple(sorted(found.values(), key=lambda row: -row.bytes))
+
+
 def find_sites(
     module: Module, sizes: Mapping[str, int]
 ) -> tuple[list[Site], tuple[str, ...]]:

@@ -20,8 +20,10 @@ from rich.table import Table
 from jaxpar import tree
 from jaxpar.compiled.program import CompiledProgram
 from jaxpar.compiled.xla_flags import Setting
-from jaxpar.mesh import DATA
-from jaxpar.sharding.zero import LeafSharding, ZeroStage
+from jaxpar.mesh import num_batch_shards
+from jaxpar.sharding.leaf_sharding import LeafSharding
+from jaxpar.sharding.memory_kinds import is_on_host
+from jaxpar.sharding.zero import ZeroStage
 from jaxpar.types import PyTree
 
 _MEANT = {
@@ -57,8 +59,9 @@ class LeafReport:
       dtype: its dtype.
       spec: its stored sharding.
       bytes: bytes of the whole leaf.
-      bytes_per_device: bytes of its shard on one device.
+      bytes_per_device: bytes of its shard in one device's memory.
       why: the reason for its sharding; empty for leaves that follow another.
+      host_bytes_per_device: bytes of its shard in the host's memory.
     """
 
     name: str
@@ -68,6 +71,7 @@ class LeafReport:
     bytes: int
     bytes_per_device: int
     why: str
+    host_bytes_per_device: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +96,18 @@ class Explanation:
 
     @property
     def bytes_per_device(self) -> int:
-        """Bytes of the stored state on one device, without padding."""
+        """Bytes of the stored state in one device's memory, without padding."""
         return sum(leaf.bytes_per_device for leaf in self.leaves)
+
+    @property
+    def host_bytes_per_device(self) -> int:
+        """Bytes of the stored state in the host's memory, for each of its devices."""
+        return sum(leaf.host_bytes_per_device for leaf in self.leaves)
 
     @property
     def summary(self) -> str:
         """Two lines: what a device stores of the state, and what it sends in a step."""
+        on_host = self.host_bytes_per_device
         axes = [f"{axis} {size}" for axis, size in self.mesh.items() if size > 1]
         whole = sum(leaf.bytes for leaf in self.leaves)
         sent: dict[str, int] = {}
@@ -111,8 +121,9 @@ class Explanation:
             if number
         ]
         return (
-            f"a device stores {decimal(self.bytes_per_device)} of the "
-            f"{decimal(whole)} train state (ZeRO {self.zero} on "
+            f"a device stores {decimal(self.bytes_per_device)}"
+            + (f", and in host memory {decimal(on_host)}," if on_host else "")
+            + f" of the {decimal(whole)} train state (ZeRO {self.zero} on "
             f"{' x '.join(axes) or 'one device'})\n"
             f"a device sends {decimal(sum(sent.values()))} a step"
             + (f": {', '.join(parts)}" if parts else "")
@@ -128,7 +139,10 @@ class Explanation:
         shape = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
         console.print(f"mesh {shape}, ZeRO {self.zero}")
         console.print(_leaf_table(self.leaves))
-        console.print(f"stored state: {self.bytes_per_device:,} bytes per device")
+        stored = f"stored state: {self.bytes_per_device:,} bytes per device"
+        if self.host_bytes_per_device:
+            stored += f", and {self.host_bytes_per_device:,} in host memory"
+        console.print(stored)
         console.print("\ncommunication per step, read from the compiled program:")
         console.print(_traffic_table(self.program))
         for line in self.closed_form:
@@ -138,6 +152,10 @@ class Explanation:
         console.print("\nmemory of the compiled step, bytes per device:")
         for name, number in dataclasses.asdict(self.program.memory).items():
             console.print(f"  {name.replace('_', ' '):<12}{number:>18,}")
+        for name, part in self.program.parts.items():
+            sent = sum(row.sent_bytes for row in part.collectives)
+            peak = part.memory.peak
+            console.print(f"- {name}: peak {peak:,} bytes, sends {sent:,} bytes")
         if self.settings:
             console.print("\ncompiler options:")
         for setting in self.settings:
@@ -153,12 +171,16 @@ def _leaf_table(leaves: Sequence[LeafReport]) -> Table:
     table = Table(box=box.SIMPLE)
     for column in ("leaf", "shape", "dtype", "spec"):
         table.add_column(column, overflow="fold")
-    table.add_column("bytes/device", justify="right")
+    kept = {"bytes/device": [leaf.bytes_per_device for leaf in leaves]}
+    on_host = [leaf.host_bytes_per_device for leaf in leaves]
+    kept |= {"on host": on_host} if any(on_host) else {}
+    for column in kept:
+        table.add_column(column, justify="right")
     table.add_column("why", overflow="fold")
-    for leaf in leaves:
+    for leaf, *numbers in zip(leaves, *kept.values(), strict=True):
         shape = "x".join(map(str, leaf.shape)) or "scalar"
-        number = f"{leaf.bytes_per_device:,}"
-        table.add_row(leaf.name, shape, leaf.dtype, leaf.spec, number, leaf.why)
+        cells = (f"{number:,}" for number in numbers)
+        table.add_row(leaf.name, shape, leaf.dtype, leaf.spec, *cells, leaf.why)
     return table
 
 
@@ -209,13 +231,18 @@ def make_explanation(
     """
     leaves = tree.named_leaves(state)
     rows = [
-        _row(name, leaf, leaf_shardings.get(name.removeprefix("params/")))
-        for name, leaf in leaves.items()
+        _row(
+            name,
+            leaf,
+            leaf_shardings.get(name.removeprefix("params/").removeprefix("frozen/")),
+            on_host=is_on_host(leaf.sharding) or f"state[{number}]" in program.on_host,
+        )
+        for number, (name, leaf) in enumerate(leaves.items())
     ]
     mesh = next(iter(leaves.values())).sharding.mesh
     closed_form = _meant(
         min(zero.number, 1) if notes else zero.number,
-        mesh.shape[DATA],
+        num_batch_shards(mesh),
         list(leaf_shardings.values()),
         coupled,
     )
@@ -229,14 +256,27 @@ def make_explanation(
     )
 
 
-def state_bytes(state: PyTree) -> dict[str, int]:
-    """The leaves of a state -> bytes on one device, without padding.
+def state_bytes(state: PyTree) -> dict[str, tuple[int, int]]:
+    """The leaves of a state -> bytes on one device, and of it on its host.
 
     Args:
       state: shapes, dtypes and shardings.
+
+    Returns:
+      Bytes without padding; one of each pair is 0.
     """
     leaves = tree.named_leaves(state)
-    return {name: _piece_bytes(leaf) for name, leaf in leaves.items()}
+    return {name: _stored_bytes(leaf) for name, leaf in leaves.items()}
+
+
+def total(stored: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+    """Sum the bytes of `state_bytes` on one device, and on its host."""
+    return sum(on for on, _ in stored.values()), sum(off for _, off in stored.values())
+
+
+def _stored_bytes(leaf: jax.ShapeDtypeStruct) -> tuple[int, int]:
+    number = _piece_bytes(leaf)
+    return (0, number) if is_on_host(leaf.sharding) else (number, 0)
 
 
 def _piece_bytes(leaf: jax.ShapeDtypeStruct) -> int:
@@ -254,17 +294,23 @@ def _logical_bytes(leaf: jax.ShapeDtypeStruct) -> int:
 
 
 def _row(
-    name: str, leaf: jax.ShapeDtypeStruct, sharded: LeafSharding | None
+    name: str,
+    leaf: jax.ShapeDtypeStruct,
+    sharded: LeafSharding | None,
+    *,
+    on_host: bool,
 ) -> LeafReport:
     assert isinstance(leaf.sharding, NamedSharding), "stored state has named shardings"
+    number = _piece_bytes(leaf)
     return LeafReport(
         name=name,
         shape=tuple(leaf.shape),
         dtype=str(leaf.dtype),
         spec=str(tuple(leaf.sharding.spec)),
         bytes=_logical_bytes(leaf),
-        bytes_per_device=_piece_bytes(leaf),
+        bytes_per_device=0 if on_host else number,
         why=sharded.why if sharded else "",
+        host_bytes_per_device=number if on_host else 0,
     )
 
 

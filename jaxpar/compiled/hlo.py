@@ -24,6 +24,8 @@ _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"\s([a-z][\w\-]*)\(")
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+_HOST = "S(5)"
+_ARGUMENTS = re.compile(r"\bentry_computation_layout=\{\((.*?)\)->")
 _CALLED = re.compile(
     r"\b(?:calls|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
     r"|\b(?:branch_computations|called_computations)=\{([^}]*)\}"
@@ -137,11 +139,27 @@ class Module:
       entry: the one that runs.
       taken: how often each branch of a conditional is taken, as a fraction; the program
         does not say.
+      listed: types of the entry's parameters in the program's first line.
     """
 
     computations: Mapping[str, Computation]
     entry: Computation
     taken: float = 1.0
+    listed: tuple[ArrayType, ...] = ()
+
+    @property
+    def parameters(self) -> Iterator[tuple[Instruction, bool]]:
+        """The entry's parameters, each with whether it is in the host's memory.
+
+        XLA:CPU says it in the program's first line, XLA:GPU at the parameter.
+        """
+        listed = dict(enumerate(self.listed))
+        for instruction in self.entry.instructions.values():
+            if instruction.opcode == "parameter":
+                types = list(instruction.types)
+                number = int(instruction.literal)
+                types += [listed[number]] if number in listed else []
+                yield instruction, any(_HOST in array.layout for array in types)
 
 
 def parse(text: str, taken: float = 1.0) -> Module:
@@ -182,7 +200,9 @@ def parse(text: str, taken: float = 1.0) -> Module:
             "parse: the text has no ENTRY computation, so it is not a compiled "
             "program; pass what Compiled.as_text() gives."
         )
-    return Module(computations, entry, taken)
+    listed = _ARGUMENTS.search(text)
+    types = tuple(arrays(listed.group(1))) if listed else ()
+    return Module(computations, entry, taken, types)
 
 
 def arrays(text: str) -> Iterator[ArrayType]:

@@ -7,7 +7,11 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxpar.compiled.collectives import Collective, read_collectives
+from jaxpar.compiled.collectives import (
+    Collective,
+    join_collectives,
+    read_collectives,
+)
 from jaxpar.compiled.hlo import Module, parse
 
 
@@ -38,16 +42,22 @@ class CompiledProgram:
 
     Attributes:
       memory: bytes on one device.
-      parameters: argument name, as traced, -> bytes on one device, padding included.
+      parameters: argument name, as traced, -> bytes of one device's shard, padding
+        included.
       collectives: its collectives, most bytes first.
       unknown_loops: loops whose trip count the program does not say; their contents are
         counted once.
+      on_host: names of the arguments that are in the host's memory.
+      parts: name -> program, of a step of several, which run one after the other; empty
+        for one.
     """
 
     memory: Memory
     parameters: Mapping[str, int]
     collectives: tuple[Collective, ...]
     unknown_loops: tuple[str, ...]
+    on_host: tuple[str, ...] = ()
+    parts: "Mapping[str, CompiledProgram]" = dataclasses.field(default_factory=dict)
 
     def bytes_of(self, argument: str) -> int:
         """Bytes of one argument of the traced function, all its leaves together.
@@ -56,10 +66,14 @@ class CompiledProgram:
           argument: the name of the function's parameter.
 
         Returns:
-          Bytes on one device, padding included.
+          Bytes in one device's memory, padding included.
         """
         pattern = re.compile(rf"{re.escape(argument)}(?![\w])")
-        return sum(n for name, n in self.parameters.items() if pattern.match(name))
+        return sum(
+            number
+            for name, number in self.parameters.items()
+            if pattern.match(name) and name not in self.on_host
+        )
 
     def communicated_bytes(self, kind: str, *axes: str) -> int:
         """Bytes of one kind of collective over exactly these axes (any if none).
@@ -76,6 +90,47 @@ class CompiledProgram:
             for row in self.collectives
             if row.kind == kind and (not axes or set(row.axes) == set(axes))
         )
+
+
+def join_programs(parts: Mapping[str, CompiledProgram]) -> CompiledProgram:
+    """Join the programs of one step.
+
+    Traffic is the sum. Memory is that of the part with the highest peak, to which the
+    part of the state is added that is stored on the device and not an argument.
+
+    Args:
+      parts: name -> program; the state's leaves are their arguments ``state[0]`` and so
+        on.
+
+    Returns:
+      The program, if there is one.
+    """
+    programs = list(parts.values())
+    if len(programs) == 1:
+        return programs[0]
+    sizes = {name: n for part in programs for name, n in part.parameters.items()}
+    on_host = {name: None for part in programs for name in part.on_host}
+
+    def peak(part: CompiledProgram) -> int:
+        return part.memory.peak + sum(
+            number
+            for name, number in sizes.items()
+            if name.startswith("state[") and name not in {**part.parameters, **on_host}
+        )
+
+    largest = max(programs, key=peak)
+    return CompiledProgram(
+        memory=dataclasses.replace(largest.memory, peak=peak(largest)),
+        parameters=sizes,
+        collectives=join_collectives(part.collectives for part in programs),
+        unknown_loops=tuple(
+            f"{loop} of {name}"
+            for name, part in parts.items()
+            for loop in part.unknown_loops
+        ),
+        on_host=tuple(on_host),
+        parts=parts,
+    )
 
 
 def read_program(
@@ -100,12 +155,14 @@ def read_program(
     """
     module = module or parse(compiled.as_text())
     collectives, unknown = read_collectives(module, dict(mesh.shape))
+    arguments = _arguments(module)
     on_gpu = mesh.devices.flat[0].platform == "gpu"
     return CompiledProgram(
         memory=_memory(compiled.memory_analysis(), on_gpu=on_gpu),
-        parameters=_parameters(module),
+        parameters={name: number for name, (number, _) in arguments.items()},
         collectives=collectives,
         unknown_loops=unknown,
+        on_host=tuple(name for name, (_, is_off) in arguments.items() if is_off),
     )
 
 
@@ -123,19 +180,21 @@ def _memory(stats: Any, *, on_gpu: bool) -> Memory:
         outputs=stats.output_size_in_bytes,
         aliased=stats.alias_size_in_bytes,
         temporaries=stats.temp_size_in_bytes,
+        # XLA:GPU's peak has the host's bytes in it (jax 0.11.2, a program whose host
+        # and device bytes are known).
         # XLA:CPU's own figure leaves temporaries out (jax 0.10.2 to 0.12.0.1), and
         # libtpu rejects programs by the sum of their temporaries, not by their peak.
-        peak=stats.peak_memory_in_bytes if on_gpu else total,
+        peak=stats.peak_memory_in_bytes - on_host if on_gpu else total,
         on_host=on_host,
     )
 
 
-def _parameters(module: Module) -> dict[str, int]:
-    """Entry parameters carry the names of the traced function's arguments."""
-    sizes: dict[str, int] = {}
-    for instruction in module.entry.instructions.values():
-        if instruction.opcode == "parameter":
-            name = instruction.op_name or instruction.name
-            padded = sum(array.padded_bytes for array in instruction.types)
-            sizes[name] = sizes.get(name, 0) + padded
-    return sizes
+def _arguments(module: Module) -> dict[str, tuple[int, bool]]:
+    """Argument name -> bytes, and whether it is in the host's memory."""
+    found: dict[str, tuple[int, bool]] = {}
+    for instruction, on_host in module.parameters:
+        name = instruction.op_name or instruction.name
+        padded = sum(array.padded_bytes for array in instruction.types)
+        before, _ = found.get(name, (0, False))
+        found[name] = before + padded, on_host
+    return found

@@ -6,11 +6,12 @@ only if a measurement justifies it.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from jax.sharding import Mesh
 
-from jaxpar.mesh import DATA, are_present
+from jaxpar.mesh import ZERO_AXES, are_present
 
 Value = bool | int | float | str
 
@@ -68,7 +69,7 @@ def compiler_options(settings: tuple[Setting, ...]) -> dict[str, Value]:
 
 def _for_gpus(mesh: Mesh) -> tuple[Setting, ...]:
     chosen = [] if are_present(mesh) else [_MOCKED]
-    data = mesh.shape[DATA]
+    data = math.prod(mesh.shape.get(axis, 1) for axis in ZERO_AXES)
     if data > 1:
         chosen.append(_bucket(data))
     return tuple(chosen)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar import tree
 from jaxpar.engine.place_rows import agree_on_rows, gather_rows, place_own, place_same
 from jaxpar.engine.tensors import as_array, is_tensor
-from jaxpar.mesh import DATA
+from jaxpar.mesh import batch_axes, num_batch_shards, rows_spec
 from jaxpar.step.inputs import Packed, replicated_names
 from jaxpar.types import Batch
 
@@ -31,7 +31,7 @@ class BatchSpec:
       leaves: leaf name -> global shape and dtype.
       structure: the batch's tree structure.
       num_rows: examples in the global batch.
-      mesh: the mesh whose data axis splits the rows.
+      mesh: the mesh whose batch axes split the rows.
       replicated: names of leaves that are not rows (`jaxpar.Replicated`).
     """
 
@@ -43,8 +43,8 @@ class BatchSpec:
 
     @property
     def sharding(self) -> NamedSharding:
-        """Rows sharded over data, replicated over the other axes."""
-        return NamedSharding(self.mesh, P(DATA))
+        """Rows sharded over the batch axes, replicated over the other axes."""
+        return NamedSharding(self.mesh, rows_spec(self.mesh))
 
     @property
     def shardings(self) -> Batch:
@@ -64,7 +64,7 @@ class BatchSpec:
         """Calls of the loss function in a step of `accumulate` micro-batches."""
         if isinstance(self.rows(1), Packed):
             return self.num_rows
-        return self.mesh.shape[DATA] * accumulate
+        return num_batch_shards(self.mesh) * accumulate
 
     def structs(self) -> Batch:
         """Shapes, dtypes and shardings of a global batch."""
@@ -75,7 +75,7 @@ class BatchSpec:
         return jax.tree.unflatten(self.structure, structs)
 
     def _place(self, name: str) -> NamedSharding:
-        spec = P() if name in self.replicated else P(DATA)
+        spec = P() if name in self.replicated else rows_spec(self.mesh)
         return NamedSharding(self.mesh, spec)
 
     def _shape(self, name: str, num_rows: int) -> tuple[int, ...]:
@@ -121,7 +121,7 @@ class BatchSpec:
             raise ValueError("batch: it has no rows, on any process; pass one or more.")
         own = counts[jax.process_index() if len(counts) > 1 else 0]
         self._check(leaves, own, num_rows)
-        left = num_rows % self.mesh.shape[DATA]
+        left = num_rows % num_batch_shards(self.mesh)
         if not left and len(set(counts)) == 1:
             return self._placed(leaves, num_rows), None
         split = 0 if whole and left else num_rows - left
@@ -141,7 +141,7 @@ class BatchSpec:
             return jax.tree.unflatten(self.structure, placed)
 
         return (
-            part(slice(split), P(DATA)) if split else None,
+            part(slice(split), rows_spec(self.mesh)) if split else None,
             part(slice(split, None), P()) if left else None,
         )
 
@@ -268,12 +268,12 @@ def make_batch_spec(sample_batch: Batch, mesh: Mesh, accumulate: int) -> BatchSp
             "are not rows: jaxpar.Replicated(x)."
         )
     (num_rows,) = set(rows.values())
-    data = mesh.shape[DATA]
+    data, over = num_batch_shards(mesh), " x ".join(batch_axes(mesh))
     if not num_rows or num_rows % (data * accumulate):
         raise ValueError(
-            f"sample_batch: {num_rows} rows must be a multiple of data x accumulate = "
-            f"{data} x {accumulate} = {data * accumulate}. Change the batch, the mesh "
-            "or accumulate."
+            f"sample_batch: {num_rows} rows must be a multiple of {over} x accumulate "
+            f"= {data} x {accumulate} = {data * accumulate}. Change the batch, the "
+            "mesh or accumulate."
         )
     structure = jax.tree.structure(sample_batch)
     return BatchSpec(leaves, structure, num_rows, mesh, wholes)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.engine.compiled_step import StepSpec
 from jaxpar.engine.placement import Placement
 from jaxpar.engine.tracing import ModelTrace, check_callbacks, precision_of_check
-from jaxpar.mesh import DATA, PIPE, on_abstract_mesh
+from jaxpar.mesh import PIPE, num_batch_shards, on_abstract_mesh, rows_spec
 from jaxpar.step.gradients import Partition
 from jaxpar.step.inputs import Inputs, make_inputs
 from jaxpar.step.loss import Loss, Sums
@@ -107,18 +107,18 @@ def make_loss_check(
         # If draws are proved for the rows but not the halves, losses would differ.
         return drawn if len(set(proved)) < 2 else found(constant=True)
 
-    def totals(shards, inputs, model_state, key) -> Sums:
-        sums = forward_of(checked, 1)(shards, inputs, model_state, key)
-        return sums.over_data(checked.collectives)
+    def totals(*given: Any) -> Sums:
+        return forward_of(checked, 1)(*given).over_data(checked.collectives)
 
     def noisy(of: Partition, run: Callable[..., Any], *given: Any) -> Any:
-        params, model_state, batch, step, key, noise = given
-        shards = of.views(with_noise(placement.update.compute_params(params), noise))
-        return run(shards, make_inputs(batch, step), model_state, key)
+        weights, model_state, batch, step, key, noise = given
+        noised = with_noise(placement.update.compute_params(weights[0]), noise)
+        given = make_inputs(batch, step), model_state, key
+        return run(of.views((noised, weights[1])), *given)
 
     def compare(*given: Any) -> dict[str, jax.Array]:
         with on_abstract_mesh(mesh):
-            run = checked.mapped(on_shard, out_specs=P(None, DATA))
+            run = checked.mapped(on_shard, out_specs=P(None, *rows_spec(mesh)))
             return noisy(checked, run, *given)
 
     def whole(*given: Any) -> dict[str, jax.Array]:
@@ -149,8 +149,8 @@ def _forward_of(
     constant: bool = False,
 ) -> Callable[..., Sums]:
     """Make the forward of `parts` micro-batches, with fixed draws for each row."""
-    draws = OfParts(parts, placement.mesh.shape[DATA], constant, proved.append)
+    draws = OfParts(parts, num_batch_shards(placement.mesh), constant, proved.append)
     own = dataclasses.replace(of, draws=draws)
-    like = placement.abstract.params
+    like = placement.abstract.weights
     forward = spec.execution.make_forward(own, loss, like, training=training)
     return functools.partial(forward, parts=parts)

@@ -1,20 +1,18 @@
 """Which errors in the arguments can be found before tracing?"""
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from jaxpar import tree
-from jaxpar.mesh import AXES
 from jaxpar.step.carried import check_carried
-from jaxpar.types import Params
+from jaxpar.types import Params, PyTree
 
 
 def check_arguments(
-    mesh: Mesh,
     optimizer: Any,
     clip_norm: float | None,
     seed: int,
@@ -23,27 +21,20 @@ def check_arguments(
     """Check the arguments of `jaxpar.initialize` that no other module checks.
 
     Args:
-      mesh: the mesh.
-      optimizer: the optax transformation.
+      optimizer: the optimizer.
       clip_norm: the largest global norm of the gradients, or None.
       seed: the run's seed.
       carried: the parts that the user adds to the state.
 
     Raises:
-      ValueError: if a value is out of range, or the mesh lacks jaxpar's axes.
-      TypeError: if `optimizer` is not an optax transformation, or a part of `carried`
-        not one.
+      ValueError: if a value is out of range.
+      TypeError: if `optimizer` is neither an optax transformation nor one that makes
+        its own update, or a part of `carried` is not one.
     """
     if not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise ValueError(
             f"seed={seed!r} must be an integer from 0 to 2**32 - 1: jax uses 32 bits "
             "of it, so another seed would give the same key as one of these."
-        )
-    if mesh.axis_names != AXES or set(mesh.axis_types) != {AxisType.Auto}:
-        raise ValueError(
-            f"mesh: its axes are {mesh.axis_names} of types {mesh.axis_types}, but "
-            f"must be {AXES}, all automatic. Pass a jaxpar.MeshShape, or make the mesh "
-            "by jaxpar.make_mesh."
         )
     _check_optimizer(optimizer)
     check_carried(carried)
@@ -54,7 +45,8 @@ def check_arguments(
 
 
 def _check_optimizer(optimizer: Any) -> None:
-    if hasattr(optimizer, "init") and hasattr(optimizer, "update"):
+    makes_updates = hasattr(optimizer, "update") or hasattr(optimizer, "make_update")
+    if hasattr(optimizer, "init") and makes_updates:
         return
     shown, remedy = repr(optimizer), "call its factory, as in optax.adamw(1e-3)"
     if isinstance(optimizer, numbers.Real):
@@ -65,7 +57,8 @@ def _check_optimizer(optimizer: Any) -> None:
     elif callable(optimizer):
         remedy += ", and pass a schedule to it, as in optax.adamw(schedule)"
     raise TypeError(
-        f"optimizer={shown} must be an optax transformation, with init and update; "
+        f"optimizer={shown} must be an optax transformation, with init and update, or "
+        "make its own update, with init and make_update (jaxpar.optim.MakesUpdate); "
         f"{remedy}."
     )
 
@@ -91,6 +84,51 @@ def check_trainable(params: Params) -> None:
                 "floating to be trained. Make it another kind of nnx.Variable, or put "
                 "it into another Linen collection than params."
             )
+
+
+def check_frozen(frozen: Params, *, pipelined: bool) -> None:
+    """Raise for parameters that are not trained where they can't be.
+
+    Args:
+      frozen: shapes of the parameters that are not trained.
+      pipelined: whether the mesh has several stages.
+
+    Raises:
+      ValueError: if there are some in a pipeline.
+    """
+    names = list(tree.named_leaves(frozen))
+    if names and pipelined:
+        raise ValueError(
+            f"trainable: {len(names)} parameters are not trained, such as {names[0]}, "
+            "but a pipeline trains all of its stages' parameters. Use pipe=1 (data, "
+            "tensor, and ZeRO 3 for a large frozen model)."
+        )
+
+
+def of_trained(
+    init: Callable[[Params], PyTree], frozen: Params
+) -> Callable[[Params], PyTree]:
+    """An optimizer's init, which names what it may not mask.
+
+    Args:
+      init: the optimizer's, of the parameters that are trained.
+      frozen: those that are not.
+    """
+    if not frozen:
+        return init
+
+    def of_params(params: Params) -> PyTree:
+        try:
+            return init(params)
+        except (ValueError, KeyError, TypeError) as error:
+            names = ", ".join(list(tree.named_leaves(frozen))[:3])
+            raise ValueError(
+                "optimizer: its init fails on the trainable parameters alone. Frozen "
+                f"ones ({names}) are not in its tree: leave them out of its masks and "
+                "labels, for trainable= freezes them."
+            ) from error
+
+    return of_params
 
 
 def check_elements(params: Params, mesh: Mesh) -> None:

@@ -7,16 +7,24 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 
-from jaxpar.compiled.budget import Budget, BudgetExceeded, Measured, check, measure
+from jaxpar.compiled.budget import (
+    Budget,
+    BudgetExceeded,
+    Measured,
+    check,
+    join_measured,
+    measure,
+)
 from jaxpar.compiled.closed_form import ClosedForm, closed_form_budget
-from jaxpar.compiled.explain import Explanation, make_explanation, state_bytes
-from jaxpar.compiled.hlo import Module, parse
-from jaxpar.compiled.program import read_program
+from jaxpar.compiled.explain import Explanation, make_explanation, state_bytes, total
+from jaxpar.compiled.hlo import parse
+from jaxpar.compiled.program import CompiledProgram, join_programs, read_program
 from jaxpar.compiled.source_lines import todays_lines
 from jaxpar.compiled.xla_flags import Setting
 from jaxpar.engine.placement import Placement
 from jaxpar.mesh import lowering_platform
 from jaxpar.pipeline.execution import Execution
+from jaxpar.sharding.memory_kinds import has_memory_kinds
 from jaxpar.step.precision import Precision
 from jaxpar.step.state import packed_structs, state_shardings
 
@@ -30,6 +38,7 @@ class StepSpec:
       precision: the step's dtypes.
       accumulate: micro-batches a step.
       coupled: whether the loss couples examples.
+      averages: whether a loss function averages over a micro-batch's shards.
       settings: the compiler's options.
       forward_flops: FLOPs of a step's forward passes, on all devices.
       remarks: lines about the loss for `CompiledStep.explain`.
@@ -39,9 +48,15 @@ class StepSpec:
     precision: Precision
     accumulate: int
     coupled: bool
+    averages: bool
     settings: tuple[Setting, ...]
     forward_flops: int
     remarks: tuple[str, ...]
+
+    @property
+    def sees_others(self) -> bool:
+        """Whether the loss of a row depends on other rows of its micro-batch."""
+        return self.coupled or self.averages
 
 
 class CompiledStep(abc.ABC):
@@ -64,8 +79,12 @@ class CompiledStep(abc.ABC):
         self.placement, self.spec, self.arguments = placement, spec, arguments
 
     @abc.abstractmethod
-    def trace(self) -> jax.stages.Traced:
-        """Trace the step: a function of the packed state's leaves and a batch."""
+    def traces(self) -> Mapping[str, jax.stages.Traced]:
+        """Trace the step's jitted functions, by name, in the order they run.
+
+        One, named "step", unless the optimizer works on the host between two. The first
+        is a function of the packed state's leaves and a batch.
+        """
 
     if not TYPE_CHECKING:  # Otherwise type checkers accept any attribute.
 
@@ -78,15 +97,37 @@ class CompiledStep(abc.ABC):
                 obj=self,
             )
 
-    def lower(self) -> jax.stages.Lowered:
+    def lower(self, part: str | None = None) -> jax.stages.Lowered:
         """Lower the step for the mesh's devices, which may be compile-only.
+
+        Args:
+          part: which of a step's several programs, "gradients" or "update"; None where
+            there is one.
 
         Returns:
           The lowered step; ``.compile()`` makes the program. Its arguments are named
           ``state[0]``, ``state[1]`` and so on, and ``batch...``.
+
+        Raises:
+          ValueError: if there is no such program, or several and none is named.
         """
-        platform = lowering_platform(self.placement.mesh)
-        return self.trace().lower(lowering_platforms=(platform,))
+        lowered = self.lowered()
+        if part is None and len(lowered) == 1:
+            return next(iter(lowered.values()))
+        if part not in lowered:
+            raise ValueError(
+                f"lower: part={part!r} must be one of this step's programs: "
+                f"{', '.join(map(repr, lowered))}."
+            )
+        return lowered[part]
+
+    def lowered(self) -> dict[str, jax.stages.Lowered]:
+        """Lower all programs of the step, by name, in the order they run."""
+        platforms = (lowering_platform(self.placement.mesh),)
+        return {
+            name: traced.lower(lowering_platforms=platforms)
+            for name, traced in self.traces().items()
+        }
 
     def explain(self) -> Explanation:
         """Compile the step, and report bytes by leaf, traffic by axis, and memory.
@@ -94,7 +135,10 @@ class CompiledStep(abc.ABC):
         Returns:
           Text when printed, also in a notebook; `as_json` for programs.
         """
-        return self._explanation(self.lower().compile())
+        compiled = {name: each.compile() for name, each in self.lowered().items()}
+        return self._explanation(
+            {name: read_program(x, self.placement.mesh) for name, x in compiled.items()}
+        )
 
     def budget(self) -> Budget:
         """Compile the step, and record what it holds and communicates.
@@ -102,7 +146,7 @@ class CompiledStep(abc.ABC):
         Returns:
           A budget to store in a file (`Budget.as_json`) and to `verify` against.
         """
-        return self.measure(self.lower()).budget()
+        return self.measure(self.lowered()).budget()
 
     def verify(self, budget: Budget | None = None) -> Budget:
         """Compile the step, and compare it with a budget.
@@ -123,7 +167,7 @@ class CompiledStep(abc.ABC):
           BudgetExceeded: if the step exceeds it; the message names the leaves, or the
             operations by their source lines.
         """
-        measured = self.measure(self.lower())
+        measured = self.measure(self.lowered())
         violations = check(budget or self.closed_form_budget(), measured)
         if violations:
             raise BudgetExceeded(violations)
@@ -132,20 +176,35 @@ class CompiledStep(abc.ABC):
     def closed_form_budget(self) -> Budget:
         """What the step should hold and communicate, by the closed form."""
         own, spec = self.placement, self.spec
-        ruled = state_shardings(own.abstract, own.leaves, own.zero, own.mesh)
-        stored = state_bytes(packed_structs(own.update, own.abstract, ruled))
-        communicated = spec.execution.communicated_shardings(list(own.leaves.values()))
-        return closed_form_budget(communicated, self.closed_form, sum(stored.values()))
+        ruled = own.abstract, own.leaves, own.zero, own.mesh, own.update
+        shardings = state_shardings(*ruled)
+        stored = state_bytes(packed_structs(own.update, own.abstract, shardings))
+        communicated = spec.execution.communicated_shardings(own.trained)
+        on_device, on_host = total(stored)
+        # Where shardings have no memory kinds, the program says what is on the host.
+        on_host = on_host if has_memory_kinds(own.mesh) else on_device
+        given = communicated, self.closed_form, on_device, on_host
+        return closed_form_budget(*given, own.frozen)
 
-    def measure(self, lowered: jax.stages.Lowered) -> Measured:
-        """Compile the step, and measure what it holds and moves, by source line."""
+    def measure(self, lowered: Mapping[str, jax.stages.Lowered]) -> Measured:
+        """Compile the step, and measure what it holds and moves, by source line.
+
+        Args:
+          lowered: its programs, such as `lowered` returns them.
+        """
         with todays_lines():
-            compiled = lowered.compile()
-        text = compiled.as_text() or ""
-        module = parse(text, self.spec.execution.active_fraction)
-        explanation = self._explanation(compiled, module)
+            compiled = {name: each.compile() for name, each in lowered.items()}
+        texts = {name: each.as_text() or "" for name, each in compiled.items()}
+        fraction, mesh = self.spec.execution.active_fraction, self.placement.mesh
+        modules = {name: parse(text, fraction) for name, text in texts.items()}
+        explanation = self._explanation(
+            {name: read_program(compiled[name], mesh, modules[name]) for name in texts}
+        )
         on_cpu = self.closed_form.platform == "cpu"
-        return measure(explanation, module, text, on_cpu=on_cpu)
+        return join_measured(
+            measure(explanation, modules[name], text, on_cpu=on_cpu)
+            for name, text in texts.items()
+        )
 
     @property
     def closed_form(self) -> ClosedForm:
@@ -166,15 +225,15 @@ class CompiledStep(abc.ABC):
         own, execution = self.placement, self.spec.execution
         return (*execution.notes(own.zero, own.leaves), *own.update.notes())
 
-    def _explanation(self, compiled: Any, module: Module | None = None) -> Explanation:
-        """Explain the compiled step; `module` is its program, if already parsed."""
+    def _explanation(self, programs: Mapping[str, CompiledProgram]) -> Explanation:
+        """Explain the compiled step."""
         own, spec = self.placement, self.spec
         return make_explanation(
             own.packed,
             own.leaves,
             own.zero,
             coupled=spec.coupled,
-            program=read_program(compiled, own.mesh, module),
+            program=join_programs(programs),
             settings=spec.settings,
             notes=spec.execution.notes(own.zero, own.leaves),
             remarks=(*own.update.notes(), *spec.remarks),

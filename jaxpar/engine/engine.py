@@ -4,7 +4,6 @@ It holds the state as flat leaves, because dispatch costs grow with nested nodes
 """
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -20,10 +19,16 @@ from jaxpar.engine.placement import Placement
 from jaxpar.engine.program import Program
 from jaxpar.engine.replicas import Probe, make_probe
 from jaxpar.engine.run_ahead import Dispatched, RunAhead
-from jaxpar.engine.state_view import StateView, discard, make_view, placed_params
+from jaxpar.engine.state_view import (
+    StateView,
+    discard,
+    make_view,
+    placed_params,
+    with_weights,
+)
 from jaxpar.model.bridge import Network
 from jaxpar.step.state import TrainState, filled_in, require_sound
-from jaxpar.tree import named_leaves, num_elements
+from jaxpar.tree import merged, named_leaves, num_elements
 from jaxpar.types import Batch, Metrics, Params
 
 
@@ -171,9 +176,9 @@ class Engine(CompiledStep):
     def evaluate(self, batch: Batch, *, params: Params | None = None) -> Metrics:
         """Evaluate on a batch of any number of rows.
 
-        Rows left over by data (all rows, if the loss couples them) are computed on
-        every shard, by a separate program. With several processes, waits for earlier
-        programs.
+        Rows left over by data (all rows, if the loss couples or averages them) are
+        computed on every shard, by a separate program. With several processes, waits
+        for earlier programs.
 
         Args:
           batch: as for `step`; processes may have different numbers of rows, or none.
@@ -186,7 +191,7 @@ class Engine(CompiledStep):
         with self._alone("evaluate"):
             self.placement.require_devices("batch")
             self._ahead.finish_before_others()
-            parts = self.batch_spec.put_any(batch, whole=self.spec.coupled)
+            parts = self.batch_spec.put_any(batch, whole=self.spec.sees_others)
             packed = self._packed
             if parts[0] is not None:
                 self._program.eval_check.before_call(
@@ -213,7 +218,8 @@ class Engine(CompiledStep):
         with self._alone("model"):
             packed, how = self._packed, {"training": False, "step": self._packed.step}
             own = params is None and self.placement.update.unpack(packed.params, ())[0]
-            given = (own or self._placed(params), packed.model_state), packed.key, None
+            whole = merged(own or self._placed(params), packed.frozen)
+            given = (whole, packed.model_state), packed.key, None
             return self._network.run(lambda model, _: model, *given, **how)[0]
 
     def load_params(self, params: Params) -> None:
@@ -221,7 +227,8 @@ class Engine(CompiledStep):
 
         Args:
           params: arrays by the names of ``engine.state.params``, of the same shapes, in
-            any floating dtype, sharded or not (the same on every process).
+            any floating dtype, sharded or not (the same on every process). Frozen
+            parameters may be among them: all of them, or none.
 
         Raises:
           ValueError: if leaves are missing, unknown or of another shape.
@@ -229,8 +236,7 @@ class Engine(CompiledStep):
         self.placement.require_devices("load_params")
         with self._thread.calling("load_params"):
             state = self.placement.unpack(self._packed)
-            new = self._placed(params, may_alias=False)  # The next step donates it.
-            self._take(dataclasses.replace(state, params=new))
+            self._take(with_weights(state, params, self.placement.structs()))
 
     def save(
         self,
@@ -353,9 +359,9 @@ class Engine(CompiledStep):
         for checkpoints in self._checkpoints.values():
             checkpoints.wait()
 
-    def trace(self) -> jax.stages.Traced:
+    def traces(self) -> Mapping[str, jax.stages.Traced]:
         """See `CompiledStep`."""
-        return self._program.step.trace(self._leaves, self.batch_spec.structs())
+        return self._program.step.traces(self._leaves, self.batch_spec.structs())
 
     def _put(self, batch: Batch) -> Batch:
         self.placement.require_devices("batch")
@@ -367,8 +373,8 @@ class Engine(CompiledStep):
             self._checkpoints[path] = Checkpoints(path, former=self.placement.former)
         return self._checkpoints[path]
 
-    def _placed(self, params: Params, *, may_alias: bool | None = None) -> Params:
-        return placed_params(params, self.placement.structs().params, may_alias)
+    def _placed(self, params: Params) -> Params:
+        return placed_params(params, self.placement.structs().params)
 
     def _take(self, state: TrainState) -> None:
         """Continue from another logical state."""

@@ -8,7 +8,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.mesh import AXES, DATA
+from jaxpar.mesh import TENSOR, rows_spec
 from jaxpar.types import Leaf
 
 
@@ -23,7 +23,7 @@ def place_own(leaf: Leaf, num_rows: int, mesh: Mesh) -> jax.Array:
     Returns:
       A global array, the rows in the processes' order.
     """
-    sharding = NamedSharding(mesh, P(DATA))
+    sharding = NamedSharding(mesh, rows_spec(mesh))
     if isinstance(leaf, jax.Array) or jax.process_count() == 1:
         return jax.device_put(leaf, sharding)
     rows = np.asarray(leaf)
@@ -43,7 +43,7 @@ def place_own(leaf: Leaf, num_rows: int, mesh: Mesh) -> jax.Array:
         mesh.devices.flat, key=lambda device: (device.process_index, device.id)
     )
     by_process = Mesh(
-        np.array(order).reshape(jax.process_count(), -1), ("process", AXES[-1])
+        np.array(order).reshape(jax.process_count(), -1), ("process", TENSOR)
     )
     own = NamedSharding(by_process, P("process"))
     placed = jax.make_array_from_process_local_data(own, rows, shape)

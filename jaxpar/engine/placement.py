@@ -5,11 +5,14 @@ import functools
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpar.checkpoint.former_names import former_names
 from jaxpar.mesh import are_present
-from jaxpar.sharding.zero import LeafSharding, ZeroStage
+from jaxpar.sharding.leaf_sharding import LeafSharding
+from jaxpar.sharding.memory_kinds import in_memory_of
+from jaxpar.sharding.zero import ZeroStage
 from jaxpar.step.carried import Carried
 from jaxpar.step.state import (
     TrainState,
@@ -21,6 +24,12 @@ from jaxpar.step.state import (
 from jaxpar.step.update import Update
 from jaxpar.tree import named_leaves
 
+_BEFORE_CARRIED = ("carried/loss_scale/*", "loss_scale/*")
+"""The loss scale was a field of the state."""
+
+_TRAINED_OR_NOT = (("frozen/*", "params/*"), ("params/*", "frozen/*"))
+"""Another run may have trained a parameter that this one does not, and the reverse."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
@@ -29,7 +38,7 @@ class Placement:
     Attributes:
       mesh: the mesh.
       abstract: the train state's shapes.
-      leaves: parameter name -> sharding.
+      leaves: parameter name -> sharding, of those that are not trained too.
       zero: the row of the ZeRO table.
       update: the optimizer, and how it stores the state.
       carried: the parts of ``state.carried``.
@@ -48,16 +57,26 @@ class Placement:
     @functools.cached_property
     def former(self) -> dict[str, tuple[str, ...]]:
         """Leaf of the state -> its names in older checkpoints."""
-        # Before carried parts were, the loss scale was a field of the state.
         names = named_leaves(self.abstract)
-        part = "carried/loss_scale/"
-        scale = {n: (n.removeprefix("carried/"),) for n in names if n.startswith(part)}
-        return former_names(names, self.leaves, self.renamed) | scale
+        pairs = (*self.renamed, _BEFORE_CARRIED, *_TRAINED_OR_NOT)
+        return former_names(names, [*self.leaves, *names], pairs)
+
+    @property
+    def trained(self) -> list[LeafSharding]:
+        """The shardings of the parameters that are trained."""
+        return [self.leaves[name] for name in named_leaves(self.abstract.params)]
+
+    @property
+    def frozen(self) -> list[tuple[LeafSharding, jnp.dtype]]:
+        """The shardings and dtypes of the others."""
+        named = named_leaves(self.abstract.frozen)
+        return [(self.leaves[name], leaf.dtype) for name, leaf in named.items()]
 
     @functools.cached_property
     def shardings(self) -> TrainState:
         """The shardings of the logical state."""
-        return state_shardings(self.abstract, self.leaves, self.zero, self.mesh)
+        ruled = self.abstract, self.leaves, self.zero, self.mesh
+        return state_shardings(*ruled, self.update)
 
     @functools.cached_property
     def can_run(self) -> bool:
@@ -84,13 +103,13 @@ class Placement:
 
     def pack(self, state: TrainState) -> TrainState:
         """Convert a logical state to the optimizer's packed form."""
-        return pack_state(self.update, state)
+        return in_memory_of(pack_state(self.update, state), self.packed_shardings)
 
     def unpack(self, packed: TrainState) -> TrainState:
         """Undo `pack`; returns shapes on compile-only devices."""
         if not self.can_run:
             return self.structs()
-        return unpack_state(self.update, packed)
+        return in_memory_of(unpack_state(self.update, packed), self.shardings)
 
     def initial_state(
         self, init: Callable[[jax.Array], TrainState], seed: int
@@ -100,7 +119,7 @@ class Placement:
             return self.packed
 
         def packed(key: jax.Array) -> TrainState:
-            return self.pack(init(key))
+            return pack_state(self.update, init(key))
 
         return jax.jit(packed, out_shardings=self.packed_shardings)(
             jax.random.key(seed)

@@ -8,15 +8,17 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.compiled.xla_flags import compiler_options
 from jaxpar.engine.batches import BatchSpec
 from jaxpar.engine.compiled_step import StepSpec
 from jaxpar.engine.placement import Placement
+from jaxpar.engine.step_program import StepProgram, make_step_program
 from jaxpar.mesh import on_abstract_mesh
+from jaxpar.sharding.memory_kinds import to_device
 from jaxpar.step.inputs import make_inputs
 from jaxpar.step.loss import Sums
 from jaxpar.step.loss_check import NoCheck
 from jaxpar.step.state import TrainState
+from jaxpar.step.train_step import TrainStep
 from jaxpar.step.weighted import merged
 from jaxpar.types import Batch, Metrics, Params
 
@@ -26,16 +28,15 @@ class Program:
     """An engine's compiled functions.
 
     Attributes:
-      step: ``(leaves, batch) -> (leaves, metrics, exhausted)``; donates the leaves.
-        `exhausted` is a list of one flag where the loss is scaled, else empty.
-      evaluate: ``(params, model_state, batch, step, key, is_packed, is_left_over) ->
+      step: ``(leaves, batch) -> (leaves, metrics, exhausted)``, as `StepProgram`.
+      evaluate: ``(weights, model_state, batch, step, key, is_packed, is_left_over) ->
         Sums``; the parameters are packed, or logical if `is_packed` is False.
       results: the metrics from the `Sums` of an evaluation's parts.
       loss_check: compares the loss of rows with that of their halves.
       eval_check: the same for eval_fn.
     """
 
-    step: jax.stages.Wrapped
+    step: StepProgram
     evaluate: jax.stages.Wrapped
     results: jax.stages.Wrapped
     loss_check: NoCheck
@@ -53,18 +54,19 @@ class Program:
 
         Args:
           parts: the rows that data divides, and the left-over rows.
-          params: the parameters.
-          state: the train state, for its model state, step and key.
+          params: the parameters that are trained.
+          state: the train state, for all else.
           is_packed: whether the parameters are packed.
         """
-        model_state, step, key = state.model_state, state.step, state.key
+        weights, model_state = (params, state.frozen), state.model_state
+        step, key = state.step, state.key
         sums: list[Sums] = []
         for part, is_left_over in zip(parts, (False, True), strict=True):
             if part is None:
                 continue
             if jax.process_count() > 1:  # See `RunAhead.finish_before_others`.
                 jax.block_until_ready(sums)
-            given = params, model_state, part, step, key, is_packed, is_left_over
+            given = weights, model_state, part, step, key, is_packed, is_left_over
             sums.append(self.evaluate(*given))
         return self.results(sums)
 
@@ -73,7 +75,7 @@ def make_program(
     placement: Placement,
     spec: StepSpec,
     batch_spec: BatchSpec,
-    step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]],
+    step: TrainStep,
     evaluation: Callable[..., Sums],
     checks: Mapping[str, NoCheck],
 ) -> Program:
@@ -88,33 +90,20 @@ def make_program(
       checks: for "loss_fn", and for "eval_fn" if there is one.
     """
     mesh = batch_spec.mesh
-    stored, structure = jax.tree.flatten(placement.packed_shardings)
     replicated = NamedSharding(mesh, P())
 
-    def flat_step(state: list, batch: Batch) -> tuple[list, Metrics, list]:
-        with on_abstract_mesh(mesh):
-            new, metrics = step(jax.tree.unflatten(structure, state), batch)
-        watched = (
-            [new.carried["loss_scale"].exhausted] if spec.precision.scales_loss else []
-        )
-        return jax.tree.leaves(new), metrics, watched
-
     def evaluate(
-        params, model_state, batch, step, key, is_packed, is_left_over
+        weights, model_state, batch, step, key, is_packed, is_left_over
     ) -> Sums:
         with on_abstract_mesh(mesh):
-            computed = placement.update.compute_params(params) if is_packed else params
+            # Logical parameters are wherever a user's tree is placed.
+            as_given = placement.update.compute_params if is_packed else to_device
+            computed = as_given(weights[0]), weights[1]
             inputs = make_inputs(batch, step)
             return evaluation(computed, model_state, inputs, key, is_left_over)
 
     return Program(
-        step=jax.jit(
-            flat_step,
-            in_shardings=(stored, batch_spec.shardings),
-            out_shardings=(stored, replicated, replicated),
-            donate_argnums=0,
-            compiler_options=compiler_options(spec.settings),
-        ),
+        step=make_step_program(placement, spec, batch_spec, step),
         evaluate=jax.jit(evaluate, out_shardings=replicated, static_argnums=(5, 6)),
         results=jax.jit(_results, out_shardings=replicated),
         loss_check=checks["loss_fn"],

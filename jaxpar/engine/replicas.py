@@ -8,6 +8,7 @@ two, times an odd weight, to a sum modulo 2^32.
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from jaxpar.sharding.memory_kinds import is_on_host, to_device
 
 
 class CorruptionError(RuntimeError):
@@ -29,12 +32,13 @@ class Probe:
     Attributes:
       mesh: the mesh.
       shardings: leaf name -> sharding, on that mesh.
-      hashed: ``leaves -> [devices, leaves]``, uint32, replicated; compiled once.
+      hashed: ``(leaves, specs) -> [devices, leaves]``, uint32, replicated; compiled
+        once for each list of specs.
     """
 
     mesh: Mesh
     shardings: Mapping[str, NamedSharding]
-    hashed: Callable[[Sequence[jax.Array]], jax.Array]
+    hashed: Callable[..., jax.Array]
 
     def check(self, leaves: Sequence[jax.Array]) -> None:
         """Hash and compare; waits for the devices.
@@ -46,7 +50,7 @@ class Probe:
           CorruptionError: if replicas differ. It names the devices in the minority,
             or both if there are two.
         """
-        hashes = np.asarray(jax.device_get(self.hashed(list(leaves))))
+        hashes = self._hashes(leaves)
         devices, wrong = list(self.mesh.devices.flat), []
         for column, (name, leaf) in enumerate(zip(self.shardings, leaves, strict=True)):
             pieces = pieces_of(self.shardings[name], leaf.shape, devices)
@@ -60,6 +64,22 @@ class Probe:
                 "device out of service, and resume from the last checkpoint."
             )
 
+    def _hashes(self, leaves: Sequence[jax.Array]) -> np.ndarray:
+        """Hash all leaves of the devices at once, and those of the host one by one.
+
+        The device may have no room for all that the host stores.
+        """
+        places = list(self.shardings.values())
+        off = [i for i, place in enumerate(places) if is_on_host(place)]
+        on = [i for i in range(len(places)) if i not in off]
+        found = np.zeros((self.mesh.size, len(places)), np.uint32)
+        for group in [on, *([i] for i in off)]:
+            specs = tuple(places[i].spec for i in group)
+            found[:, group] = jax.device_get(
+                self.hashed([leaves[i] for i in group], specs)
+            )
+        return found
+
 
 def make_probe(mesh: Mesh, shardings: Mapping[str, NamedSharding]) -> Probe:
     """Make a probe for leaves of given shardings.
@@ -68,22 +88,22 @@ def make_probe(mesh: Mesh, shardings: Mapping[str, NamedSharding]) -> Probe:
       mesh: the mesh.
       shardings: leaf name -> sharding, on that mesh.
     """
-    specs = [sharding.spec for sharding in shardings.values()]
     axes = mesh.axis_names
 
     def body(leaves: list[jax.Array]) -> jax.Array:
         own = jnp.stack([_hash(leaf) for leaf in leaves])
         return jax.lax.all_gather(own, axes)
 
-    mapped = jax.shard_map(
-        body, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False
-    )
     replicated = NamedSharding(mesh, P())
 
-    def hashed(leaves: list[jax.Array]) -> jax.Array:
-        return mapped([_plain(leaf) for leaf in leaves])
+    @functools.partial(jax.jit, static_argnums=1, out_shardings=replicated)
+    def hashed(leaves: list[jax.Array], specs: tuple[P, ...]) -> jax.Array:
+        mapped = jax.shard_map(
+            body, mesh=mesh, in_specs=(list(specs),), out_specs=P(), check_vma=False
+        )
+        return mapped([_plain(leaf) for leaf in to_device(leaves)])
 
-    return Probe(mesh, shardings, jax.jit(hashed, out_shardings=replicated))
+    return Probe(mesh, shardings, hashed)
 
 
 def pieces_of(

@@ -54,12 +54,38 @@ def make_view(state: TrainState) -> StateView:
     return StateView(state, tree.named_leaves(state))
 
 
-def placed_params(given: Params, structs: Params, may_alias: bool | None) -> Params:
+def with_weights(state: TrainState, given: Params, structs: TrainState) -> TrainState:
+    """A state with a user's parameters, for steps that donate it.
+
+    Args:
+      state: the state.
+      given: as for `placed_params`, of the parameters that are trained, or of all.
+      structs: the state's shapes, dtypes and shardings.
+
+    Returns:
+      The state; the parameters that are not given are its own.
+
+    Raises:
+      ValueError: as `placed_params`.
+    """
+    given, names = pure_params(given), tree.named_leaves(structs.frozen)
+    if names.keys() & tree.named_leaves(given).keys():
+        whole = tree.merged(*structs.weights)
+        placed = placed_params(given, whole, may_alias=False)
+        weights = tree.parted(placed, tree.named_leaves(structs.params).keys())
+        return dataclasses.replace(state, params=weights[0], frozen=weights[1])
+    placed = placed_params(given, structs.params, may_alias=False)
+    return dataclasses.replace(state, params=placed)
+
+
+def placed_params(
+    given: Params, structs: Params, *, may_alias: bool | None = None
+) -> Params:
     """Place a user's parameters with the engine's shardings.
 
     Args:
-      given: arrays by the same names, of the same shapes and any floating dtype, or an
-        ``nnx.state(model, nnx.Param)``.
+      given: arrays by the same names, of the same shapes and, if the engine's are
+        floating, any floating dtype; or an ``nnx.state(model, nnx.Param)``.
       structs: the engine's own shapes, dtypes and shardings.
       may_alias: as in `jax.device_put`; False if the engine will donate the arrays.
 
@@ -67,8 +93,8 @@ def placed_params(given: Params, structs: Params, may_alias: bool | None) -> Par
       Arrays of the engine's dtypes on its mesh, in its own tree structure.
 
     Raises:
-      ValueError: if leaves are missing or unknown, have another shape, or are not
-        floating.
+      ValueError: if leaves are missing or unknown, have another shape or another kind
+        of dtype.
     """
     own, new = tree.named_leaves(structs), tree.named_leaves(pure_params(given))
     missing, unknown = sorted(own.keys() - new.keys()), sorted(new.keys() - own.keys())
@@ -76,14 +102,19 @@ def placed_params(given: Params, structs: Params, may_alias: bool | None) -> Par
         raise ValueError(
             f"params: missing {missing[:3]} and unknown {unknown[:3]} (the first three "
             f"of {len(missing)} and {len(unknown)}); pass a tree of the leaves of "
-            "engine.state.params."
+            "engine.state.params, and of engine.state.frozen if all are loaded."
         )
     for name, struct in own.items():
         shape, dtype = np.shape(new[name]), jnp.result_type(new[name])
-        if shape != struct.shape or not jnp.issubdtype(dtype, jnp.floating):
+        floating = jnp.issubdtype(struct.dtype, jnp.floating)
+        fits = (
+            jnp.issubdtype(dtype, jnp.floating) if floating else dtype == struct.dtype
+        )
+        if shape != struct.shape or not fits:
             raise ValueError(
-                f"params: {name} is {dtype}{list(shape)}, but must be floating of "
-                f"shape {list(struct.shape)}."
+                f"params: {name} is {dtype}{list(shape)}, but must be "
+                f"{'floating' if floating else struct.dtype} of shape "
+                f"{list(struct.shape)}."
             )
     placed = [_placed(new[name], own[name], may_alias) for name in own]
     return jax.tree.unflatten(jax.tree.structure(structs), placed)

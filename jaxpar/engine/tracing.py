@@ -2,33 +2,41 @@
 
 The model, its loss functions and the optimizer's init are traced on the shapes of one
 shard of a micro-batch: the state's shapes, the FLOPs, the random draws, whether the
-model changes its state, and in a pipeline the cost of a block.
+model's state depends on examples, and in a pipeline the cost of a block.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.extend import core, source_info_util
 
 from jaxpar import tree
-from jaxpar.engine.checks import check_trainable
+from jaxpar.engine.checks import check_frozen, check_trainable, of_trained
+from jaxpar.engine.coupled_state import check_uncoupled, coupled_state
 from jaxpar.jaxprs.dependence import tainted_outputs
 from jaxpar.jaxprs.draws import Draw, find_draws
 from jaxpar.jaxprs.evaluate import arrays_in, equations, flops
 from jaxpar.model.axis_names import bind_axes
 from jaxpar.model.bridge import Network
 from jaxpar.model.network import PipelineNetwork
-from jaxpar.optim.fused import FusedOptimizer
+from jaxpar.model.trainable import Trainable, trainable_names
+from jaxpar.optim.make_update import Optimizer
 from jaxpar.pipeline.block_cost import BlockWork, trace_microbatch
+from jaxpar.sharding.exchange import counting_means
 from jaxpar.step.carried import Carried
-from jaxpar.step.inputs import Inputs, OnePack, num_rows, twice_the_rows
+from jaxpar.step.inputs import (
+    Inputs,
+    OnePack,
+    num_rows,
+    replicated_names,
+    twice_the_rows,
+)
 from jaxpar.step.loss import Loss, make_loss
 from jaxpar.step.loss_check import HALF_TOLERANCE, TOLERANCE
-from jaxpar.step.precision import Precision, make_precision
+from jaxpar.step.precision import Precision, frozen_dtype, make_precision
 from jaxpar.step.row_draws import (
     SIZE_ERRORS,
     AsTraced,
@@ -39,7 +47,7 @@ from jaxpar.step.row_draws import (
     traced,
 )
 from jaxpar.step.state import TrainState, make_init
-from jaxpar.types import PyTree
+from jaxpar.types import Params, PyTree
 
 _CALLBACKS = ("debug_callback", "debug_print", "pure_callback", "io_callback")
 """Primitives that call the host, such as that of `jax.debug.print`."""
@@ -55,17 +63,20 @@ class LossTrace:
       loss: the loss function.
       training: whether it was traced in training mode.
       jaxpr: the trace; its inputs are a key, the parameters, the model's state, rows.
-      changes_state: whether the model changes its mutable state (keys do not count).
+      coupled_state: leaves of the model's mutable state that depend on examples -> on
+        what of them (`jaxpar.engine.coupled_state`).
       draws: its random draws.
       random_notes: which of them depend on the mesh.
+      averages: whether it averages over a micro-batch's shards (`jaxpar.batch_mean`).
     """
 
     loss: Loss
     training: bool
     jaxpr: core.Jaxpr
-    changes_state: bool
+    coupled_state: Mapping[str, str]
     draws: tuple[Draw, ...]
     random_notes: tuple[str, ...]
+    averages: bool
 
     @property
     def flops(self) -> int:
@@ -95,10 +106,11 @@ class ModelTrace:
 def trace_model(
     network: Network,
     losses: tuple[Loss, Loss],
-    optimizer: optax.GradientTransformation | FusedOptimizer,
+    optimizer: Optimizer,
     precision: Precision,
     rows: Inputs,
     carried: Sequence[Carried],
+    trainable: Trainable | None = None,
     *,
     pipelined: bool,
 ) -> ModelTrace:
@@ -111,29 +123,40 @@ def trace_model(
       precision: the dtypes.
       rows: shapes of one shard of a micro-batch.
       carried: the parts of ``state.carried``.
+      trainable: which parameters are trained; None for all.
       pipelined: whether the mesh has several stages.
 
     Raises:
-      ValueError: as `trace_loss` and `trace_microbatch`, and if a parameter can't be
-        trained.
+      ValueError: as `trace_loss`, `trace_microbatch` and, in a pipeline,
+        `check_uncoupled`, and if a parameter can't be trained.
     """
     block = None
     if pipelined and isinstance(network, PipelineNetwork):
         block = trace_microbatch(network, losses[0], rows)
     key = jax.eval_shape(lambda: jax.random.key(0))
 
-    def trace(network: Network) -> tuple[Any, TrainState, dict[str, LossTrace]]:
-        check_trainable(jax.eval_shape(network.init, key)[0])
-        init, (loss, evaluation) = make_init(network, optimizer.init, carried), losses
+    def trained(params: Params) -> frozenset[str]:
+        return trainable_names(trainable, list(tree.named_leaves(params)), network)
+
+    def trace(wrapped: Network) -> tuple[Any, TrainState, dict[str, LossTrace]]:
+        params = jax.eval_shape(wrapped.init, key)[0]
+        params, frozen = tree.parted(params, trained(params))
+        check_trainable(params)
+        check_frozen(frozen, pipelined=pipelined)
+        init_opt_state = of_trained(optimizer.init, frozen)
+        init = make_init(wrapped, init_opt_state, carried, trained)
+        loss, evaluation = losses
         abstract = jax.eval_shape(init, key)
         given = abstract, precision, rows
-        traces = {"loss_fn": trace_loss(network, loss, *given, training=True)}
+        traces = {"loss_fn": trace_loss(wrapped, loss, *given, training=True)}
         if evaluation is not loss:
-            other = trace_loss(network, evaluation, *given, training=False)
+            other = trace_loss(wrapped, evaluation, *given, training=False)
             traces["eval_fn"] = other
         return init, abstract, traces
 
     bound, found = bind_axes(network, trace)
+    if block is not None:
+        check_uncoupled(found[2]["loss_fn"].coupled_state)
     return ModelTrace(bound, *found, block)
 
 
@@ -166,26 +189,41 @@ def trace_loss(
     """
     keyed, leaves = _of_key(network, loss, abstract, precision, training=training)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    closed, (sums, _) = traced(keyed, key, (leaves, abstract.model_state, rows))
+    with counting_means() as means:
+        closed, (sums, _) = traced(keyed, key, (leaves, abstract.model_state, rows))
     jaxpr, names = closed.jaxpr, list(tree.named_leaves(sums))
     if training:
-        _check_weights(jaxpr, names, len(leaves))
-    first = 1 + len(leaves)
-    state_in = jaxpr.invars[first : first + len(jaxpr.outvars) - len(names)]
-    changed = any(
-        out is not inp
-        for out, inp in zip(jaxpr.outvars[len(names) :], state_in, strict=True)
-    )
+        _check_weights(jaxpr, names, len(jax.tree.leaves(abstract.params)))
     draws = tuple(find_draws(jaxpr))
-    if isinstance(rows.batch, OnePack):  # A pack has its own key on any mesh.
-        return LossTrace(loss, training, jaxpr, changed, draws, ())
+    if isinstance(rows.batch, OnePack) and means:
+        raise ValueError(
+            "loss: it calls jaxpar.batch_mean, but is given one pack of a "
+            "jaxpar.Packed at a time, and packs of other shards are other calls. "
+            "Average over the pack itself."
+        )
 
     def twice() -> tuple:
         return leaves, abstract.model_state, twice_the_rows(rows)
 
+    def of_twice() -> core.Jaxpr | None:
+        # Packs change state one after another, and a shard has only its own.
+        if isinstance(rows.batch, OnePack):
+            return None
+        try:
+            return traced(keyed, key, twice())[0].jaxpr
+        except SIZE_ERRORS:
+            return None
+
+    replicated = replicated_names(rows)
+    is_row = [name not in replicated for name in tree.named_leaves(rows)]
+    states = list(tree.named_leaves(abstract.model_state))
+    coupled = coupled_state(jaxpr, states, is_row, of_twice)
+    if isinstance(rows.batch, OnePack):  # A pack has its own key on any mesh.
+        return LossTrace(loss, training, jaxpr, coupled, draws, (), averages=False)
     dims = row_dims(draws, keyed, key, Rows(num_rows(rows), twice))
     notes = random_notes(draws, dims)
-    return LossTrace(loss, training, jaxpr, changed, draws, notes)
+    averages = bool(means)
+    return LossTrace(loss, training, jaxpr, coupled, draws, notes, averages)
 
 
 def _of_key(
@@ -197,7 +235,12 @@ def _of_key(
     training: bool,
 ) -> tuple[Callable[..., tuple], list]:
     """Make ``(key, leaves, model_state, rows) -> (Sums, model_state)``; the leaves."""
-    cast = tree.with_dtype(abstract.params, precision.compute_dtype)
+    dtype = precision.compute_dtype
+    frozen = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, frozen_dtype(x.dtype, dtype)),
+        abstract.frozen,
+    )
+    cast = tree.with_dtype(abstract.params, dtype), frozen
     leaves, structure = jax.tree.flatten(cast)
     loss_of = make_loss(network, loss, structure, AsTraced(), training=training)
 

@@ -1,12 +1,14 @@
 """Does an output of a traced function depend on given inputs?
 
 The engine checks once, before compiling, that a loss's weight does not depend on the
-parameters: the gradient of sum(total) / sum(weight) assumes a constant weight.
+parameters: the gradient of sum(total) / sum(weight) assumes a constant weight. It also
+finds the mutable state that depends on the rows of the batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from jax.extend import core
+from jax.interpreters import partial_eval
 
 from jaxpar.jaxprs.compat import scan_counts
 
@@ -39,6 +41,12 @@ def tainted_outputs(jaxpr: core.Jaxpr, tainted: Sequence[bool]) -> list[bool]:
         outs = _through(eqn, ins) if any(ins) else [False] * len(eqn.outvars)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def of_outputs(jaxpr: core.Jaxpr, wanted: Collection[int]) -> core.Jaxpr:
+    """A jaxpr of some outputs alone, without what only the others need."""
+    used = [number in wanted for number in range(len(jaxpr.outvars))]
+    return partial_eval.dce_jaxpr(jaxpr, used)[0]
 
 
 def _through(eqn: core.JaxprEqn, ins: list[bool]) -> list[bool]:

@@ -14,17 +14,17 @@ from typing import Any
 import jax
 
 from jaxpar.model.bridge import make_network
-from jaxpar.model.network import PipelineNetwork, SectionNetwork, WholeModel
+from jaxpar.model.network import PipelineNetwork, WholeModel
 from jaxpar.model.part_checks import (
     check_block_output,
     check_equal_blocks,
     check_equal_programs,
     check_keywords,
-    check_stateless,
     check_ties,
 )
 from jaxpar.model.proxies import Call, call_part, inputs_of, shape_of
 from jaxpar.model.remat import check_policy
+from jaxpar.model.section import SectionNetwork
 from jaxpar.types import Batch, LossFn, PyTree
 
 _ENDS = ("embed", "head")
@@ -41,6 +41,10 @@ class PipelineModel:
     each block called as ``block(hidden)``, to ``head(hidden)``, whose result the call
     returns. `hidden` is an array or a tree of arrays: what a later section needs of an
     earlier one (an encoder's output) stays in it.
+
+    Parts may have mutable state. Each micro-batch of a step changes it, one after the
+    other; an evaluation does not. With pipe > 1 it may depend on parameters and on
+    itself, not on examples.
 
     Attributes:
       embed: an NNX factory ``lambda rngs: MyEmbed(rngs=rngs)`` or a Linen module.
@@ -149,8 +153,7 @@ class PipelineModel:
 
         network = self.make_network(call, Call(args, kwargs))
         key = jax.random.key(seed)
-        params, _ = jax.jit(network.init)(key)
-        return WholeModel(network, params, key, training=False)
+        return WholeModel(network, jax.jit(network.init)(key), key, training=False)
 
     def make_network(self, loss_fn: LossFn, sample_batch: Batch) -> PipelineNetwork:
         """Bridge to the parts (see `jaxpar.model.bridge.make_network`)."""
@@ -158,11 +161,9 @@ class PipelineModel:
             lambda batch: inputs_of(loss_fn, batch, training=True), sample_batch
         )
         embed = make_network(self.embed, call_part, call)
-        check_stateless("embed", embed)
         hidden = shape_of(embed, call)
         sections, hidden = self._make_sections(hidden, call)
         head = make_network(self.head, call_part, call.passing(hidden))
-        check_stateless("head", head)
         check_ties(embed, head, self.tied_paths)
         keywords = check_keywords(call, embed, sections, head, hidden)
         return PipelineNetwork(
@@ -188,7 +189,6 @@ class PipelineModel:
         for name, given in self._named.items():
             if not _is_pair(given):
                 between = make_network(given, call_part, call.passing(hidden))
-                check_stateless(name, between)
                 joint = {"between": between, "between_name": name}
                 hidden = shape_of(between, call.passing(hidden))
                 continue
@@ -196,8 +196,6 @@ class PipelineModel:
             listed = list(block) if isinstance(block, Sequence) else [block]
             own = call.passing(hidden)
             networks = tuple(make_network(each, call_part, own) for each in listed)
-            for network in networks:
-                check_stateless(name, network)
             check_equal_blocks(name, networks)
             check_block_output(name, hidden, shape_of(networks[0], own))
             check_equal_programs(name, networks, own)

@@ -174,6 +174,9 @@ class _NnxNetwork:
             for path, variable in self._params
         }
 
+    def variable_types(self) -> dict[str, type]:
+        return {"/".join(map(str, path)): type(leaf) for path, leaf in self._params}
+
     def run(
         self,
         fn: LossFn,

@@ -20,7 +20,7 @@ from flax.linen import spmd
 from jax.sharding import AbstractMesh, AxisType, get_abstract_mesh, use_abstract_mesh
 
 from jaxpar import tree
-from jaxpar.mesh import AXES, DATA
+from jaxpar.mesh import AXES, BATCH_AXES
 from jaxpar.model.step_number import CONTEXT, filled, is_context
 from jaxpar.sharding.constrain import placed_rules
 from jaxpar.sharding.rules import AxisRules, flat_names
@@ -29,6 +29,9 @@ from jaxpar.types import Batch, LossFn, Params, PyTree
 Filter = bool | str | Collection[str] | DenyList
 """A selection of collections, as Linen's ``mutable=`` takes it."""
 
+_ONE_DEVICE = AbstractMesh(
+    (1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES)
+)
 _NO_MESH = AbstractMesh((), ())
 
 
@@ -121,8 +124,8 @@ class LinenNetwork:
         names = [_names_of(box) for box in boxes if _is_box(box)]
         if not names:
             return True
-        if DATA in flat_names(names):
-            return False  # Usually data is manual, and constraints can't name it.
+        if not set(BATCH_AXES).isdisjoint(flat_names(names)):
+            return False  # Usually they are manual, and constraints can't name them.
         variables = _unboxed(self._traced)
         if self._context(0):
             variables.pop(CONTEXT)
@@ -132,9 +135,8 @@ class LinenNetwork:
             key = jax.random.key(0)
             return self._run(self._loss_fn, variables, key, batch, training=True)[1]
 
-        probe = AbstractMesh((1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3)
         try:
-            with use_abstract_mesh(_NO_MESH), use_abstract_mesh(probe):
+            with use_abstract_mesh(_NO_MESH), use_abstract_mesh(_ONE_DEVICE):
                 jax.eval_shape(state_of, given, self._sample_batch)
         except ValueError:
             return False

@@ -13,45 +13,12 @@ import jax.numpy as jnp
 
 from jaxpar import tree
 from jaxpar.model.bridge import Network
+from jaxpar.model.model_state import Variables, cast_model_state, with_leaves
 from jaxpar.model.proxies import Call, refuse_reading, run_part
 from jaxpar.model.remat import remat
+from jaxpar.model.section import LAYERS, SectionNetwork
 from jaxpar.sharding.rules import AxisRules
 from jaxpar.types import Batch, LossFn, Params, PyTree
-
-LAYERS = "layers"
-"""The logical name of the dim along which blocks are stacked."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class SectionNetwork:
-    """Equal blocks, one after the other, and the part that runs once before them.
-
-    Attributes:
-      name: under which the parameters are.
-      num_blocks: L of this section.
-      first: blocks of the sections before.
-      blocks: one network for all blocks, or one for each.
-      before: shapes of the hidden state that the section before returns.
-      hidden: shapes of the hidden state between its blocks.
-      between: the part that turns the first into the second; None for none.
-      between_name: under which that part's parameters are.
-    """
-
-    name: str
-    num_blocks: int
-    first: int
-    blocks: Sequence[Network]
-    before: PyTree
-    hidden: PyTree
-    between: Network | None = None
-    between_name: str = ""
-
-    def init(self, keys: jax.Array) -> Params:
-        """Make the blocks' parameters, [L, ...]; each block has its own key of [L]."""
-        if len(self.blocks) == 1:
-            return jax.vmap(lambda key: self.blocks[0].init(key)[0])(keys)
-        drawn = [n.init(k)[0] for n, k in zip(self.blocks, keys, strict=True)]
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *drawn)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # A jit may be keyed by it.
@@ -59,7 +26,9 @@ class PipelineNetwork:
     """A `PipelineModel` as pure functions: a `jaxpar.model.bridge.Network`.
 
     Parameters are ``{"embed": ..., "blocks": ..., "head": ...}``, with a section's name
-    for "blocks"; every leaf of a section's blocks is [L, ...]. There is no other state.
+    for "blocks"; every leaf of a section's blocks is [L, ...]. So is the mutable state
+    of the parts that have one. `variables` of a part are its parameters and its state,
+    {} for none.
 
     Attributes:
       sections: the blocks.
@@ -96,21 +65,22 @@ class PipelineNetwork:
         return self.embed.axis_rules
 
     def init(self, key: jax.Array) -> tuple[Params, PyTree]:
-        """Make the parameters; each block has its own key."""
+        """Make the parameters and the state; each block has its own key."""
         L = self.num_blocks
-        embed, _ = self.embed.init(jax.random.fold_in(key, L))
-        head, _ = self.head.init(jax.random.fold_in(key, L + 1))
+        made = {"embed": self.embed.init(jax.random.fold_in(key, L))}
+        head = self.head.init(jax.random.fold_in(key, L + 1))
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(L))
-        params = {"embed": embed}
         for section in self.sections:
             last = section.first + section.num_blocks
             if section.between is not None:
                 own = self._between_key(section, key)
-                params[section.between_name], _ = section.between.init(own)
-            params[section.name] = section.init(keys[section.first : last])
+                made[section.between_name] = section.between.init(own)
+            made[section.name] = section.init(keys[section.first : last])
+        made["head"] = head
+        params = {part: own for part, (own, _) in made.items()}
         for path in self.tied_paths:
-            head = _without(head, path.split("/"))
-        return {**params, "head": head}, {}
+            params["head"] = tree.without_leaf(params["head"], path.split("/"))
+        return params, with_leaves({part: own for part, (_, own) in made.items()})
 
     def dim_names(self) -> dict[str, Sequence[Any] | None]:
         """The parts' dim names, with "layers" before a block's."""
@@ -136,48 +106,47 @@ class PipelineNetwork:
         step: Any = None,
     ) -> tuple[Any, PyTree]:
         """Run embedding, blocks (each section as one scan) and head."""
-        params, state = variables
-        model = WholeModel(self, params, key, training=training, step=step)
-        return fn(model, batch), state
+        model = WholeModel(self, variables, key, training=training, step=step)
+        return fn(model, batch), model.state
 
     def run_embed(
-        self, params: Params, call: Call, key: jax.Array, *, training: bool
-    ) -> PyTree:
+        self, variables: Variables, call: Call, key: jax.Array, *, training: bool
+    ) -> tuple[PyTree, PyTree]:
         """Run the embedding.
 
         Args:
-          params: the embedding's own.
+          variables: the embedding's own.
           call: the arguments of loss_fn's call.
           key: the micro-batch's.
-          training: False to evaluate.
+          training: False to evaluate, which leaves the state as it is.
 
         Returns:
-          The first block's input.
+          The first block's input, and the embedding's state.
         """
         key = jax.random.fold_in(key, self.num_blocks)
-        return run_part(self.embed, params, call, key, training=training)
+        return _run("embed", self.embed, variables, call, key, training=training)
 
     def run_between(
         self,
         section: SectionNetwork,
-        params: Params,
+        variables: Variables,
         hidden: PyTree,
         call: Call,
         key: jax.Array,
         *,
         training: bool,
-    ) -> PyTree:
+    ) -> tuple[PyTree, PyTree]:
         """Run the part before a section, on what the section before returned."""
         if section.between is None:
-            return hidden
-        key = self._between_key(section, key)
-        own = call.passing(hidden)
-        return run_part(section.between, params, own, key, training=training)
+            return hidden, {}
+        key, own = self._between_key(section, key), call.passing(hidden)
+        given = section.between_name, section.between, variables, own, key
+        return _run(*given, training=training)
 
     def run_block(
         self,
         section: SectionNetwork,
-        params: Params,
+        variables: Variables,
         hidden: PyTree,
         index: jax.Array,
         call: Call,
@@ -186,45 +155,48 @@ class PipelineNetwork:
         training: bool,
         policy: str,
         in_loop: bool = True,
-    ) -> PyTree:
-        """Run block `index` of a section by a remat policy."""
+    ) -> tuple[PyTree, PyTree]:
+        """Run block `index` of a section by a remat policy; also the block's state."""
 
-        def block(params: Params, hidden: PyTree, call: Call, key: jax.Array) -> PyTree:
-            own = call.passing(hidden)
-            return run_part(section.blocks[0], params, own, key, training=training)
+        def block(
+            variables: Variables, hidden: PyTree, call: Call, key: jax.Array
+        ) -> tuple[PyTree, PyTree]:
+            given = section.blocks[0], variables, call.passing(hidden), key
+            return _run(section.name, *given, training=training)
 
         key = jax.random.fold_in(key, section.first + index)
         names = self.remat_names if policy == "save-names" else ()
         run = remat(block, policy, names=names, prevent_cse=not in_loop)
-        return run(params, hidden, call, key)
+        return run(variables, hidden, call, key)
 
     def run_head(
         self,
-        params: Params,
+        variables: Variables,
         tied: Mapping[str, jax.Array],
         hidden: PyTree,
         call: Call,
         key: jax.Array,
         *,
         training: bool,
-    ) -> Any:
+    ) -> tuple[Any, PyTree]:
         """Run the head.
 
         Args:
-          params: the head's own.
+          variables: the head's own.
           tied: path in the head -> the embedding's array.
           hidden: the last block's output.
           call: the arguments of loss_fn's call.
           key: the micro-batch's.
-          training: False to evaluate.
+          training: False to evaluate, which leaves the state as it is.
 
         Returns:
-          The result of the model's call.
+          The result of the model's call, and the head's state.
         """
+        params, state = variables
         for path, leaf in tied.items():
-            params = _with(params, path.split("/"), leaf)
-        key = jax.random.fold_in(key, self.num_blocks + 1)
-        return run_part(self.head, params, call.passing(hidden), key, training=training)
+            params = tree.with_leaf(params, path.split("/"), leaf)
+        key, own = jax.random.fold_in(key, self.num_blocks + 1), call.passing(hidden)
+        return _run("head", self.head, (params, state), own, key, training=training)
 
     def tied(self, embed_params: Params) -> dict[str, jax.Array]:
         """Path in the head -> the array that it shares with the embedding."""
@@ -245,7 +217,7 @@ class WholeModel:
 
     Args:
       network: the model's network.
-      params: all parameters.
+      variables: all parameters, and the state, which calls in training change.
       key: of the random numbers of a training step; a micro-batch's.
       training: whether this is a training step.
       step: the number of the step that modules see; None for 0.
@@ -254,13 +226,14 @@ class WholeModel:
     def __init__(
         self,
         network: PipelineNetwork,
-        params: Params,
+        variables: Variables,
         key: jax.Array,
         step: Any = None,
         *,
         training: bool,
     ):
-        self._network, self.params, self._key = network, params, key
+        self._network, (self.params, self.state) = network, variables
+        self._key = key
         self._step = step
         self._num_calls, self.training = 0, training
 
@@ -295,12 +268,13 @@ class WholeModel:
 
     def with_params(self, params: Params) -> "WholeModel":
         """The same model with other parameters, of the same names."""
-        given = self._network, params, self._key, self._step
+        given = self._network, (params, self.state), self._key, self._step
         return WholeModel(*given, training=self.training)
 
     def tree_flatten(self) -> tuple[tuple, tuple]:
         """The arrays, and what is static."""
-        return (self.params, self._key, self._step), (self._network, self.training)
+        arrays = self.params, self.state, self._key, self._step
+        return arrays, (self._network, self.training)
 
     @classmethod
     def tree_unflatten(cls, static: tuple, arrays: tuple) -> "WholeModel":
@@ -308,7 +282,7 @@ class WholeModel:
         # Not by `__init__`: JAX unflattens with placeholders, too.
         model = object.__new__(cls)
         model._network, model.training = static
-        model.params, model._key, model._step = arrays
+        model.params, model.state, model._key, model._step = arrays
         model._num_calls = 0
         return model
 
@@ -332,12 +306,22 @@ class WholeModel:
         parts = self._network.num_blocks + len(self._network.sections)
         return jax.random.fold_in(key, parts + calls)
 
+    def _of(self, part: str) -> Variables:
+        """A part's own variables."""
+        return self.params.get(part, {}), self.state.get(part, {})
+
+    def _keep(self, part: str, state: PyTree) -> None:
+        """Replace a part's state."""
+        self.state = with_leaves({**self.state, part: state})
+
     def _hidden(self, call: Call, key: jax.Array) -> PyTree:
-        network, params, how = self._network, self.params, {"training": self.training}
-        hidden = network.run_embed(params["embed"], call, key, **how)
+        network, how = self._network, {"training": self.training}
+        hidden, state = network.run_embed(self._of("embed"), call, key, **how)
+        self._keep("embed", state)
         for section in network.sections:
-            own = params.get(section.between_name)
-            hidden = network.run_between(section, own, hidden, call, key, **how)
+            own = self._of(section.between_name)
+            hidden, state = network.run_between(section, own, hidden, call, key, **how)
+            self._keep(section.between_name, state)
             hidden = self._run_section(section, hidden, call, key)
         return hidden
 
@@ -347,11 +331,11 @@ class WholeModel:
         network = self._network
         unroll = min(network.unroll, section.num_blocks)
 
-        def step(hidden: PyTree, layer: tuple) -> tuple[PyTree, None]:
-            block, index = layer
-            out = network.run_block(
+        def step(hidden: PyTree, layer: tuple) -> tuple[PyTree, PyTree]:
+            variables, index = layer
+            return network.run_block(
                 section,
-                block,
+                variables,
                 hidden,
                 index,
                 call,
@@ -360,38 +344,39 @@ class WholeModel:
                 policy=network.remat,
                 in_loop=unroll < section.num_blocks,
             )
-            return out, None
 
-        layers = (self.params[section.name], jnp.arange(section.num_blocks))
-        return jax.lax.scan(step, hidden, layers, unroll=unroll)[0]
+        layers = (self._of(section.name), jnp.arange(section.num_blocks))
+        hidden, state = jax.lax.scan(step, hidden, layers, unroll=unroll)
+        self._keep(section.name, state)
+        return hidden
 
     def _head(self, hidden: PyTree, call: Call, key: jax.Array) -> Any:
-        params, tied = self.params, self._network.tied(self.params["embed"])
-        return self._network.run_head(
-            params["head"], tied, hidden, call, key, training=self.training
-        )
+        network, tied = self._network, self._network.tied(self.params["embed"])
+        given = self._of("head"), tied, hidden, call, key
+        out, state = network.run_head(*given, training=self.training)
+        self._keep("head", state)
+        return out
 
     def __getattr__(self, name: str) -> Any:
         refuse_reading(name)
 
 
+def _run(
+    name: str,
+    part: Network,
+    variables: Variables,
+    call: Call,
+    key: jax.Array,
+    *,
+    training: bool,
+) -> tuple[Any, PyTree]:
+    """Run a part; its state keeps its dtypes, and in an evaluation its values."""
+    out, after = run_part(part, variables, call, key, training=training)
+    if not training:
+        return out, variables[1]
+    return out, cast_model_state({name: after}, {name: variables[1]})[name]
+
+
 def _below(part: str, names: Mapping[str, Any]) -> dict[str, Any]:
     """Paths in a part as paths in the model."""
     return {f"{part}/{path}": own for path, own in names.items()}
-
-
-def _without(params: Params, path: Sequence[str]) -> Params:
-    """A nested dict without one leaf, and without dicts that become empty."""
-    rest = {key: value for key, value in params.items() if key != path[0]}
-    if len(path) > 1:
-        inner = _without(params[path[0]], path[1:])
-        return rest | ({path[0]: inner} if inner else {})
-    return rest
-
-
-def _with(params: Params, path: Sequence[str], leaf: jax.Array) -> Params:
-    """A nested dict with one more leaf."""
-    if len(path) == 1:
-        return {**params, path[0]: leaf}
-    inner = _with(params.get(path[0], {}), path[1:], leaf)
-    return {**params, path[0]: inner}

@@ -6,20 +6,9 @@ import jax
 
 from jaxpar import tree
 from jaxpar.model.bridge import Network
-from jaxpar.model.network import SectionNetwork
 from jaxpar.model.proxies import Call, keywords_of, program_of
+from jaxpar.model.section import SectionNetwork
 from jaxpar.types import PyTree
-
-
-def check_stateless(part: str, network: Network) -> None:
-    """Raise for a part with state besides its parameters."""
-    _, state = jax.eval_shape(network.init, jax.random.key(0))
-    if jax.tree.leaves(state):
-        raise ValueError(
-            f"PipelineModel: {part} has state besides parameters "
-            f"({', '.join(tree.named_leaves(state))}), which a pipeline can't "
-            "update in order; use layers without it (a LayerNorm for a BatchNorm)."
-        )
 
 
 def check_ties(embed: Network, head: Network, tied: Mapping[str, str]) -> None:
@@ -42,9 +31,10 @@ def check_ties(embed: Network, head: Network, tied: Mapping[str, str]) -> None:
 
 
 def check_equal_blocks(section: str, blocks: Sequence[Network]) -> None:
-    """Raise for blocks of one section whose parameters differ in name or shape."""
-    ours = _leaves(blocks[0])
-    for number, theirs in enumerate(map(_leaves, blocks)):
+    """Raise for blocks of one section whose variables differ in name or shape."""
+    ours = _leaves(blocks[0]) | _states(blocks[0])
+    for number, block in enumerate(blocks):
+        theirs = _leaves(block) | _states(block)
         for name in {**ours, **theirs}:
             found = [
                 side[name].shape if name in side else None for side in (ours, theirs)
@@ -53,7 +43,7 @@ def check_equal_blocks(section: str, blocks: Sequence[Network]) -> None:
                 raise ValueError(
                     f"PipelineModel: {section}: block {number} has {name} of shape "
                     f"{found[1]}, block 0 of {found[0]}; blocks are stacked, so their "
-                    "parameters must be equal in name and shape. Move what differs to "
+                    "variables must be equal in name and shape. Move what differs to "
                     "embed or head, or make it a section of its own."
                 )
 
@@ -133,3 +123,8 @@ def check_block_output(section: str, given: PyTree, returned: PyTree) -> None:
 def _leaves(network: Network) -> dict[str, jax.ShapeDtypeStruct]:
     params, _ = jax.eval_shape(network.init, jax.random.key(0))
     return tree.named_leaves(params)
+
+
+def _states(network: Network) -> dict[str, jax.ShapeDtypeStruct]:
+    _, state = jax.eval_shape(network.init, jax.random.key(0))
+    return tree.named_leaves(state)

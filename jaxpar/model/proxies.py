@@ -17,7 +17,8 @@ from jax.extend import core
 from jaxpar import tree
 from jaxpar.model.bridge import Network
 from jaxpar.model.linen import LinenModel
-from jaxpar.types import Batch, LossFn, Params, PyTree
+from jaxpar.model.model_state import Variables
+from jaxpar.types import Batch, LossFn, PyTree
 
 _PLAIN = (bool, int, float, str)
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
@@ -190,23 +191,27 @@ def keywords_of(network: Network, call: Call) -> set[str] | None:
 def program_of(network: Network, call: Call) -> str:
     """A part's jaxpr as text, equal for equal computations."""
 
-    def run(key: jax.Array, params: Params, call: Call) -> Any:
-        return run_part(network, params, call, key, training=True)
+    def run(key: jax.Array, variables: Variables, call: Call) -> Any:
+        return run_part(network, variables, call, key, training=True)
 
     key = jax.random.key(0)
-    params, _ = jax.eval_shape(network.init, key)
-    closed = jax.make_jaxpr(run)(key, params, call)
+    variables = jax.eval_shape(network.init, key)
+    closed = jax.make_jaxpr(run)(key, variables, call)
     texts = [str(closed.jaxpr), *map(str, closed.consts)]
     return re.sub("0x[0-9a-f]+", "", "\n".join(texts))
 
 
 def run_part(
-    network: Network, params: Params, call: Call, key: jax.Array, *, training: bool
-) -> Any:
-    """Call a part with its parameters."""
-    given = call_part, (params, {}), key, call
-    out, _ = network.run(*given, training=training, step=call.step)
-    return out
+    network: Network,
+    variables: Variables,
+    call: Call,
+    key: jax.Array,
+    *,
+    training: bool,
+) -> tuple[Any, PyTree]:
+    """Call a part with its parameters and state; returns its result and new state."""
+    given = call_part, variables, key, call
+    return network.run(*given, training=training, step=call.step)
 
 
 def shape_of(network: Network, call: Call) -> PyTree:

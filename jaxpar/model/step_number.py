@@ -23,8 +23,8 @@ STEP = "step"
 class Step(nnx.Variable):
     """The number of steps taken before this one, as a variable of an NNX module.
 
-    It may be anywhere in the model, in scanned and pipelined blocks too. An evaluation
-    sees the number of the last step taken.
+    It may be anywhere in the model, in scanned and pipelined blocks too. In an
+    evaluation it is the number of all steps taken.
 
     Example:
       >>> class Warm(nnx.Module):

@@ -4,20 +4,22 @@ Attention needs no other heads and no other rows of the batch, so a call can be 
 over the mesh axes that heads and rows are sharded over.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AxisType
 
-from jaxpar.mesh import DATA, TENSOR
+from jaxpar.mesh import BATCH_AXES, TENSOR, entry_of
+from jaxpar.sharding.rules import axes_of
 
 
 class Split(NamedTuple):
     """Mesh axes; None where there is none to map over."""
 
     heads: str | None
-    rows: str | None
+    rows: str | tuple[str, ...] | None
 
 
 def split_of(query_BTNH: jax.Array, key_BSKH: jax.Array) -> Split:
@@ -37,8 +39,10 @@ def split_of(query_BTNH: jax.Array, key_BSKH: jax.Array) -> Split:
         if kind == AxisType.Auto and mesh.shape[name] > 1
     }
     split_heads = TENSOR in placed and key_BSKH.shape[2] % placed[TENSOR] == 0
-    split_rows = DATA in placed and query_BTNH.shape[0] % placed[DATA] == 0
-    return Split(TENSOR if split_heads else None, DATA if split_rows else None)
+    rows = tuple(axis for axis in BATCH_AXES if axis in placed)
+    ways = math.prod(placed[axis] for axis in rows)
+    split_rows = entry_of(rows) if query_BTNH.shape[0] % ways == 0 else None
+    return Split(TENSOR if split_heads else None, split_rows)
 
 
 def on_pieces(
@@ -55,7 +59,7 @@ def on_pieces(
     Returns:
       The call on unsharded operands.
     """
-    names = {axis for axis in split if axis is not None}
+    names = {axis for entry in split for axis in axes_of(entry)}
     if not names:
         return call
     return jax.shard_map(

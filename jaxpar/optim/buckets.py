@@ -19,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.mesh import AXES
+from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.rules import axes_of
-from jaxpar.sharding.zero import LeafSharding
 from kernels_pallas.fused_optimizers import TILE
 
 

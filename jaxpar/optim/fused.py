@@ -6,70 +6,14 @@ fp32 masters, of moments in fp32 or 8 bits, and of copies in the compute dtype, 
 the same pass writes.
 """
 
-import dataclasses
 import math
 import numbers
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import optax
 
+from jaxpar.optim.fused_update import FusedOptimizer, Schedule
 from kernels_pallas.fused_optimizers import AdamW, Lion, Rule
-
-Schedule = Callable[[Any], Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class FusedOptimizer:
-    """An optimizer for buckets; made by `fused_adamw`, `fused_lamb` or `fused_lion`.
-
-    `jaxpar.initialize` updates its buckets. Inside another transformation (chain,
-    masked, MultiSteps) it runs the equal optax transformation and warns; with 8 bits it
-    raises.
-
-    Attributes:
-      rule: the update of an element.
-      learning_rate: a number, or a schedule of the steps taken.
-      weight_decay: a number.
-      mask: which leaves decay, as in optax; None for all.
-      bits: bits of each element of a moment, 32 or 8.
-      equal: the equal optax transformation.
-    """
-
-    rule: Rule
-    learning_rate: float | Schedule
-    weight_decay: float
-    mask: Any
-    bits: int
-    equal: optax.GradientTransformation
-
-    @property
-    def init(self) -> Callable[..., Any]:
-        """The optax transformation's init, for the logical state."""
-        return self.equal.init
-
-    def update(self, *args: Any, **options: Any) -> Any:
-        """The optax update, leaf by leaf; `jaxpar.initialize` does not call it.
-
-        Raises:
-          ValueError: if moments have 8 bits.
-
-        Warns:
-          UserWarning: always, because the update is not fused.
-        """
-        message = (
-            "a fused optimizer inside another transformation updates leaf by leaf, "
-            "with moments in fp32"
-        )
-        remedy = (
-            "pass it directly to jaxpar.initialize, which clips (clip_norm) and "
-            "accumulates (accumulate), or use the optax optimizer"
-        )
-        if self.bits == 8:
-            raise ValueError(f"bits=8: {message}; {remedy}.")
-        warnings.warn(f"{message}; {remedy}.", UserWarning, stacklevel=2)
-        return self.equal.update(*args, **options)
 
 
 def fused_adamw(

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,23 +14,82 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.optim.buckets import Bucket, Buckets
-from jaxpar.optim.fused import FusedOptimizer
-from jaxpar.sharding.zero import LeafSharding
+from jaxpar.sharding.leaf_sharding import LeafSharding
+from jaxpar.step.update import Update, UpdateSpec
 from jaxpar.types import Metrics, Params, PyTree
 from kernels_pallas.fused_optimizers import (
     Leaves,
     Numbers,
     Quantized,
+    Rule,
     dequantize,
     fused_update,
     quantize,
 )
 
+Schedule = Callable[[Any], Any]
+
 _WITH_MOMENTS = (optax.ScaleByAdamState, optax.ScaleByLionState)
 
 
+@dataclasses.dataclass(frozen=True)
+class FusedOptimizer:
+    """An optimizer for buckets; made by `fused_adamw`, `fused_lamb` or `fused_lion`.
+
+    `jaxpar.initialize` updates its buckets. Inside another transformation (chain,
+    masked, MultiSteps) it runs the equal optax transformation and warns; with 8 bits it
+    raises.
+
+    Attributes:
+      rule: the update of an element.
+      learning_rate: a number, or a schedule of the steps taken.
+      weight_decay: a number.
+      mask: which leaves decay, as in optax; None for all.
+      bits: bits of each element of a moment, 32 or 8.
+      equal: the equal optax transformation.
+    """
+
+    rule: Rule
+    learning_rate: float | Schedule
+    weight_decay: float
+    mask: Any
+    bits: int
+    equal: optax.GradientTransformation
+
+    def init(self, params: Params) -> PyTree:
+        """The optax transformation's init, for the logical state."""
+        return self.equal.init(params)
+
+    def update(self, *args: Any, **options: Any) -> Any:
+        """The optax update, leaf by leaf; `jaxpar.initialize` does not call it.
+
+        Raises:
+          ValueError: if moments have 8 bits.
+
+        Warns:
+          UserWarning: always, because the update is not fused.
+        """
+        message = (
+            "a fused optimizer inside another transformation updates leaf by leaf, "
+            "with moments in fp32"
+        )
+        remedy = (
+            "pass it directly to jaxpar.initialize, which clips (clip_norm) and "
+            "accumulates (accumulate), or use the optax optimizer"
+        )
+        if self.bits == 8:
+            raise ValueError(f"bits=8: {message}; {remedy}.")
+        warnings.warn(f"{message}; {remedy}.", UserWarning, stacklevel=2)
+        return self.equal.update(*args, **options)
+
+    def make_update(self, spec: UpdateSpec) -> "FusedUpdate":
+        """See `MakesUpdate`."""
+        buckets = Buckets(spec.leaf_shardings, spec.mesh)
+        return FusedUpdate(self, buckets, spec.params, spec.compute_dtype)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class FusedUpdate:
+class FusedUpdate(Update):
     """A fused optimizer on a mesh; see `jaxpar.step.update.Update`.
 
     Packed parameters are ``{"masters": buckets, "copies": buckets}``, the copies only

@@ -1,44 +1,33 @@
-"""Which `Update` runs an optimizer?"""
-
-from typing import Any
+"""Which `Update` runs an optimizer: its own, or that of optax transformations?"""
 
 import optax
-from jax.sharding import Mesh
 
 from jaxpar.mesh import DATA
-from jaxpar.optim.buckets import Buckets
-from jaxpar.optim.fused import FusedOptimizer
-from jaxpar.optim.fused_update import FusedUpdate
+from jaxpar.optim.check_update import check_update
 from jaxpar.optim.optax_update import OptaxUpdate
 from jaxpar.optim.trace_update import trace_update
-from jaxpar.sharding.zero import LeafSharding
-from jaxpar.step.update import Update
-from jaxpar.types import Params, PyTree
+from jaxpar.step.update import HostUpdate as HostUpdate  # Public, in jaxpar.optim.
+from jaxpar.step.update import MakesUpdate, Update, UpdateSpec
+
+Optimizer = optax.GradientTransformation | MakesUpdate
 
 
-def make_update(
-    optimizer: optax.GradientTransformation | FusedOptimizer,
-    leaf_shardings: tuple[LeafSharding, ...],
-    mesh: Mesh,
-    shapes: tuple[Params, PyTree],
-    compute_dtype: Any,
-) -> Update:
+def make_update(optimizer: Optimizer, spec: UpdateSpec) -> Update:
     """Run an optimizer on a mesh.
 
     Args:
-      optimizer: any optax transformation, or a fused one.
-      leaf_shardings: the parameters' shardings, in flattening order.
-      mesh: the mesh.
-      shapes: of the parameters, and of the optimizer's logical state.
-      compute_dtype: of the parameters that the loss function sees.
+      optimizer: any optax transformation, or an object that makes its own update.
+      spec: what is known of the run.
 
     Raises:
-      ValueError: if the update needs arguments or state that a step doesn't support.
+      TypeError: if the optimizer makes something else than an `Update`.
+      ValueError: if the update needs arguments or state that a step doesn't support,
+        or does not keep what `Update` promises.
     """
-    if isinstance(optimizer, FusedOptimizer):
-        return FusedUpdate(
-            optimizer, Buckets(leaf_shardings, mesh), shapes[0], compute_dtype
-        )
-    traced = trace_update(optimizer, *shapes)
-    loops_over = mesh.shape[DATA] if traced.has_loops else 1
+    if isinstance(optimizer, MakesUpdate):
+        update = optimizer.make_update(spec)
+        check_update(update, spec)
+        return update
+    traced = trace_update(optimizer, spec.params, spec.opt_state)
+    loops_over = spec.mesh.shape[DATA] if traced.has_loops else 1
     return OptaxUpdate(optimizer, traced.extras, loops_over)

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.optim.loops import with_divided_loops
-from jaxpar.sharding.zero import LeafSharding
-from jaxpar.types import Metrics, Params, PyTree
+from jaxpar.step.update import Update
+from jaxpar.types import Metrics, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
-class OptaxUpdate:
+class OptaxUpdate(Update):
     """An optax transformation; its packed state is the logical state.
 
     Attributes:
@@ -27,26 +27,6 @@ class OptaxUpdate:
     optimizer: optax.GradientTransformation
     extras: tuple[str, ...]
     loops_over: int
-
-    def pack(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-        """See `Update`."""
-        return params, opt_state
-
-    def unpack(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-        """See `Update`."""
-        return params, opt_state
-
-    def shardings(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-        """See `Update`."""
-        return params, opt_state
-
-    def compute_params(self, params: PyTree) -> Params:
-        """See `Update`."""
-        return params
-
-    def pack_grads(self, grads: Params) -> PyTree:
-        """See `Update`."""
-        return grads
 
     def apply(
         self,
@@ -69,11 +49,6 @@ class OptaxUpdate:
         after = (optax.apply_updates(params, updates), new_state)
         params, opt_state = optax.tree.where(applied, after, (params, opt_state))
         return params, opt_state, _learning_rate(opt_state)
-
-    def with_shardings(self, leaf_shardings: tuple[LeafSharding, ...]) -> "OptaxUpdate":
-        """See `Update`."""
-        del leaf_shardings
-        return self
 
     def notes(self) -> tuple[str, ...]:
         """See `Update`."""

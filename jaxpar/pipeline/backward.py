@@ -19,8 +19,8 @@ from jax.extend import core
 from jaxpar.jaxprs.evaluate import bind, flops, inlined, read, shape_of
 from jaxpar.types import Params, PyTree
 
-BlockFn = Callable[..., PyTree]
-"""``(params, hidden, *others) -> hidden``."""
+BlockFn = Callable[..., tuple[PyTree, PyTree]]
+"""``(params, hidden, *others) -> (hidden, state)``; the state has no gradient."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,10 +155,15 @@ class Pullback:
 
 def run_and_keep(
     block: BlockFn, params: Params, hidden: PyTree, *others: Any
-) -> tuple[PyTree, list[jax.Array]]:
-    """Run a block forwards; returns its output and the residuals of its `Pullback`."""
-    out, _, consts, given = _pulled(block, params, hidden, *others)
-    return out, [x for x, at in zip(consts, given, strict=True) if at is None]
+) -> tuple[PyTree, list[jax.Array], PyTree]:
+    """Run a block forwards.
+
+    Returns:
+      Its output; the residuals of its `Pullback`; its state.
+    """
+    (out, state), _, consts, given = _pulled(block, params, hidden, *others)
+    kept = [x for x, at in zip(consts, given, strict=True) if at is None]
+    return out, kept, state
 
 
 def trace_pullback(
@@ -178,7 +183,7 @@ def trace_pullback(
     found: list[tuple] = []
 
     def trace(params: Params, hidden: PyTree, *others: Any) -> PyTree:
-        out, pull, consts, given = _pulled(block, params, hidden, *others)
+        (out, _), pull, consts, given = _pulled(block, params, hidden, *others)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in consts]
         found.append((pull, shapes, given, jax.tree.map(_shape, out)))
         return out
@@ -196,9 +201,11 @@ def trace_pullback(
 
 def _pulled(
     block: BlockFn, params: Params, hidden: PyTree, *others: Any
-) -> tuple[PyTree, core.Jaxpr, list, tuple[int | np.ndarray | None, ...]]:
-    """Output; the pullback's jaxpr, its constants, their indices in the arguments."""
-    out, pull = jax.vjp(lambda p, h: block(p, h, *others), params, hidden)
+) -> tuple[tuple, core.Jaxpr, list, tuple[int | np.ndarray | None, ...]]:
+    """Outputs; the pullback's jaxpr, its constants, their indices in the arguments."""
+    out, pull, state = jax.vjp(
+        lambda p, h: block(p, h, *others), params, hidden, has_aux=True
+    )
     closed = jax.make_jaxpr(pull)(jax.tree.map(_shape, out))
     leaves = jax.tree.leaves((params, others))
     places = {id(leaf): at for at, leaf in reversed(list(enumerate(leaves)))}
@@ -206,7 +213,7 @@ def _pulled(
         places.get(id(const)) if isinstance(const, jax.Array) else np.asarray(const)
         for const in closed.consts
     )
-    return out, closed.jaxpr, list(closed.consts), given
+    return (out, state), closed.jaxpr, list(closed.consts), given
 
 
 def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:

@@ -55,25 +55,28 @@ def trace_microbatch(network: PipelineNetwork, loss: Loss, rows: Inputs) -> Bloc
     found: list[BlockWork] = []
 
     def run(key: jax.Array, rows: Inputs) -> None:
-        params, _ = network.init(key)
+        params, state = network.init(key)
         shard_key = ShardKey(key, jax.numpy.int32(0))
         first = jax.numpy.int32(0)
-        hidden = functions.embed(params["embed"], rows, first, shard_key)
+        own = params["embed"], state.get("embed", {})
+        hidden, _ = functions.embed(own, rows, first, shard_key)
         for own in (chunks.functions for chunks in whole.chunks):
             section = own.section
             if section.between is not None:
-                given = params[section.between_name], hidden, rows, first, shard_key
-                hidden = own.between(*given)
+                name = section.between_name
+                joint = params[name], state.get(name, {})
+                hidden, _ = own.between(joint, hidden, rows, first, shard_key)
             places, others = own.places(first, rows, first, shard_key)
-            stacks = params[section.name], places
-            block, places = jax.tree.map(lambda x: x[0], stacks)
-            arguments = (block, hidden, *places, *others)
+            stacks = params[section.name], state.get(section.name, {}), places
+            block, of_block, places = jax.tree.map(lambda x: x[0], stacks)
+            arguments = (block, hidden, of_block, *places, *others)
             block_of = own.block_on(rows)
             forward = jax.make_jaxpr(block_of)(*arguments)
             deferred = trace_pullback(block_of, *arguments).deferred
             found.append(BlockWork(flops(forward.eqns), deferred))
         shared = (params["head"], network.tied(params["embed"]))
-        functions.head(shared, hidden, rows, first, shard_key)
+        head = shared, state.get("head", {})
+        functions.head(head, hidden, rows, first, shard_key)
 
     try:
         jax.eval_shape(run, jax.random.key(0), rows)
@@ -94,8 +97,6 @@ def _mean(found: Sequence[BlockWork], counts: Sequence[int]) -> BlockWork:
     deferred = sum(
         n * work.flops * work.deferred for n, work in zip(counts, found, strict=True)
     )
-    if len(found) == 1:
-        return found[0]
     return BlockWork(round(total / sum(counts)), deferred / (total or 1))
 
 

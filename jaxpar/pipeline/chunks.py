@@ -2,7 +2,8 @@
 
 The forward saves either the chunk's input, and the backward recomputes the chunk, or
 every block's residuals. If the backward is split, its first half passes the operands of
-the weight gradients' matmuls to its second half.
+the weight gradients' matmuls to its second half. The backward sees the mutable state
+that the forward saw, also after later micro-batches changed it.
 """
 
 import dataclasses
@@ -27,12 +28,15 @@ class ChunkWork:
       inputs: this data shard's rows.
       index: the micro-batch.
       key: the step's key.
+      state: what the forward saw of the mutable state: part -> that of the chunk's
+        blocks, [n, ...]; for `Chunks`, that of its section.
     """
 
     virtual: jax.Array
     inputs: Inputs
     index: jax.Array
     key: ShardKey
+    state: PyTree = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,19 +56,23 @@ class Chunks:
 
     def forward(
         self, blocks: Params, hidden: PyTree, work: ChunkWork
-    ) -> tuple[PyTree, PyTree]:
-        """Run a chunk; returns its output and the residuals for the backward."""
+    ) -> tuple[PyTree, PyTree, PyTree]:
+        """Run a chunk.
+
+        Returns:
+          Its output, the residuals for the backward, and the blocks' state.
+        """
         if self.keeps and self.functions.training:
             return self._run_and_keep(blocks, hidden, work)
         own, shared = self._arguments(work)
         block = self._block(work)
 
-        def step(hidden: PyTree, layer: tuple) -> tuple[PyTree, None]:
-            params, *place = layer
-            return block(params, hidden, *place, *shared), None
+        def step(hidden: PyTree, layer: tuple) -> tuple[PyTree, PyTree]:
+            params, *rest = layer
+            return block(params, hidden, *rest, *shared)
 
-        out, _ = jax.lax.scan(step, hidden, (blocks, *own))
-        return out, []
+        out, state = jax.lax.scan(step, hidden, (blocks, *own))
+        return out, [], state
 
     def backward(
         self,
@@ -88,16 +96,16 @@ class Chunks:
           gradient of the input; and the inputs of `weights`.
         """
         if not self.keeps:
-            _, kept = self._run_and_keep(blocks, hidden, work)
+            _, kept, _ = self._run_and_keep(blocks, hidden, work)
         own, shared = self._arguments(work)
         pullback = self._pullback(blocks, cotangent, work)
 
         def step(cotangent: PyTree, layer: tuple) -> tuple[PyTree, tuple]:
-            params, kept, *place = layer
-            arguments = (params, (*place, *shared))
+            params, kept, *rest = layer
+            arguments = (params, (*rest, *shared))
             if self.splits:
-                grads, cotangent, rest = pullback.run_input(kept, arguments, cotangent)
-                return cotangent, (grads, rest)
+                grads, cotangent, late = pullback.run_input(kept, arguments, cotangent)
+                return cotangent, (grads, late)
             grads, cotangent = pullback.run(kept, arguments, cotangent)
             return cotangent, (grads, [])
 
@@ -119,18 +127,23 @@ class Chunks:
 
     def _run_and_keep(
         self, blocks: Params, hidden: PyTree, work: ChunkWork
-    ) -> tuple[PyTree, PyTree]:
+    ) -> tuple[PyTree, PyTree, PyTree]:
         own, shared = self._arguments(work)
         block = self._block(work)
 
-        def step(hidden: PyTree, layer: tuple) -> tuple[PyTree, list[jax.Array]]:
-            params, *place = layer
-            return run_and_keep(block, params, hidden, *place, *shared)
+        def step(hidden: PyTree, layer: tuple) -> tuple[PyTree, tuple]:
+            params, *rest = layer
+            out, kept, state = run_and_keep(block, params, hidden, *rest, *shared)
+            return out, (kept, state)
 
-        return jax.lax.scan(step, hidden, (blocks, *own))
+        out, (kept, state) = jax.lax.scan(step, hidden, (blocks, *own))
+        return out, kept, state
 
     def _arguments(self, work: ChunkWork) -> tuple[tuple, tuple]:
-        return self.functions.places(work.virtual, work.inputs, work.index, work.key)
+        """A block's arguments besides parameters and input: its own, and all's."""
+        given = work.virtual, work.inputs, work.index, work.key
+        places, shared = self.functions.places(*given)
+        return (work.state, *places), shared
 
     def _pullback(self, blocks: Params, hidden: PyTree, work: ChunkWork) -> Pullback:
         own, shared = self._arguments(work)
@@ -138,6 +151,6 @@ class Chunks:
         block = self._block(work)
         return trace_pullback(block, first[0], hidden, *first[1], *shared)
 
-    def _block(self, work: ChunkWork) -> Callable[..., PyTree]:
+    def _block(self, work: ChunkWork) -> Callable[..., tuple[PyTree, PyTree]]:
         rows = self.functions.whole.rows(work.inputs, work.index)
         return self.functions.block_on(rows)

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxpar.mesh import PIPE
@@ -17,10 +18,11 @@ from jaxpar.model.network import PipelineNetwork
 from jaxpar.pipeline.block_cost import BlockWork, check_split
 from jaxpar.pipeline.gradients import Pipeline
 from jaxpar.pipeline.schedules.catalog import chunks_of, make_schedule, with_chunks
-from jaxpar.pipeline.schedules.table import Schedule
+from jaxpar.pipeline.schedules.table import Schedule, check_schedule
 from jaxpar.pipeline.stages import Division, divide
+from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.rules import Spec
-from jaxpar.sharding.zero import LeafSharding, ZeroStage, shard_leaves
+from jaxpar.sharding.zero import ZeroStage, shard_leaves
 from jaxpar.step.gradients import (
     Partition,
     make_evaluation,
@@ -54,20 +56,25 @@ class Execution(Protocol):
         self,
         partition: Partition,
         loss: Loss,
-        params_like: Params,
+        like: tuple[Params, Params],
         accumulate: int,
     ) -> Callable[..., tuple[Params, Sums, PyTree]]:
         """See `jaxpar.step.gradients.make_gradients`."""
         ...
 
     def make_evaluation(
-        self, partition: Partition, loss: Loss, params_like: Params
+        self, partition: Partition, loss: Loss, like: tuple[Params, Params]
     ) -> Callable[..., Sums]:
         """See `jaxpar.step.gradients.make_evaluation`."""
         ...
 
     def make_forward(
-        self, partition: Partition, loss: Loss, params_like: Params, *, training: bool
+        self,
+        partition: Partition,
+        loss: Loss,
+        like: tuple[Params, Params],
+        *,
+        training: bool,
     ) -> Callable[..., Sums]:
         """See `jaxpar.step.gradients.make_forward`."""
         ...
@@ -140,7 +147,7 @@ def make_execution(
         name splits the backward without a gain.
     """
     num_stages = mesh.shape[PIPE]
-    made = make_schedule(schedule, num_stages, accumulate)
+    make_schedule(schedule, num_stages, accumulate)  # It may raise.
     if num_stages == 1:
         return OneStage()
     if not isinstance(network, PipelineNetwork):
@@ -154,6 +161,7 @@ def make_execution(
     division = divide(counts, num_stages, chunks)
     _check_division(network, division, chunks)
     made = with_chunks(schedule, num_stages, accumulate, division.num_chunks)
+    _check_order(network, made)
     assert block is not None, "traced if there are several stages"
     if made.splits_backward and isinstance(schedule, str):
         check_split(made, block.deferred)
@@ -184,7 +192,7 @@ def _check_division(network: PipelineNetwork, division: Division, chunks: int) -
     )
     if cut > MOST_UNEVEN * even and not network.allow_uneven:
         uneven = ", ".join(
-            f"{own.num_blocks} {own.name} on {own.num_virtual} virtual stages"
+            f"{own.name}: {own.num_blocks} blocks on {own.num_virtual} virtual stages"
             for own in division.sections
             if own.idle_places
         )
@@ -193,6 +201,23 @@ def _check_division(network: PipelineNetwork, division: Division, chunks: int) -
             f"would hold {cut / even:.2f} x the parameters of an even division, more "
             f"than {MOST_UNEVEN}. Change the mesh, the schedule or the counts, or "
             "pass PipelineModel(allow_uneven=True)."
+        )
+
+
+def _check_order(network: PipelineNetwork, schedule: Schedule) -> None:
+    """Raise for a schedule that would change mutable state out of order."""
+    _, state = jax.eval_shape(network.init, jax.random.key(0))
+    ticks = check_schedule(schedule).forward
+    late = np.argwhere(np.diff(ticks, axis=0) < 0)
+    if state and len(late):
+        m, g = (int(x) for x in late[0])
+        chunk, stage = divmod(g, schedule.num_stages)
+        raise ValueError(
+            f"schedule={schedule.name!r}: stage {stage}, chunk {chunk} runs the "
+            f"forward of micro-batch {m + 1} before that of {m}, but the model has "
+            f"mutable state ({next(iter(named_leaves(state)))}), which one device "
+            "changes in the order of the micro-batches; order each chunk's forwards by "
+            "micro-batch."
         )
 
 

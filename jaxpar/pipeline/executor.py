@@ -6,16 +6,22 @@ has one, the gradient of the embedding; then activations are sent to the next st
 cotangents to the previous one. Forwards and backwards run with the pipe axis manual
 (`jaxpar.pipeline.slots`). Embedding, head and loss run in automatic mode, so all stages
 share the work of a vocabulary that is sharded over pipe.
+
+Every forward changes the mutable state of the parts that have one, in the order of the
+micro-batches. A backward that runs a part again uses the state that the forward saw.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxpar.pipeline.buffers import from_stage, over_pipe, unused_like
+from jaxpar.model.model_state import Variables, with_leaves
+from jaxpar.pipeline.buffers import from_stage, over_pipe, put, take, unused_like
+from jaxpar.pipeline.part_state import of_all_stages, on_each_stage
 from jaxpar.pipeline.schedules.table import IDLE
 from jaxpar.pipeline.sections import Sections
 from jaxpar.pipeline.slots import Buffers, Slots
@@ -31,46 +37,53 @@ from jaxpar.types import Params, PyTree
 def run_schedule(
     sections: Sections,
     table: TickTable,
-    params: Params,
+    variables: Variables,
     inputs: Inputs,
     key: ShardKey,
     scale: jax.Array,
-) -> tuple[Params, Sums]:
+) -> tuple[Params, Sums, PyTree]:
     """Run a schedule with backwards.
 
     Args:
       sections: the forwards and backwards of chunks.
       table: the schedule.
-      params: gathered over data, in the compute dtype; blocks in the stages' order.
+      variables: the parameters, gathered over data, in the compute dtype, and the
+        mutable state; blocks in the stages' order.
       inputs: this data shard's rows.
       key: the step's key.
       scale: the loss scale.
 
     Returns:
       The sums over micro-batches of scale times the gradients of the losses' totals,
-      fp32, in the structure of `params`; and the losses' and metrics' sums.
+      fp32, in the structure of the parameters; the losses' and metrics' sums; and the
+      state after the last micro-batch.
     """
-    sections = sections.of_step(params, inputs, key)
-    executor = _Executor(sections, params, inputs, key, scale)
+    sections = sections.of_step(variables, inputs, key)
+    executor = _Executor(sections, *variables, inputs, key, scale)
     carry = executor.initial(table)
     carry, _ = jax.lax.scan(executor.tick, carry, _as_arrays(table.rows))
     assert carry.blocks is not None, "made for training"
     blocks, between = carry.blocks
     # Such a part runs on the first stage alone.
     between = executor.first_of(between) if between else {}
-    return {"embed": carry.embed, "head": carry.head, **blocks, **between}, carry.sums
+    grads = {"embed": carry.embed, "head": carry.head, **blocks, **between}
+    return grads, carry.sums, executor.state_after(carry)
 
 
 def run_forwards(
     sections: Sections,
     table: TickTable,
-    params: Params,
+    variables: Variables,
     inputs: Inputs,
     key: ShardKey,
 ) -> Sums:
-    """Run a schedule's forwards; the losses' and metrics' sums over micro-batches."""
-    sections = sections.of_step(params, inputs, key)
-    executor = _Executor(sections, params, inputs, key, jnp.float32(1))
+    """Run a schedule's forwards, each with the same mutable state.
+
+    Returns:
+      The losses' and metrics' sums over micro-batches.
+    """
+    sections = sections.of_step(variables, inputs, key)
+    executor = _Executor(sections, *variables, inputs, key, jnp.float32(1))
     carry = executor.initial(table, training=False)
     carry, _ = jax.lax.scan(executor.forward_tick, carry, _as_arrays(table.rows))
     return carry.sums
@@ -89,6 +102,8 @@ class _Carry:
       blocks: gradients, fp32, of the sections, [P v n, ...], and of the parts between
         them, [P, ...].
       head: gradients of the head, fp32.
+      ends: the mutable state of embedding and head.
+      seen: [M, ...]: what each embedding saw of its state; None for no backward.
     """
 
     buffers: Buffers
@@ -97,6 +112,8 @@ class _Carry:
     embed: Params | None
     blocks: tuple[Params, Params] | None
     head: Params | None
+    ends: PyTree
+    seen: PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +122,7 @@ class _Executor:
 
     sections: Sections
     params: Params
+    state: PyTree
     inputs: Inputs
     key: ShardKey
     scale: jax.Array
@@ -114,13 +132,15 @@ class _Executor:
         """Embedding and head as functions."""
         return self.sections.functions
 
-    @property
+    @functools.cached_property
     def slots(self) -> Slots:
         """The stages' forwards, backwards and sends."""
         blocks, between = (
             {name: self.params[name] for name in names} for names in self.sections.names
         )
-        return Slots(self.sections, blocks, between, self.inputs, self.key)
+        given = self.sections, blocks, between, self.inputs, self.key
+        num_stages = self.sections.division.num_stages
+        return Slots(*given, on_each_stage(self.state, self.sections.names, num_stages))
 
     @property
     def head_params(self) -> tuple[Params, dict[str, jax.Array]]:
@@ -131,9 +151,10 @@ class _Executor:
         """Empty buffers and zero sums."""
         first, slots = jnp.int32(0), self.slots
         hidden = self.sections.last(self.sections.structs)
-        sums = jax.eval_shape(
-            self.functions.head, self.head_params, hidden, self.inputs, first, self.key
-        )
+        ends = {part: self.state.get(part, {}) for part in ("embed", "head")}
+        head = self.head_params, ends["head"]
+        given = head, hidden, self.inputs, first, self.key
+        sums, _ = jax.eval_shape(self.functions.head, *given)
         zeros: dict[str, Any] = {"embed": None, "blocks": None, "head": None}
         if training:
             each = (self.sections.division.num_stages,)
@@ -151,6 +172,8 @@ class _Executor:
             buffers=slots.empty_buffers(table, training=training),
             weights=jnp.zeros(self.functions.accumulate, jnp.float32),
             sums=of_no_examples(sums),
+            ends=ends,
+            seen=self._of_microbatches(ends["embed"]) if training else None,
             **zeros,
         )
 
@@ -158,7 +181,11 @@ class _Executor:
         """A tick of a training step."""
         grads = carry.blocks
         assert grads is not None, "made for training"
-        out, buffers = self.slots.forwards(carry.buffers, self._embedded(row), row)
+        entered, state = self._embedded(carry, row)
+        seen = put(carry.seen, carry.ends["embed"], row.embed)
+        ends = carry.ends | {"embed": state}
+        carry = dataclasses.replace(carry, ends=ends, seen=seen)
+        out, buffers = self.slots.forwards(carry.buffers, entered, row)
         carry, cotangent = self._losses(carry, out, row)
         buffers, blocks, sent_back = self.slots.backwards(
             buffers, grads, cotangent, carry.weights, row
@@ -170,13 +197,15 @@ class _Executor:
         ), None
 
     def forward_tick(self, carry: _Carry, row: TickRows) -> tuple[_Carry, None]:
-        """A tick of an evaluation."""
-        out, buffers = self.slots.forwards(carry.buffers, self._embedded(row), row)
+        """A tick of an evaluation, which leaves the mutable state as it is."""
+        entered, _ = self._embedded(carry, row)
+        out, buffers = self.slots.forwards(carry.buffers, entered, row)
+        buffers = dataclasses.replace(buffers, state=carry.buffers.state)
 
         def loss() -> Sums:
-            hidden = self._last(out)
-            head = self.functions.head
-            return head(self.head_params, hidden, self.inputs, row.head, self.key)
+            head = self.head_params, carry.ends["head"]
+            given = head, self._last(out), self.inputs, row.head, self.key
+            return self.functions.head(*given)[0]
 
         nothing = of_no_examples(carry.sums)
         sums = jax.lax.cond(row.head != IDLE, loss, lambda: nothing)
@@ -185,47 +214,50 @@ class _Executor:
         buffers = self.slots.send(buffers, out, None, row)
         return dataclasses.replace(carry, buffers=buffers, sums=sums), None
 
-    def _embedded(self, row: TickRows) -> PyTree:
-        """The hidden state of the micro-batch that enters."""
+    def _embedded(self, carry: _Carry, row: TickRows) -> tuple[PyTree, PyTree]:
+        """The hidden state of the micro-batch that enters; the embedding's state."""
+        before = carry.ends["embed"]
 
-        def embed() -> PyTree:
-            params = self.params["embed"]
-            hidden = self.functions.embed(params, self.inputs, row.embed, self.key)
+        def embed() -> tuple[PyTree, PyTree]:
+            given = (self.params["embed"], before), self.inputs, row.embed, self.key
+            hidden, state = self.functions.embed(*given)
             # A branch that ends in a sharding constraint, as that of sequence
             # parallelism does, aborts XLA 0.11.2 ("inconsistent conditional sharding").
-            return self.sections.of_first(jax.lax.optimization_barrier(hidden))
+            return self.sections.of_first(jax.lax.optimization_barrier(hidden)), state
 
-        return jax.lax.cond(
-            row.embed != IDLE, embed, lambda: unused_like(jax.eval_shape(embed))
-        )
+        def nothing() -> tuple[PyTree, PyTree]:
+            return unused_like(jax.eval_shape(embed)[0]), before
+
+        return jax.lax.cond(row.embed != IDLE, embed, nothing)
 
     def _losses(
         self, carry: _Carry, out: PyTree, row: TickRows
     ) -> tuple[_Carry, PyTree]:
         """Add the loss of the micro-batch that leaves; also its hidden's cotangent."""
-        params = self.head_params
+        params, before = self.head_params, carry.ends["head"]
 
         def loss() -> tuple:
             hidden = self._last(out)
 
-            def total(params: Any, hidden: PyTree) -> tuple[jax.Array, Sums]:
-                sums = self.functions.head(
-                    params, hidden, self.inputs, row.head, self.key
+            def total(params: Any, hidden: PyTree) -> tuple[jax.Array, tuple]:
+                sums, state = self.functions.head(
+                    (params, before), hidden, self.inputs, row.head, self.key
                 )
-                return sums.loss.total, sums
+                return sums.loss.total, (sums, state)
 
-            _, pull, sums = jax.vjp(total, params, hidden, has_aux=True)
+            _, pull, (sums, state) = jax.vjp(total, params, hidden, has_aux=True)
             weight = sums.loss.weight
             grads, cotangent = pull(jnp.where(weight > 0, self.scale / weight, 0.0))
             grads = jax.tree.map(lambda x: x.astype(jnp.float32) * weight, grads)
-            return sums, grads, self.sections.of_last(cotangent)
+            return sums, grads, self.sections.of_last(cotangent), state
 
         def nothing() -> tuple:
-            sums, grads, cotangent = jax.eval_shape(loss)
+            sums, grads, cotangent, _ = jax.eval_shape(loss)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), grads)
-            return of_no_examples(sums), zeros, unused_like(cotangent)
+            return of_no_examples(sums), zeros, unused_like(cotangent), before
 
-        sums, (own, tied), cotangent = jax.lax.cond(row.head != IDLE, loss, nothing)
+        found = jax.lax.cond(row.head != IDLE, loss, nothing)
+        sums, (own, tied), cotangent, state = found
         embed = carry.embed
         for path, grad in tied.items():
             names = self.functions.network.tied_paths[path].split("/")
@@ -237,6 +269,7 @@ class _Executor:
             weights=carry.weights.at[index].set(sums.loss.weight, mode="drop"),
             embed=embed,
             head=jax.tree.map(jnp.add, carry.head, own),
+            ends=carry.ends | {"head": state},
         )
         return after, cotangent
 
@@ -247,11 +280,12 @@ class _Executor:
 
         def run() -> Params:
             cotangent = self.first_of(self.sections.first(sent_back))
+            seen = take(carry.seen, row.embed_backward)
 
             def embed(params: Params) -> PyTree:
                 return self.functions.embed(
-                    params, self.inputs, row.embed_backward, self.key
-                )
+                    (params, seen), self.inputs, row.embed_backward, self.key
+                )[0]
 
             _, pull = jax.vjp(embed, self.params["embed"])
             (grads,) = pull(cotangent)
@@ -261,6 +295,18 @@ class _Executor:
         zeros = jax.tree.map(jnp.zeros_like, carry.embed)
         grads = jax.lax.cond(row.embed_backward != IDLE, run, lambda: zeros)
         return jax.tree.map(jnp.add, carry.embed, grads)
+
+    def state_after(self, carry: _Carry) -> PyTree:
+        """The mutable state as `run_schedule` was given it, after the last tick."""
+        num_stages = self.sections.division.num_stages
+        given = carry.buffers.state, self.sections.names, num_stages
+        return with_leaves(carry.ends | of_all_stages(*given, self.first_of))
+
+    def _of_microbatches(self, state: PyTree) -> PyTree:
+        """A place for each micro-batch."""
+        return jax.tree.map(
+            lambda x: jnp.zeros((self.functions.accumulate, *x.shape), x.dtype), state
+        )
 
     def first_of(self, values: PyTree) -> PyTree:
         """The first stage's of [P, ...]."""

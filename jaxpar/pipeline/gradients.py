@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jaxpar import tree
 from jaxpar.mesh import PIPE
 from jaxpar.model.network import PipelineNetwork
 from jaxpar.pipeline.block_cost import (
@@ -15,14 +16,16 @@ from jaxpar.pipeline.block_cost import (
     times_of,
 )
 from jaxpar.pipeline.executor import run_forwards, run_schedule
+from jaxpar.pipeline.part_state import staged_state, stored_state
 from jaxpar.pipeline.schedules.interleaved import make_in_groups
 from jaxpar.pipeline.schedules.table import Schedule, kept
 from jaxpar.pipeline.sections import Sections
 from jaxpar.pipeline.stage_functions import StageFunctions
 from jaxpar.pipeline.stages import Division, Stages
 from jaxpar.pipeline.tick_table import make_tick_table
+from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.rules import Spec, axes_of
-from jaxpar.sharding.zero import LeafSharding, ZeroStage, shard_leaves
+from jaxpar.sharding.zero import ZeroStage, shard_leaves
 from jaxpar.step.gradients import (
     Partition,
     evaluation_on_shards,
@@ -70,62 +73,67 @@ class Pipeline:
         self,
         partition: Partition,
         loss: Loss,
-        params_like: Params,
+        like: tuple[Params, Params],
         accumulate: int,
     ) -> Callable[..., tuple[Params, Sums, PyTree]]:
         """Compute gradients by the schedule.
 
         At every ZeRO stage parameters are gathered, and gradients reduced, once a step.
         """
-        structure = jax.tree.structure(params_like)
+        structure = jax.tree.structure(like)
         sections = self._sections(partition, loss, accumulate, training=True)
         table = make_tick_table(self.schedule, training=True, keeps=sections.keeps)
-        leaf_shardings = self.communicated_shardings(partition.leaves)
+        leaf_shardings = self.communicated_shardings(partition.on_shard)
 
         def body(shards, inputs, model_state, key, scale):
             key = partition.shard_key(key)
-            params = jax.tree.unflatten(structure, self._whole(partition, shards))
-            grads, sums = run_schedule(sections, table, params, inputs, key, scale)
+            whole = jax.tree.unflatten(structure, self._whole(partition, shards))
+            params = tree.merged(*whole)
+            variables = params, staged_state(self.division, model_state)
+            given = sections, table, variables, inputs, key, scale
+            grads, sums, state = run_schedule(*given)
             sums = sums.over_data(partition.collectives)
             weight = sums.loss.weight
             inverse = jax.numpy.where(weight > 0, 1.0 / weight, 0.0)
-            reduced = [
-                partition.collectives.reduce(own, grad * inverse)
-                for own, grad in zip(
-                    leaf_shardings, jax.tree.leaves(grads), strict=True
-                )
-            ]
+            grads = [grad * inverse for grad in jax.tree.leaves(grads)]
+            reduced = partition.reduced_once(leaf_shardings, grads)
             stored = [
                 stages.from_stages(own, view)
                 if (stages := self.division.of(own.name))
                 else view
-                for own, view in zip(partition.leaves, reduced, strict=True)
+                for own, view in zip(partition.on_shard, reduced, strict=True)
             ]
-            return stored, sums, model_state
+            return stored, sums, stored_state(self.division, state)
 
-        return gradients_on_shards(partition, structure, body)
+        return gradients_on_shards(partition, jax.tree.structure(like[0]), body)
 
     def make_forward(
-        self, partition: Partition, loss: Loss, params_like: Params, *, training: bool
+        self,
+        partition: Partition,
+        loss: Loss,
+        like: tuple[Params, Params],
+        *,
+        training: bool,
     ) -> Callable[..., Sums]:
         """Run only the schedule's forwards."""
-        structure = jax.tree.structure(params_like)
+        structure = jax.tree.structure(like)
 
         def forward(shards, inputs, model_state, key, parts):
-            del model_state
             P, v = self.division.num_stages, self.division.num_chunks
             schedule = make_in_groups("forwards", P, parts, v)
             sections = self._sections(partition, loss, parts, training=training)
             sections = dataclasses.replace(sections, keeps=False)
-            params = jax.tree.unflatten(structure, self._whole(partition, shards))
+            whole = jax.tree.unflatten(structure, self._whole(partition, shards))
+            params = tree.merged(*whole)
             table = make_tick_table(schedule, training=False)
+            variables = params, staged_state(self.division, model_state)
             key = partition.shard_key(key)
-            return run_forwards(sections, table, params, inputs, key)
+            return run_forwards(sections, table, variables, inputs, key)
 
         return forward
 
     def make_evaluation(
-        self, partition: Partition, loss: Loss, params_like: Params
+        self, partition: Partition, loss: Loss, like: tuple[Params, Params]
     ) -> Callable[..., Sums]:
         """Run only the schedule's forwards, in as many micro-batches as possible.
 
@@ -133,7 +141,7 @@ class Pipeline:
         """
 
         def make_body(partition: Partition) -> Callable[..., Sums]:
-            forward = self.make_forward(partition, loss, params_like, training=False)
+            forward = self.make_forward(partition, loss, like, training=False)
 
             def body(shards, inputs, model_state, key):
                 most = 1 if partition.coupled else self.schedule.num_microbatches
@@ -261,8 +269,8 @@ class Pipeline:
     def _whole(self, partition: Partition, shards: Sequence[Any]) -> list[jax.Array]:
         """Cast, reorder for the stages, gather: once a step."""
         whole = []
-        staged = self.communicated_shardings(partition.leaves)
-        for leaf, own, shard in zip(partition.leaves, staged, shards, strict=True):
+        staged = self.communicated_shardings(partition.on_shard)
+        for leaf, own, shard in zip(partition.on_shard, staged, shards, strict=True):
             view = shard.astype(partition.precision.compute_dtype)
             if stages := self.division.of(leaf.name):
                 view = stages.to_stages(leaf, view)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpar.model.model_state import Variables, with_leaves
 from jaxpar.pipeline.buffers import unused_like
 from jaxpar.pipeline.chunks import Chunks, ChunkWork
 from jaxpar.pipeline.stage_functions import SectionFunctions, StageFunctions
@@ -29,7 +30,7 @@ class Sections:
     """The forward and backward of the chunks of all sections.
 
     Parameters are {section, or part between two: its own}; a chunk's of sections are
-    [n, ...].
+    [n, ...]. So is the mutable state of the parts that have one.
 
     Attributes:
       functions: embedding and head.
@@ -37,6 +38,7 @@ class Sections:
       keeps: whether forwards save every block's residuals.
       splits: whether weight gradients are computed separately.
       shapes: of the kinds of hidden states in this step (`of_step`).
+      kinds: for each section the kind of what the one before returns, and of its own.
     """
 
     functions: StageFunctions
@@ -44,6 +46,7 @@ class Sections:
     keeps: bool
     splits: bool
     shapes: tuple[PyTree, ...] = ()
+    kinds: tuple[tuple[int, int], ...] = ()
 
     @functools.cached_property
     def chunks(self) -> tuple[Chunks, ...]:
@@ -65,83 +68,92 @@ class Sections:
 
     # Kinds of hidden states.
 
-    @functools.cached_property
-    def _kinds(self) -> list[Any]:
-        """The kinds, each by its structure, shapes and dtypes in the sample batch."""
-        found: list[Any] = []
-        for section in self.functions.network.sections:
-            for hidden in (section.before, section.hidden):
-                if _kind(hidden) not in found:
-                    found.append(_kind(hidden))
-        return found
-
-    def first(self, hidden: PyTree) -> PyTree:
-        """The first section's input, from a stage's value."""
-        return self._pick(self.functions.network.sections[0].before, hidden)
-
-    def last(self, hidden: PyTree) -> PyTree:
-        """The last section's output, from a stage's value."""
-        return self._pick(self.functions.network.sections[-1].hidden, hidden)
-
-    def of_first(self, hidden: PyTree) -> PyTree:
-        """A stage's value that has the first section's input."""
-        return self._wrap(self.functions.network.sections[0].before, hidden)
-
-    def of_last(self, hidden: PyTree) -> PyTree:
-        """A stage's value that has the last section's output."""
-        return self._wrap(self.functions.network.sections[-1].hidden, hidden)
-
-    def of_step(self, params: Params, inputs: Inputs, key: ShardKey) -> "Sections":
-        """The same with the shapes of a step's hidden states.
+    def of_step(
+        self, variables: Variables, inputs: Inputs, key: ShardKey
+    ) -> "Sections":
+        """The same with the kinds of a step's hidden states.
 
         Args:
-          params: the step's, in the compute dtype.
+          variables: the step's parameters, in the compute dtype, and mutable state.
           inputs: this data shard's rows.
           key: the step's key.
         """
         index = jnp.int32(0)
-        embed = self.functions.embed
-        hidden = jax.eval_shape(embed, params["embed"], inputs, index, key)
-        found = {0: hidden}
+        shapes: dict[tuple, PyTree] = {}
+        kinds: list[tuple[int, int]] = []
+
+        def kind_of(hidden: PyTree) -> int:
+            leaves, structure = jax.tree.flatten(hidden)
+            own = structure, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+            shapes.setdefault(own, hidden)
+            return list(shapes).index(own)
+
+        (params, state), rest = variables, (inputs, index, key)
+        given = (params["embed"], state.get("embed", {})), *rest
+        hidden, _ = jax.eval_shape(self.functions.embed, *given)
         for own in self.chunks:
-            section = own.functions.section
+            before, section = kind_of(hidden), own.functions.section
             if section.between is not None:
-                given = params[section.between_name], hidden, inputs, index, key
-                hidden = jax.eval_shape(own.functions.between, *given)
-            found[self._kinds.index(_kind(section.hidden))] = hidden
-        shapes = tuple(found[place] for place in range(len(self._kinds)))
-        return dataclasses.replace(self, shapes=shapes)
+                name = section.between_name
+                given = (params[name], state.get(name, {})), hidden, *rest
+                hidden, _ = jax.eval_shape(own.functions.between, *given)
+            kinds.append((before, kind_of(hidden)))
+        return dataclasses.replace(
+            self, shapes=tuple(shapes.values()), kinds=tuple(kinds)
+        )
 
     @property
     def structs(self) -> PyTree:
         """The shapes of a stage's value."""
         return self.shapes[0] if len(self.shapes) == 1 else self.shapes
 
-    def _pick(self, like: PyTree, hidden: PyTree) -> PyTree:
-        if len(self._kinds) == 1:
-            return hidden
-        return hidden[self._kinds.index(_kind(like))]
+    def first(self, hidden: PyTree) -> PyTree:
+        """The first section's input, from a stage's value."""
+        return self._pick(self.kinds[0][0], hidden)
 
-    def _wrap(self, like: PyTree, hidden: PyTree) -> PyTree:
-        if len(self._kinds) == 1:
+    def last(self, hidden: PyTree) -> PyTree:
+        """The last section's output, from a stage's value."""
+        return self._pick(self.kinds[-1][1], hidden)
+
+    def of_first(self, hidden: PyTree) -> PyTree:
+        """A stage's value that has the first section's input."""
+        return self._wrap(self.kinds[0][0], hidden)
+
+    def of_last(self, hidden: PyTree) -> PyTree:
+        """A stage's value that has the last section's output."""
+        return self._wrap(self.kinds[-1][1], hidden)
+
+    def _pick(self, kind: int, hidden: PyTree) -> PyTree:
+        return hidden if len(self.shapes) == 1 else hidden[kind]
+
+    def _wrap(self, kind: int, hidden: PyTree) -> PyTree:
+        if len(self.shapes) == 1:
             return hidden
-        return tuple(_among(self._kinds.index(_kind(like)), hidden, self.shapes))
+        return tuple(_among(kind, hidden, self.shapes))
+
+    def _kinds_of(self, own: Chunks) -> tuple[int, int]:
+        """The kinds before and in a section."""
+        return self.kinds[self.chunks.index(own)]
 
     # What a slot does.
 
     def forward(
         self, params: Params, hidden: PyTree, work: ChunkWork
-    ) -> tuple[PyTree, PyTree]:
-        """Run a chunk; returns its output and the residuals for the backward."""
+    ) -> tuple[PyTree, PyTree, PyTree]:
+        """Run a chunk.
+
+        Returns:
+          Its output; the residuals for the backward; and the state, as `work` has it.
+        """
         runs = [functools.partial(self._forward, own) for own in self.chunks]
         if len(runs) == 1:
             return runs[0](params, hidden, work)
         kept = [jax.eval_shape(lambda r=r: r(params, hidden, work)[1]) for r in runs]
 
         def branch(number: int) -> Callable[[], tuple]:
-            def run() -> tuple[PyTree, PyTree]:
-                out, own = runs[number](params, hidden, work)
-                return out, _among(number, own, kept)
+            def run() -> tuple[PyTree, PyTree, PyTree]:
+                out, own, state = runs[number](params, hidden, work)
+                return out, _among(number, own, kept), state
 
             return run
 
@@ -196,7 +208,7 @@ class Sections:
 
         def run(own: Chunks, products: PyTree) -> Params:
             section = own.functions.section
-            given = params[section.name], self._pick(section.hidden, hidden)
+            given = params[section.name], self._pick(self._kinds_of(own)[1], hidden)
             return {section.name: own.weights(*given, products, _local(own, work))}
 
         if len(self.chunks) == 1:
@@ -209,10 +221,11 @@ class Sections:
         return self._switch(work, branch)
 
     def chunk_of(self, params: Params, chunk: jax.Array) -> Params:
-        """A chunk's parameters, from one stage's."""
+        """A chunk's parameters or state, from one stage's."""
         return params | {
             stages.name: stages.chunk_of(params[stages.name], chunk)
             for stages in self.division.sections
+            if stages.name in params
         }
 
     def add_chunk(self, grads: Params, made: Params, chunk: jax.Array) -> Params:
@@ -225,6 +238,14 @@ class Sections:
             for name, own in grads.items()
         }
 
+    def put_chunk(self, state: PyTree, made: PyTree, chunk: jax.Array) -> PyTree:
+        """Replace a chunk's state in one stage's."""
+        return made | {
+            stages.name: stages.put_chunk(state[stages.name], made[stages.name], chunk)
+            for stages in self.division.sections
+            if stages.name in state
+        }
+
     def _switch(self, work: ChunkWork, branch: Callable[[int], Callable]) -> Any:
         chunk = work.virtual // self.division.num_stages
         section = jnp.asarray(self.division.section_of_chunk)[chunk]
@@ -232,13 +253,15 @@ class Sections:
 
     def _forward(
         self, own: Chunks, params: Params, hidden: PyTree, work: ChunkWork
-    ) -> tuple[PyTree, PyTree]:
+    ) -> tuple[PyTree, PyTree, PyTree]:
         section, local = own.functions.section, _local(own, work)
-        entered = self._entered(own, params, hidden, local)
-        out, kept = own.forward(params[section.name], entered, local)
+        before, after = self._kinds_of(own)
+        entered, joint = self._entered(own, params, hidden, work)
+        out, kept, state = own.forward(params[section.name], entered, local)
         if section.between is not None and self.keeps:
-            kept = (kept, self._pick(section.before, hidden))
-        return self._wrap(section.hidden, out), kept
+            kept = (kept, self._pick(before, hidden))
+        made = with_leaves({section.between_name: joint, section.name: state})
+        return self._wrap(after, out), kept, work.state | made
 
     def _backward(
         self,
@@ -250,24 +273,25 @@ class Sections:
         work: ChunkWork,
     ) -> tuple[Params, PyTree, PyTree]:
         section, local = own.functions.section, _local(own, work)
-        cotangent = self._pick(section.hidden, cotangent)
-        before = self._pick(section.before, hidden)
+        kinds = self._kinds_of(own)
+        cotangent = self._pick(kinds[1], cotangent)
+        before, entered = (self._pick(kind, hidden) for kind in kinds)
         if section.between is not None and self.keeps:
             kept, before = kept
-        entered = self._pick(section.hidden, hidden)
         if not self.keeps:
-            entered = self._entered(own, params, hidden, local)
+            entered, _ = self._entered(own, params, hidden, work)
         grads, cotangent, products = own.backward(
             params[section.name], entered, kept, cotangent, local
         )
         if section.between is None:
-            sent_back = self._wrap(section.hidden, cotangent)
+            sent_back = self._wrap(kinds[1], cotangent)
             return {section.name: grads}, sent_back, products
 
         def leave() -> tuple[Params, PyTree]:
             def run(params: Params, hidden: PyTree) -> PyTree:
+                variables = params, work.state.get(section.between_name, {})
                 given = local.inputs, local.index, local.key
-                return own.functions.between(params, hidden, *given)
+                return own.functions.between(variables, hidden, *given)[0]
 
             _, pull = jax.vjp(run, params[section.between_name], before)
             return pull(cotangent)
@@ -279,39 +303,34 @@ class Sections:
         made, first_back = jax.lax.cond(is_first, leave, stay)
         sent_back = optax.tree.where(
             is_first,
-            self._wrap(section.before, first_back),
-            self._wrap(section.hidden, cotangent),
+            self._wrap(kinds[0], first_back),
+            self._wrap(kinds[1], cotangent),
         )
         return {section.name: grads, section.between_name: made}, sent_back, products
 
     def _entered(
-        self, own: Chunks, params: Params, hidden: PyTree, local: ChunkWork
-    ) -> PyTree:
-        """The input of a chunk's first block."""
-        section = own.functions.section
-        if section.between is None:
-            return self._pick(section.hidden, hidden)
+        self, own: Chunks, params: Params, hidden: PyTree, work: ChunkWork
+    ) -> tuple[PyTree, PyTree]:
+        """The input of a chunk's first block; the state of the part before it."""
+        name = own.functions.section.between_name
+        before, inside = (self._pick(kind, hidden) for kind in self._kinds_of(own))
+        if own.functions.section.between is None:
+            return inside, {}
+        local, state = _local(own, work), work.state.get(name, {})
 
-        def enter() -> PyTree:
+        def enter() -> tuple[PyTree, PyTree]:
             given = local.inputs, local.index, local.key
-            before = self._pick(section.before, hidden)
-            return own.functions.between(params[section.between_name], before, *given)
+            return own.functions.between((params[name], state), before, *given)
 
-        return jax.lax.cond(
-            local.virtual == 0, enter, lambda: self._pick(section.hidden, hidden)
-        )
-
-
-def _kind(hidden: PyTree) -> tuple:
-    leaves, structure = jax.tree.flatten(hidden)
-    return structure, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+        return jax.lax.cond(local.virtual == 0, enter, lambda: (inside, state))
 
 
 def _local(own: Chunks, work: ChunkWork) -> ChunkWork:
-    """A chunk's work with its virtual stage counted from its section's first."""
+    """A chunk's work as `Chunks` of its section has it."""
     stages = own.functions.stages
     first = stages.first_chunk * stages.num_stages
-    return dataclasses.replace(work, virtual=work.virtual - first)
+    state = work.state.get(stages.name, {})
+    return dataclasses.replace(work, virtual=work.virtual - first, state=state)
 
 
 def _among(number: int, own: PyTree, shapes: Sequence[PyTree]) -> list[PyTree]:

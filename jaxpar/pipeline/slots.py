@@ -41,12 +41,17 @@ class Buffers:
       kept: residuals of forwards, for their backwards.
       cotangents: cotangents of chunks' outputs.
       products: inputs of deferred weight gradients.
+      state: the mutable state of a stage's parts: of a section's blocks [P, v n, ...],
+        of a part between two sections [P, ...], of which the first stage's counts.
+      seen: what forwards saw of it, for their backwards; {} for none.
     """
 
     inputs: PyTree
     kept: PyTree
     cotangents: PyTree
     products: PyTree
+    state: PyTree = dataclasses.field(default_factory=dict)
+    seen: PyTree = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +64,7 @@ class Slots:
       between: part between two sections -> its parameters.
       inputs: this data shard's rows.
       key: the step's key.
+      state: the mutable state before the step, as in `Buffers`.
     """
 
     sections: Sections
@@ -66,6 +72,7 @@ class Slots:
     between: Params
     inputs: Inputs
     key: ShardKey
+    state: PyTree = dataclasses.field(default_factory=dict)
 
     def empty_buffers(self, table: TickTable, *, training: bool) -> Buffers:
         """Make the buffers of a schedule.
@@ -88,13 +95,15 @@ class Slots:
 
         waiting = buffer(table.num_inputs, hidden)
         if not training:
-            return Buffers(waiting, [], [], [])
-        kept, products = self._shapes_between()
+            return Buffers(waiting, [], [], [], self.state)
+        kept, products, seen = self._shapes_between()
         return Buffers(
             inputs=waiting,
             kept=buffer(table.num_kept, kept),
             cotangents=buffer(table.num_cotangents, hidden),
             products=buffer(table.num_products, products),
+            state=self.state,
+            seen=buffer(table.num_kept, seen),
         )
 
     def forwards(
@@ -108,7 +117,8 @@ class Slots:
           row: the tick.
 
         Returns:
-          The output of each stage's chunk, [P, ...]; and the buffers.
+          The output of each stage's chunk, [P, ...]; and the buffers, with the new
+          state.
         """
 
         def forward(own: tuple, blocks: Params, shared: tuple) -> tuple:
@@ -119,15 +129,22 @@ class Slots:
             (there,), entered = take_before(buffers.inputs, [place], entered)
             hidden = optax.tree.where(enters, entered, there)
             put_in = put(buffers.inputs, entered, jnp.where(enters, place, IDLE))
-            work = self._work(stage, chunk, inputs, index, key)
+            seen = self.sections.chunk_of(buffers.state, chunk)
+            work = self._work(stage, chunk, inputs, index, key, seen)
 
-            def run() -> tuple[PyTree, PyTree]:
+            def run() -> tuple[PyTree, PyTree, PyTree]:
                 params = self.sections.chunk_of({**blocks, **between}, chunk)
                 return self.sections.forward(params, hidden, work)
 
-            out, kept = _if_busy(index, run)
+            out, kept, state = _if_busy(index, run)
+            state = optax.tree.where(index != IDLE, state, seen)
+            kept_at = row.forward_kept
             buffers = dataclasses.replace(
-                buffers, inputs=put_in, kept=put(buffers.kept, kept, row.forward_kept)
+                buffers,
+                inputs=put_in,
+                kept=put(buffers.kept, kept, kept_at),
+                state=self.sections.put_chunk(buffers.state, state, chunk),
+                seen=put(buffers.seen, seen, kept_at) if buffers.seen else {},
             )
             return (out, buffers), None
 
@@ -166,7 +183,8 @@ class Slots:
             index, chunk = row.backward, row.backward_chunk
             params = self.sections.chunk_of({**blocks, **between}, chunk)
             grads = {**grads, **grads_between}
-            work = self._work(stage, chunk, inputs, index, key)
+            seen = take(buffers.seen, row.backward_kept)
+            work = self._work(stage, chunk, inputs, index, key, seen)
 
             # Read here: XLA copies a buffer that a branch reads before it is written.
             given = (
@@ -186,7 +204,7 @@ class Slots:
                 is_new = row.weight_place[slot] == row.products_place
                 own = optax.tree.where(is_new, products, there)
                 index, chunk = row.weight[slot], row.weight_chunk[slot]
-                late_work = self._work(stage, chunk, inputs, index, key)
+                late_work = self._work(stage, chunk, inputs, index, key, seen)
                 late = self._late(own, sent_back, index, params, late_work)
                 late = _weighed(late, weights, index)
                 grads = self.sections.add_chunk(grads, late, chunk)
@@ -258,9 +276,10 @@ class Slots:
         inputs: Inputs,
         index: jax.Array,
         key: ShardKey,
+        state: PyTree,
     ) -> ChunkWork:
         virtual = jnp.maximum(chunk, 0) * self._division.num_stages + stage
-        return ChunkWork(virtual, inputs, index, key)
+        return ChunkWork(virtual, inputs, index, key, state)
 
     def _late(
         self,
@@ -270,25 +289,35 @@ class Slots:
         params: Params,
         work: ChunkWork,
     ) -> Params:
-        """The weight gradients of one slot; only the shapes of `hidden` are used."""
+        """The weight gradients of one slot.
+
+        Of `hidden`, and of the state in `work`, only the shapes are used.
+        """
         return _if_busy(
             index, lambda: self.sections.weights(params, hidden, products, work)
         )
 
-    def _shapes_between(self) -> tuple[PyTree, PyTree]:
-        """Shapes of a forward's residuals, and of deferred weight gradients' inputs."""
+    def _shapes_between(self) -> tuple[PyTree, PyTree, PyTree]:
+        """Shapes of what forwards leave for backwards, and these for weight gradients.
 
-        def run(stage: jax.Array, blocks: Params, shared: tuple) -> tuple:
+        Returns:
+          A forward's residuals, deferred weight gradients' inputs, a forward's state.
+        """
+
+        def run(own: tuple, blocks: Params, shared: tuple) -> tuple:
+            stage, state = own
             hidden, between, inputs, key = shared
             first = jnp.int32(0)
-            work = self._work(stage, first, inputs, first, key)
+            seen = self.sections.chunk_of(state, first)
+            work = self._work(stage, first, inputs, first, key, seen)
             params = self.sections.chunk_of({**blocks, **between}, first)
-            out, kept = self.sections.forward(params, hidden, work)
+            out, kept, _ = self.sections.forward(params, hidden, work)
             _, _, products = self.sections.backward(params, hidden, kept, out, work)
-            return (kept, products), None
+            return (kept, products, seen), None
 
+        own = self._numbers, self.state
         shared = (self.sections.structs, self.between, self.inputs, self.key)
-        own, _ = jax.eval_shape(on_stages(run), self._numbers, self.blocks, shared)
+        own, _ = jax.eval_shape(on_stages(run), own, self.blocks, shared)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), own)
 
 

@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpar.model.network import PipelineNetwork, SectionNetwork
+from jaxpar.model.model_state import Variables
+from jaxpar.model.network import PipelineNetwork
 from jaxpar.model.proxies import Call, ModelProxy, inputs_of
+from jaxpar.model.section import SectionNetwork
 from jaxpar.pipeline.stages import Stages
 from jaxpar.step.gradients import microbatch_rows
 from jaxpar.step.inputs import Inputs, num_rows, twice_the_rows
@@ -25,6 +27,8 @@ from jaxpar.types import Params, PyTree
 @dataclasses.dataclass(frozen=True)
 class StageFunctions:
     """Embedding and head as pure functions.
+
+    Each takes a part's parameters and mutable state, and also returns the new state.
 
     Attributes:
       network: embedding, blocks and head.
@@ -47,33 +51,36 @@ class StageFunctions:
         return microbatch_rows(inputs, index, self.accumulate)
 
     def embed(
-        self, params: Params, inputs: Inputs, index: jax.Array, key: ShardKey
-    ) -> PyTree:
+        self, variables: Variables, inputs: Inputs, index: jax.Array, key: ShardKey
+    ) -> tuple[PyTree, PyTree]:
         """Embed a micro-batch."""
         rows = self.rows(inputs, index)
 
         def twice() -> tuple:
-            return params, twice_the_rows(rows)
+            return variables, twice_the_rows(rows)
 
-        own = Rows(num_rows(rows), twice)
-        return self.draws.call(self._embed, key.fold_in(index), (params, rows), own)
+        args, own = (variables, rows), Rows(num_rows(rows), twice)
+        return self.draws.call(self._embed, key.fold_in(index), args, own)
 
     def head(
         self,
-        params: tuple[Params, dict[str, jax.Array]],
+        variables: tuple[tuple[Params, dict[str, jax.Array]], PyTree],
         hidden: PyTree,
         inputs: Inputs,
         index: jax.Array,
         key: ShardKey,
-    ) -> Sums:
-        """The loss of a micro-batch, from the last block's output."""
+    ) -> tuple[Sums, PyTree]:
+        """The loss of a micro-batch, from the last block's output.
+
+        The head's parameters are its own, and those tied to the embedding.
+        """
         rows = self.rows(inputs, index)
 
         def twice() -> tuple:
             wide = twice_the_rows(rows)
-            return params, self.hidden_of(wide), wide
+            return variables, self.hidden_of(wide), wide
 
-        args, own = (params, hidden, rows), Rows(num_rows(rows), twice)
+        args, own = (variables, hidden, rows), Rows(num_rows(rows), twice)
         return self.draws.call(self._head, key.fold_in(index), args, own)
 
     def call(self, inputs: Inputs, index: jax.Array, key: ShardKey) -> Call:
@@ -96,46 +103,57 @@ class StageFunctions:
           before: the section whose predecessor returns it; None for the head.
         """
         key = jax.eval_shape(lambda: jax.random.key(0))
-        params, _ = jax.eval_shape(self.network.init, key)
-        hidden = jax.eval_shape(self._embed, key, params["embed"], rows)
+        params, state = jax.eval_shape(self.network.init, key)
+        own = params["embed"], state.get("embed", {})
+        hidden, _ = jax.eval_shape(self._embed, key, own, rows)
         call = jax.eval_shape(self.call_of, key, rows)
         for section in self.network.sections:
             if section is before:
                 break
-            own = params.get(section.between_name)
+            name = section.between_name
+            own = params.get(name), state.get(name, {})
             between = functools.partial(self._between, section)
-            hidden = jax.eval_shape(between, key, own, hidden, call)
+            hidden, _ = jax.eval_shape(between, key, own, hidden, call)
         return hidden
 
-    def _embed(self, key: jax.Array, params: Params, rows: Inputs) -> PyTree:
+    def _embed(
+        self, key: jax.Array, variables: Variables, rows: Inputs
+    ) -> tuple[PyTree, PyTree]:
         call = self.call_of(key, rows)
-        return self.network.run_embed(params, call, key, training=self.training)
+        return self.network.run_embed(variables, call, key, training=self.training)
 
     def _between(
         self,
         section: SectionNetwork,
         key: jax.Array,
-        params: Params,
+        variables: Variables,
         hidden: PyTree,
         call: Call,
-    ) -> PyTree:
+    ) -> tuple[PyTree, PyTree]:
         return self.network.run_between(
-            section, params, hidden, call, key, training=self.training
+            section, variables, hidden, call, key, training=self.training
         )
 
     def _head(
-        self, key: jax.Array, params: tuple[Params, Any], hidden: PyTree, rows: Inputs
-    ) -> Sums:
+        self,
+        key: jax.Array,
+        variables: tuple[tuple[Params, Any], PyTree],
+        hidden: PyTree,
+        rows: Inputs,
+    ) -> tuple[Sums, PyTree]:
+        (params, tied), state = variables
+
         def answer(call: Call) -> Any:
-            own, tied = params
+            nonlocal state
             call = dataclasses.replace(call, step=rows.step.value)
-            return self.network.run_head(
-                own, tied, hidden, call, key, training=self.training
+            out, state = self.network.run_head(
+                (params, state), tied, hidden, call, key, training=self.training
             )
+            return out
 
         model = ModelProxy(answer, training=self.training)
         out = self.loss(model, rows, key=key, training=self.training)
-        return loss_sums(out, rows)
+        return loss_sums(out, rows), state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,45 +184,46 @@ class SectionFunctions:
 
     def between(
         self,
-        params: Params,
+        variables: Variables,
         hidden: PyTree,
         inputs: Inputs,
         index: jax.Array,
         key: ShardKey,
-    ) -> PyTree:
-        """Run the part before the section."""
+    ) -> tuple[PyTree, PyTree]:
+        """Run the part before the section; also its new state."""
         whole, rows = self.whole, self.whole.rows(inputs, index)
         call = whole.call(inputs, index, key)
 
         def twice() -> tuple:
             wide = twice_the_rows(rows)
             own = jax.eval_shape(whole.call_of, key.key, wide)
-            return params, whole.hidden_of(wide, before=self.section), own
+            return variables, whole.hidden_of(wide, before=self.section), own
 
-        args, own = (params, hidden, call), Rows(num_rows(rows), twice)
+        args, own = (variables, hidden, call), Rows(num_rows(rows), twice)
         run = functools.partial(whole._between, self.section)
         return whole.draws.call(run, key.fold_in(index), args, own)
 
-    def block_on(self, rows: Inputs) -> Callable[..., PyTree]:
-        """Make ``(params, hidden, number, is_run, call, key) -> hidden``: one block.
+    def block_on(self, rows: Inputs) -> Callable[..., tuple[PyTree, PyTree]]:
+        """Make one block.
 
-        In an idle place it returns `hidden`.
+        It is ``(params, hidden, state, number, is_run, call, key) -> (hidden, state)``.
+        In an idle place it returns `hidden` and `state`.
 
         Args:
           rows: a micro-batch; only its shapes are used.
         """
         whole = self.whole
 
-        def block(params, hidden, number, is_run, call, key):
+        def block(params, hidden, state, number, is_run, call, key):
             def twice() -> tuple:
                 wide = twice_the_rows(rows)
                 call_of = jax.eval_shape(whole.call_of, key.key, wide)
-                return params, self._hidden_of(wide), number, call_of
+                return (params, state), self._hidden_of(wide), number, call_of
 
-            args, own = (params, hidden, number, call), Rows(num_rows(rows), twice)
-            out = whole.draws.call(self._block, key, args, own)
+            args = (params, state), hidden, number, call
+            out = whole.draws.call(self._block, key, args, Rows(num_rows(rows), twice))
             if self.stages.idle_places:
-                return optax.tree.where(is_run, out, hidden)
+                return optax.tree.where(is_run, out, (hidden, state))
             return out
 
         return block
@@ -233,15 +252,15 @@ class SectionFunctions:
     def _block(
         self,
         key: jax.Array,
-        params: Params,
+        variables: Variables,
         hidden: PyTree,
         number: jax.Array,
         call: Call,
-    ) -> PyTree:
+    ) -> tuple[PyTree, PyTree]:
         whole = self.whole
         return whole.network.run_block(
             self.section,
-            params,
+            variables,
             hidden,
             number,
             call,

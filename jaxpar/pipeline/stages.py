@@ -18,8 +18,8 @@ import numpy as np
 
 from jaxpar.mesh import PIPE
 from jaxpar.sharding.constrain import constrain
-from jaxpar.sharding.zero import LeafSharding
-from jaxpar.types import Params
+from jaxpar.sharding.leaf_sharding import LeafSharding
+from jaxpar.types import Params, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Stages:
         chunks = view.reshape(P, v, n, *view.shape[1:]).swapaxes(0, 1)
         chunks = chunks.reshape(P * v, n, *view.shape[1:])
         blocks = chunks[: self._num_full].reshape(-1, *view.shape[1:])
-        if n == 1 or not self.idle_places:
+        if not self.idle_places:
             return blocks
         others = chunks[self._num_full :, : n - 1].reshape(-1, *view.shape[1:])
         return jnp.concatenate([blocks, others])
@@ -142,6 +142,17 @@ class Stages:
             return jax.lax.dynamic_update_slice_in_dim(grads, old + made, first, 0)
 
         return jax.tree.map(add, grads, made)
+
+    def put_chunk(self, state: PyTree, made: PyTree, chunk: jax.Array) -> PyTree:
+        """Replace a chunk's mutable state, [n, ...], in one stage's, [v n, ...]."""
+        if self.num_chunks == 1:
+            return made
+        first = jnp.maximum(chunk - self.first_chunk, 0) * self.places
+
+        def put(state: jax.Array, made: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice_in_dim(state, made, first, 0)
+
+        return jax.tree.map(put, state, made)
 
     @property
     def _num_full(self) -> int:

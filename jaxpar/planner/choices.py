@@ -20,6 +20,9 @@ REMATS = ("none", "dots", "full")
 SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
 """GPipe has the bubble of 1f1b and holds more activations: never the better choice."""
 
+SEARCHED_AXES = (DATA, PIPE, TENSOR)
+"""The axes whose sizes a search chooses."""
+
 KNOBS: tuple[str, ...] = ("mesh", "zero", "accumulate", "schedule", "remat")
 """Fields of a recipe's config that a search sets, where the config has them."""
 
@@ -48,7 +51,7 @@ class Choice:
         Args:
           knobs: those of `KNOBS` that the recipe has.
         """
-        sizes = zip((DATA, PIPE, TENSOR), self.mesh, strict=True)
+        sizes = zip(SEARCHED_AXES, self.mesh, strict=True)
         flags = [word for a, n in sizes for word in (f"--mesh.{a}", str(n))]
         for name in KNOBS[1:]:
             value = getattr(self, name)

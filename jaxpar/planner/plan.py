@@ -27,7 +27,7 @@ class BytesPerDevice:
     remainder.
 
     Attributes:
-      state: everything that is stored between steps, padding included.
+      state: what is stored between steps in the device's memory, padding included.
       padding: part of the state: bytes that the compiler adds to fill tiles (TPUs).
       parameters: of the state, the fp32 masters.
       optimizer: of the state, the optimizer's.
@@ -37,6 +37,7 @@ class BytesPerDevice:
       gradients: part of the temporaries, derived: as they are summed or reduced.
       activations: part of the temporaries, derived: the remainder.
       peak: peak memory.
+      host_state: what is stored between steps in the host's memory, for this device.
     """
 
     state: int
@@ -49,6 +50,7 @@ class BytesPerDevice:
     gradients: int
     activations: int
     peak: int
+    host_state: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,24 +167,28 @@ def split_memory(
 
     Args:
       program: the step; its arguments are ``state[i]`` and ``batch...``.
-      state: the state's leaves, in order -> bytes on one device, without padding.
+      state: the state's leaves, in order -> bytes of a shard, without padding.
       copies: bytes of the parameters in the compute dtype, by closed form.
       gradients: bytes of the sums of gradients, likewise.
 
     Returns:
       The bytes.
     """
-    by_kind = {"params": 0, "opt_state": 0}
-    for number, name in enumerate(state):
+    by_kind, plain = {"params": 0, "opt_state": 0}, 0
+    arguments = {f"state[{number}]": name for number, name in enumerate(state)}
+    for argument, name in arguments.items():
+        if argument in program.on_host:
+            continue
+        plain += state[name]
         kind = name.split("/")[0]
         if kind in by_kind:
-            by_kind[kind] += program.parameters.get(f"state[{number}]", 0)
+            by_kind[kind] += program.parameters.get(argument, 0)
     left = program.memory.temporaries
     copies = min(copies, left)
     gradients = min(gradients, left - copies)
     return BytesPerDevice(
         state=program.bytes_of("state"),
-        padding=program.bytes_of("state") - sum(state.values()),
+        padding=program.bytes_of("state") - plain,
         parameters=by_kind["params"],
         optimizer=by_kind["opt_state"],
         batch=program.bytes_of("batch"),
@@ -191,6 +197,11 @@ def split_memory(
         gradients=gradients,
         activations=left - copies - gradients,
         peak=program.memory.peak,
+        host_state=sum(
+            number
+            for name, number in program.parameters.items()
+            if name in arguments and name in program.on_host
+        ),
     )
 
 

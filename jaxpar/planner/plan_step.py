@@ -1,31 +1,32 @@
 """How is an engine's step planned: compiled for the target's devices and read."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import jax
 
 from jaxpar import tree
 from jaxpar.compiled.closed_form import step_bytes
 from jaxpar.compiled.explain import state_bytes
 from jaxpar.compiled.hlo import parse
-from jaxpar.compiled.program import CompiledProgram, read_program
+from jaxpar.compiled.program import CompiledProgram, join_programs, read_program
 from jaxpar.engine.compiled_step import CompiledStep
 from jaxpar.engine.initialize import initialize
 from jaxpar.jaxprs.evaluate import flops
 from jaxpar.mesh import (
     DATA,
-    PIPE,
-    TENSOR,
     MeshShape,
     compile_only,
     lowering_platform,
     make_mesh,
+    num_batch_shards,
 )
 from jaxpar.planner.plan import BytesPerDevice, Plan, backend_notes, split_memory
 from jaxpar.planner.roofline import Work, estimate
 from jaxpar.planner.subprocess import call
 from jaxpar.planner.targets import Target, parse_target
-from jaxpar.planner.work import link_bytes, memory_traffic
+from jaxpar.planner.work import Traffic, link_bytes, memory_traffic
 
 
 def plan(
@@ -58,7 +59,7 @@ def plan(
     if not engine.placement.can_run and mesh is None:
         return plan_step(engine, found, tokens_per_step)
     sizes = engine.placement.mesh.shape
-    shape = mesh or MeshShape(pipe=sizes[PIPE], tensor=sizes[TENSOR])
+    shape = mesh or MeshShape(**{**sizes, DATA: -1})
     args = (engine.arguments, target, shape, tokens_per_step)
     return call(f"{__name__}:plan_elsewhere", *args, what=f"plan on {target}")
 
@@ -101,19 +102,21 @@ def plan_step(
             f"has {mesh.size}; make the mesh from the target's devices."
         )
     began = time.perf_counter()
-    traced, platform = engine.trace(), lowering_platform(mesh)
-    compiled = traced.lower(lowering_platforms=(platform,)).compile()
+    traces, platform = engine.traces(), lowering_platform(mesh)
+    compiled = {
+        name: traced.lower(lowering_platforms=(platform,)).compile()
+        for name, traced in traces.items()
+    }
     compile_seconds = time.perf_counter() - began
-    module = parse(text := compiled.as_text() or "", execution.active_fraction)
-    program = read_program(compiled, mesh, module)
+    program, traffic, text = _read(engine, compiled)
     model_flops = 3 * spec.forward_flops
-    counted = flops(traced.jaxpr.eqns)
-    total = execution.flops(counted, model_flops, mesh.shape[DATA])
+    counted = sum(flops(traced.jaxpr.eqns) for traced in traces.values())
+    total = execution.flops(counted, model_flops, num_batch_shards(mesh))
     work = Work(
         flops=total / mesh.size,
         model_flops=model_flops / mesh.size,
         dtype=str(spec.precision.compute_dtype),
-        traffic=memory_traffic(module),
+        traffic=traffic,
         collectives=program.collectives,
         bubble=execution.bubble,
         zero=placement.zero.number,
@@ -139,13 +142,44 @@ def plan_step(
         estimate=estimate(work, target, sizes),
         schedule=execution.schedule,
         schedule_times=dict(execution.times),
-        notes=(*backend_notes(target, text), *engine.notes),
+        notes=(
+            *backend_notes(target, text),
+            *engine.notes,
+            *_host_notes(list(traces)),
+        ),
+    )
+
+
+def _read(
+    engine: CompiledStep, compiled: Mapping[str, jax.stages.Compiled]
+) -> tuple[CompiledProgram, Traffic, str]:
+    """A step's programs as one, their traffic through memory, and their text."""
+    mesh, taken = engine.placement.mesh, engine.spec.execution.active_fraction
+    texts = {name: each.as_text() or "" for name, each in compiled.items()}
+    modules = {name: parse(text, taken) for name, text in texts.items()}
+    programs = {
+        n: read_program(compiled[n], mesh, module) for n, module in modules.items()
+    }
+    moved = [memory_traffic(module) for module in modules.values()]
+    products, others = (
+        sum(getattr(each, kind) for each in moved) for kind in ("products", "others")
+    )
+    return join_programs(programs), Traffic(products, others), "".join(texts.values())
+
+
+def _host_notes(parts: Sequence[str]) -> tuple[str, ...]:
+    if len(parts) == 1:
+        return ()
+    return (
+        f"the step is {len(parts)} programs ({', '.join(parts)}), between which the "
+        "optimizer works on the host: its time is not part of the estimate.",
     )
 
 
 def _memory(engine: CompiledStep, program: CompiledProgram) -> BytesPerDevice:
     """A program's memory by kind."""
-    leaves = engine.placement.leaves.values()
-    copies, gradients = step_bytes(leaves, engine.closed_form)
-    stored = state_bytes(engine.placement.packed)
+    own = engine.placement
+    copies, gradients = step_bytes(own.trained, engine.closed_form, own.frozen)
+    packed = state_bytes(engine.placement.packed)
+    stored = {name: sum(number) for name, number in packed.items()}
     return split_memory(program, stored, copies=copies, gradients=gradients)

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxpar import tree
 from jaxpar.compiled.closed_form import step_bytes
-from jaxpar.compiled.explain import state_bytes
+from jaxpar.compiled.explain import state_bytes, total
 from jaxpar.config import parse
 from jaxpar.engine.engine import Engine
 from jaxpar.mesh import TENSOR, MeshShape, compile_only, make_mesh
@@ -33,9 +33,9 @@ from jaxpar.planner.recipe import answer_of, load_recipe, plan_in_subprocess
 from jaxpar.planner.search import Search, attempt, require_rates, run, start
 from jaxpar.planner.subprocess import call
 from jaxpar.planner.targets import parse_target
+from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.rules import axes_of
-from jaxpar.sharding.zero import ZERO_STAGES, LeafSharding, ZeroStage
-from jaxpar.step.state import packed_structs, state_shardings
+from jaxpar.sharding.zero import ZERO_STAGES, ZeroStage
 
 COMPILES = 16
 """Steps that a search compiles by default."""
@@ -292,22 +292,19 @@ def _facts(engine: Engine, zero: ZeroStage) -> ShapeFacts:
     """What one mesh and ZeRO stage hold, from the shardings of the leaves."""
     placement, spec = engine.placement, engine.spec
     sizes = dict(placement.mesh.shape)
-    leaves = tree.named_leaves(placement.abstract.params)
+    leaves = tree.named_leaves(tree.merged(*placement.abstract.weights))
     compute = {name: leaf.compute for name, leaf in placement.leaves.items()}
     leaf_shardings = spec.execution.shard_leaves(leaves, compute, zero, sizes, ("*",))
-    shardings = state_shardings(
-        placement.abstract, leaf_shardings, zero, placement.mesh
-    )
-    update = placement.update.with_shardings(tuple(leaf_shardings.values()))
-    kept = packed_structs(update, placement.abstract, shardings)
-    state = sum(state_bytes(kept).values())
+    own = dataclasses.replace(placement, leaves=leaf_shardings, zero=zero)
+    update = placement.update.with_shardings(tuple(own.trained))
+    state, _ = total(state_bytes(dataclasses.replace(own, update=update).packed))
     closed_form = dataclasses.replace(engine.closed_form, zero=zero, accumulate=1)
-    copies, gradients = step_bytes(leaf_shardings.values(), closed_form)
+    copies, gradients = step_bytes(own.trained, closed_form, own.frozen)
     itemsize = spec.precision.compute_dtype.itemsize
     owned = itemsize * sum(
         math.prod(leaf.shape) // leaf.ways_computed for leaf in leaf_shardings.values()
     )
-    reduced = sum(_reduced(leaf) for leaf in leaf_shardings.values()) * itemsize
+    reduced = sum(map(_reduced, leaf_shardings.values())) * itemsize
     return ShapeFacts(state, copies, gradients, owned, reduced)
 
 

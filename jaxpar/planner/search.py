@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.mesh import AXES, DATA, TENSOR
+from jaxpar.mesh import DATA, TENSOR
 from jaxpar.planner.choices import (
     REMATS,
+    SEARCHED_AXES,
     Choice,
     ShapeFacts,
     Survey,
@@ -127,7 +128,7 @@ class Search:
     def _rate(self, axis: str, mesh: tuple[int, int, int]) -> float:
         """Bytes per second over one axis."""
         if (axis, mesh) not in self._rates:
-            sizes: dict[str, int] = dict(zip(AXES, mesh, strict=True))
+            sizes: dict[str, int] = dict(zip(SEARCHED_AXES, mesh, strict=True))
             self._rates[axis, mesh] = link_rate((axis,), self.target, sizes)
         return self._rates[axis, mesh]
 

@@ -1,10 +1,10 @@
 """How are arrays gathered and reduced over data: collectives of leaves and scalars.
 
-Two forms with one interface. `ManualCollectives` runs inside ``shard_map`` with data
-manual: its collectives are explicit, so gradients can be summed over micro-batches
-before they are reduced. `AutomaticCollectives` sees global arrays and only constrains
-their shardings; the compiler inserts the collectives. Stored arrays are passed as the
-*view* of their sharding (see `jaxpar.sharding.zero.LeafSharding`).
+Two forms with one interface. `ManualCollectives` runs inside ``shard_map`` with the
+batch axes manual: its collectives are explicit, so gradients can be summed over
+micro-batches before they are reduced. `AutomaticCollectives` sees global arrays and
+only constrains their shardings; the compiler inserts the collectives. Stored arrays are
+passed as the *view* of their sharding (see `LeafSharding`).
 """
 
 import dataclasses
@@ -17,25 +17,29 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.mesh import AXES, DATA
-from jaxpar.sharding.constrain import constrain
+from jaxpar.mesh import PIPE, TENSOR
+from jaxpar.sharding.constrain import constrain_axes as constrain
+from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.rules import axes_of
-from jaxpar.sharding.zero import LeafSharding
 
 
 @runtime_checkable
 class Collectives(Protocol):
-    """The collectives over data that a step uses."""
+    """The collectives over the batch axes that a step uses."""
 
     def gather(self, leaf: LeafSharding, shard: jax.Array) -> jax.Array:
         """Gather a leaf to its compute spec from its stored view."""
         ...
 
     def reduce(self, leaf: LeafSharding, whole: jax.Array) -> jax.Array:
-        """Sum an unsharded gradient over data, to the leaf's stored view.
+        """Sum an unsharded gradient inside a replica, to the leaf's stored view.
 
         The result has the dtype of the reduction.
         """
+        ...
+
+    def reduce_replicas(self, leaf: LeafSharding, view: jax.Array) -> jax.Array:
+        """Sum a gradient that `reduce` returned over the replicas."""
         ...
 
     def communicated_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
@@ -51,19 +55,21 @@ class Collectives(Protocol):
         ...
 
     def shard_number(self) -> jax.Array:
-        """This data shard's number, from 0."""
+        """The number of this shard of the rows, from 0."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class ManualCollectives:
-    """Explicit collectives, for a body whose data axis is manual.
+    """Explicit collectives, for a body whose batch axes are manual.
 
     Attributes:
+      axes: the batch axes.
       reduce_dtype: the dtype in which gradients are reduced.
       platform: the mesh's platform; CPUs reduce in fp32 whatever `reduce_dtype` is.
     """
 
+    axes: tuple[str, ...]
     reduce_dtype: jnp.dtype
     platform: str
 
@@ -73,22 +79,34 @@ class ManualCollectives:
         if dim is None:
             return _as_computed(leaf, shard)
         gather = functools.partial(
-            jax.lax.all_gather, axis_name=DATA, axis=dim, tiled=True
+            jax.lax.all_gather, axis_name=leaf.data_axes, axis=dim, tiled=True
         )
         return _as_computed(leaf, _on_placed_shards(gather, leaf)(shard))
 
     def reduce(self, leaf: LeafSharding, whole: jax.Array) -> jax.Array:
-        """Reduce-scatter along the view's data dim; all-reduce a replicated leaf."""
+        """Reduce-scatter along the view's data dim; all-reduce an unsharded leaf."""
         view = constrain(_as_made(leaf, whole), *leaf.view_spec(data=False))
         view = view.astype(self.communicated_dtype(view.dtype))
         dim = leaf.view_data_dim
+        over = leaf.reduced_inside
+        if not over:
+            return self._as_kept(view)
         if dim is None:
-            reduce = functools.partial(jax.lax.psum, axis_name=DATA)
+            reduce = functools.partial(jax.lax.psum, axis_name=over)
         else:
             reduce = functools.partial(
-                jax.lax.psum_scatter, axis_name=DATA, scatter_dimension=dim, tiled=True
+                jax.lax.psum_scatter, axis_name=over, scatter_dimension=dim, tiled=True
             )
         return self._as_kept(_on_placed_shards(reduce, leaf)(view))
+
+    def reduce_replicas(self, leaf: LeafSharding, view: jax.Array) -> jax.Array:
+        """All-reduce; once a step, and of a shard."""
+        over = leaf.reduced_between
+        if not over:
+            return view
+        reduce = functools.partial(jax.lax.psum, axis_name=over)
+        sent = view.astype(self.communicated_dtype(view.dtype))
+        return self._as_kept(_on_placed_shards(reduce, leaf)(sent))
 
     def _as_kept(self, reduced: jax.Array) -> jax.Array:
         """Give a reduced gradient the memory layout of its parameter.
@@ -107,15 +125,15 @@ class ManualCollectives:
 
     def total(self, value: jax.Array) -> jax.Array:
         """All-reduce."""
-        return jax.lax.psum(value, DATA)
+        return jax.lax.psum(value, self.axes)
 
     def largest(self, value: jax.Array) -> jax.Array:
         """All-reduce."""
-        return jax.lax.pmax(value, DATA)
+        return jax.lax.pmax(value, self.axes)
 
     def shard_number(self) -> jax.Array:
-        """The index on the data axis."""
-        return jax.lax.axis_index(DATA)
+        """The index on the batch axes."""
+        return jax.lax.axis_index(self.axes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +150,11 @@ class AutomaticCollectives:
     def reduce(self, leaf: LeafSharding, whole: jax.Array) -> jax.Array:
         """Constrain to the stored spec; the compiler inserts the sum."""
         return constrain(_as_made(leaf, whole), *leaf.view_spec())
+
+    def reduce_replicas(self, leaf: LeafSharding, view: jax.Array) -> jax.Array:
+        """The gradient itself: the compiler has summed it over all rows."""
+        del leaf
+        return view
 
     def communicated_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
         """The same dtype: the compiler reduces gradients as they are computed."""
@@ -174,7 +197,7 @@ def _on_placed_shards(
         collectives,
         in_specs=(spec,),
         out_specs=spec,
-        axis_names=set(AXES) - {DATA},
+        axis_names={PIPE, TENSOR},
         check_vma=False,
     )
 
@@ -209,5 +232,5 @@ def from_view(leaf: LeafSharding, view: jax.Array) -> jax.Array:
 
 
 def manual_spec(leaf: LeafSharding) -> P:
-    """The data part of a view's spec, for ``shard_map`` with data manual."""
-    return leaf.view_spec(placed=False)
+    """A view's spec, for ``shard_map`` with the batch axes manual."""
+    return leaf.batch_spec

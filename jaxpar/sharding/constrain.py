@@ -13,6 +13,7 @@ import jax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.mesh import AXES, DATA, batch_axes
 from jaxpar.sharding.rules import AxisRules
 from jaxpar.sharding.tensor import AXIS_NAMES
 
@@ -21,7 +22,8 @@ def constrain(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
     """Constrain an array's sharding on the automatic mesh axes.
 
     One entry per dim: a mesh axis, a tuple of them, or None for an unsharded dim;
-    missing trailing entries mean None. Manual axes are dropped, because the array is
+    missing trailing entries mean None. "data" is the rows of a batch: all axes of the
+    mesh that split them. Manual axes are dropped, because the array is
     already this shard's piece; with no mesh in context, `x` is returned unchanged.
 
     Args:
@@ -39,6 +41,19 @@ def constrain(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
       >>> constrain(jnp.ones((4, 2)), "data").shape
       (4, 2)
     """
+    mesh = jax.sharding.get_abstract_mesh()
+    if DATA in mesh.axis_names:
+        rows = batch_axes(mesh)
+        split = [(entry,) if isinstance(entry, str) else entry or () for entry in axes]
+        axes = tuple(
+            tuple(own for axis in entry for own in (rows if axis == DATA else (axis,)))
+            for entry in split
+        )
+    return constrain_axes(x, *axes)
+
+
+def constrain_axes(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
+    """As `constrain`, but "data" is the mesh axis of that name only."""
     if len(axes) > x.ndim:
         raise ValueError(
             f"constrain: axes={axes} has {len(axes)} entries for an array of "
@@ -119,6 +134,8 @@ def _placed_axes(
 ) -> tuple[str, ...] | None:
     names = (entry,) if isinstance(entry, str) else (entry or ())
     for name in names:
+        if name not in known and name in AXES:
+            continue  # The mesh has one device on it.
         if name not in known:
             raise ValueError(
                 f"constrain: axis {name!r} is not an axis of the mesh; "

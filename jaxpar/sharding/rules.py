@@ -13,16 +13,19 @@ from typing import Any
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import tree
-from jaxpar.mesh import DATA, PIPE, TENSOR
+from jaxpar.mesh import BATCH_AXES, EXPERT, PIPE, TENSOR
 from jaxpar.sharding.tensor import AXIS_NAMES, LOGICAL_RULES, VOCAB
 
 Rules = Mapping[str, str | tuple[str, ...] | P | None]
-"""Logical name -> "tensor", ("pipe", "tensor") for a vocabulary, or None; and path
-pattern -> PartitionSpec."""
+"""Logical name -> "tensor", "expert", ("pipe", "tensor") for a vocabulary, or None; and
+path pattern -> PartitionSpec."""
 
 AxisRules = Sequence[tuple[str, Any]]
 """Flax's ``logical_axis_rules``: pairs of a logical name and mesh axes (one, several or
 None); of two rules for a name, the first whose axes are free in an array applies."""
+
+RULED = (TENSOR, EXPERT)
+"""The axes that rules may name."""
 
 Spec = tuple[str | tuple[str, ...] | None, ...]
 """One mesh axis, several, or None per dim."""
@@ -104,25 +107,25 @@ def _on_axes(key: str, value: Any) -> Any:
     if value is None or value == VOCAB:
         return value
     axis = AXIS_NAMES.get(value)
-    if axis == TENSOR:
+    if axis in RULED:
         return axis
     if axis == PIPE:
         raise ValueError(_not_alone(key))
-    if axis == DATA:
+    if axis in BATCH_AXES:
         raise ValueError(
             f"rules: {key!r} maps to {value!r}, but parameters are sharded over data "
-            "by zero=1, 2 or 3, not by rules. Use 'tensor' or None."
+            "by zero=1, 2 or 3, not by rules. Use 'tensor', 'expert' or None."
         )
     raise ValueError(
-        f"rules: {key!r} maps to {value!r}, which is not a mesh axis. "
-        f"Use 'tensor' or None.{tree.near_match(str(value), (TENSOR,), cutoff=0.8)}"
+        f"rules: {key!r} maps to {value!r}, which is not a mesh axis. Use 'tensor', "
+        f"'expert' or None.{tree.near_match(str(value), RULED, cutoff=0.8)}"
     )
 
 
 def _not_alone(key: str) -> str:
     return (
-        f"rules: {key!r} maps to 'pipe'; only 'tensor' can split a layer. "
-        "Use 'tensor' or None."
+        f"rules: {key!r} maps to 'pipe'; only 'tensor' and 'expert' can split a "
+        "layer. Use one of them or None."
     )
 
 
@@ -132,11 +135,12 @@ def _padded(pattern: str, spec: P, name: str, shape: tuple[int, ...]) -> Spec:
             f"rules: {pattern!r} gives {spec} to {name}, which has {len(shape)} dims "
             f"(shape {shape}). Give at most one entry per dim."
         )
-    if tuple(spec).count(TENSOR) > 1:
-        raise ValueError(
-            f"rules: {pattern!r} gives {spec} to {name}, but an axis can split only "
-            "one dim. Keep one 'tensor' and make the others None."
-        )
+    for axis in RULED:
+        if tuple(spec).count(axis) > 1:
+            raise ValueError(
+                f"rules: {pattern!r} gives {spec} to {name}, but an axis can split "
+                f"only one dim. Keep one {axis!r} and make the others None."
+            )
     return tuple(spec) + (None,) * (len(shape) - len(spec))
 
 
@@ -172,7 +176,8 @@ def _from_names(
                     found.add(AXIS_NAMES[axis])
                 else:
                     unknown.setdefault(part, []).append(leaf)
-        axes = tuple(axis for axis in VOCAB if axis in found)  # ZeRO places data.
+        # ZeRO places data.
+        axes = tuple(axis for axis in (EXPERT, *VOCAB) if axis in found)
         spec.append(() if found & {axis for entry in spec for axis in entry} else axes)
     return tuple(spec) + (None,) * (len(shape) - len(spec))
 
@@ -181,7 +186,12 @@ def _on_mesh(
     leaf: str, entry: str | tuple[str, ...] | None, sizes: Mapping[str, int]
 ) -> str | tuple[str, ...] | None:
     """Drop axes of one device from an entry of several axes."""
-    axes = axes_of(entry)
+    axes = tuple(a for a in axes_of(entry) if a != EXPERT or sizes.get(a, 1) > 1)
+    if EXPERT in axes and len(axes) > 1:
+        raise ValueError(
+            f"rules: {leaf} has a dim that {' x '.join(axes)} split; give experts a "
+            "dim of their own, that 'expert' splits alone."
+        )
     if axes == (PIPE,):
         if sizes.get(PIPE, 1) > 1:
             raise ValueError(_not_alone(leaf))

@@ -10,7 +10,7 @@ kernel ``("embed", "mlp")`` is column-parallel, ``("mlp",
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 """
 
-from jaxpar.mesh import DATA, PIPE, TENSOR
+from jaxpar.mesh import DATA, EXPERT, PIPE, REPLICA, TENSOR
 
 VOCAB = (PIPE, TENSOR)
 """The axes that split the vocabulary; pipe only where there is a pipeline."""
@@ -20,6 +20,7 @@ LOGICAL_RULES: dict[str, str | tuple[str, ...] | None] = {
     "heads": TENSOR,
     "kv_heads": TENSOR,
     "mlp": TENSOR,
+    "expert": EXPERT,
     "embed": None,
     "head_dim": None,
     "layers": None,
@@ -34,5 +35,8 @@ AXIS_NAMES = {
     PIPE: PIPE,
     DATA: DATA,
     "fsdp": DATA,
+    REPLICA: REPLICA,
+    EXPERT: EXPERT,
+    "ep": EXPERT,
 }
 """Axis names of models written for a mesh, and jaxpar's axis for each."""

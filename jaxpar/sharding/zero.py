@@ -1,9 +1,9 @@
 """How is each leaf stored, and how computed on: ZeRO as two specs per leaf.
 
-A ZeRO stage is a row of a table, not a code path (`ZERO_STAGES`). A leaf has a
-`LeafSharding`: the spec it is stored at and the spec it is computed at. At ZeRO stages
-1-3 a leaf is stored sharded over data, pipe *and* tensor, whatever its compute spec, so
-the state of Adam takes 12 Psi / N bytes.
+A ZeRO stage is a row of a table, not a code path (`ZERO_STAGES`); a leaf's two specs
+are a `jaxpar.sharding.leaf_sharding.LeafSharding`. At ZeRO stages 1-3 a leaf is stored
+sharded over data, pipe *and* tensor, whatever its compute spec, so the state of Adam
+takes 12 Psi / N bytes; with replicas, N is the devices of one.
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion
 Parameter Models", sections 5 and 7. Differs: parameters are stored sharded at ZeRO
@@ -14,14 +14,14 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
 from jaxpar import tree
-from jaxpar.mesh import AXES, DATA, PIPE, TENSOR
+from jaxpar.mesh import BATCH_AXES, DATA, EXPERT, PIPE, TENSOR
+from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.rules import Spec, axes_of
 
 WHOLE_BELOW_BYTES = 1024
@@ -75,133 +75,6 @@ def zero_stage(number: int) -> ZeroStage:
     return ZERO_STAGES[number]
 
 
-@dataclasses.dataclass(frozen=True)
-class LeafSharding:
-    """The shardings of one leaf: as stored, and as computed on.
-
-    Where data and another axis split the same dim, that dim is two dims in the leaf's
-    *view*: the other axis splits the first, data the second. With data manual the leaf
-    is then gathered over data on every tensor shard, and tensor shards do not move.
-
-    Attributes:
-      name: the leaf's path.
-      shape: its logical shape.
-      compute: one mesh axis, several, or None per dim, while it is computed on.
-      data_dim: the dim that data splits in storage; None if replicated over data.
-      placed: by dim, which of pipe and tensor split it in storage.
-      ways: (data, pipe, tensor) sizes of the mesh.
-      why: the reason, for people.
-
-    Example: a (64, 17) kernel on data 4 x tensor 2, its rows split by tensor. 4 does
-      not divide 17, so data splits the rows too: 8 devices store 8 rows each. In the
-      view (2, 32, 17), tensor splits dim 0 and data dim 1. An all-gather over data
-      along dim 1 gives each device the 32 rows of its tensor shard.
-
-      >>> leaf = LeafSharding(
-      ...     "w", (64, 17), ("tensor", None), 0, (("tensor",), ()), (4, 1, 2), ""
-      ... )
-      >>> tuple(leaf.stored_spec)
-      (('tensor', 'data'), None)
-      >>> leaf.view_shape, tuple(leaf.view_spec())
-      ((2, 32, 17), ('tensor', 'data', None))
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    compute: Spec
-    data_dim: int | None
-    placed: tuple[tuple[str, ...], ...]
-    ways: tuple[int, int, int]
-    why: str
-
-    def dim_of(self, axis: str) -> int | None:
-        """The dim that pipe or tensor splits in storage; None if it splits none."""
-        dims = (dim for dim, axes in enumerate(self.placed) if axis in axes)
-        return next(dims, None)
-
-    @property
-    def shares_dim(self) -> bool:
-        """Whether data and another axis split the same dim in storage."""
-        return self.data_dim is not None and bool(self.placed[self.data_dim])
-
-    @property
-    def ways_computed(self) -> int:
-        """Number of shards while computed on."""
-        sizes: dict[str, int] = dict(zip(AXES, self.ways, strict=True))
-        return math.prod(sizes[a] for axes in self.compute for a in axes_of(axes))
-
-    @property
-    def ways_stored(self) -> int:
-        """Number of shards in storage."""
-        sizes: dict[str, int] = dict(zip(AXES, self.ways, strict=True))
-        others = math.prod(sizes[axis] for axes in self.placed for axis in axes)
-        return others * (1 if self.data_dim is None else sizes[DATA])
-
-    @property
-    def stored_spec(self) -> P:
-        """The storage spec, over the logical shape."""
-        entries = list(self.placed)
-        if self.data_dim is not None:
-            entries[self.data_dim] = (*entries[self.data_dim], DATA)
-        return P(*map(_entry, entries))
-
-    @property
-    def compute_spec(self) -> P:
-        """The compute spec, over the logical shape."""
-        return P(*self.compute)
-
-    @property
-    def view_shape(self) -> tuple[int, ...]:
-        """The logical shape, with a dim that data shares as two dims."""
-        dim = self.data_dim
-        if dim is None or not self.shares_dim:
-            return self.shape
-        ways = math.prod(self.ways[AXES.index(axis)] for axis in self.placed[dim])
-        return (
-            *self.shape[:dim],
-            ways,
-            self.shape[dim] // ways,
-            *self.shape[dim + 1 :],
-        )
-
-    @property
-    def view_data_dim(self) -> int | None:
-        """The dim of the view that data splits."""
-        if self.data_dim is None:
-            return None
-        return self.data_dim + self.shares_dim
-
-    def view_spec(self, *, data: bool = True, placed: bool = True) -> P:
-        """The storage spec over the view: of data, of pipe and tensor, or of all."""
-        entries = self.in_view(self.placed if placed else [()] * len(self.shape))
-        if data and self.view_data_dim is not None:
-            entries[self.view_data_dim] = DATA
-        return P(*entries)
-
-    def in_view(self, axes: Sequence[tuple[str, ...]]) -> list[Any]:
-        """Make a spec's entries over the view from axes by logical dim."""
-        entries = [_entry(names) for names in axes]
-        if self.data_dim is not None and self.shares_dim:
-            entries.insert(self.data_dim + 1, None)
-        return entries
-
-    def without_leading_dim(self) -> "LeafSharding | None":
-        """The sharding of one slice along dim 0; None if an axis splits that dim."""
-        if self.data_dim == 0 or self.placed[0] or self.compute[0] is not None:
-            return None
-        return dataclasses.replace(
-            self,
-            shape=self.shape[1:],
-            compute=self.compute[1:],
-            data_dim=None if self.data_dim is None else self.data_dim - 1,
-            placed=self.placed[1:],
-        )
-
-
-def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
-    return axes if len(axes) > 1 else next(iter(axes), None)
-
-
 def shard_leaves(
     leaves: Mapping[str, jax.ShapeDtypeStruct],
     compute: Mapping[str, Spec],
@@ -239,20 +112,20 @@ def shard_leaves(
                 f"allow_whole: {pattern!r} matches no parameter; known paths: "
                 f"{', '.join(list(leaves)[:8])}.{tree.near_match(pattern, leaves)}"
             )
-    ways = (sizes[DATA], sizes[PIPE], sizes[TENSOR])
     leaf_shardings = {}
     for name, leaf in leaves.items():
         sharded = _shard_leaf(
-            name, leaf, compute[name], zero, ways, regroups=name in regrouped
+            name, leaf, compute[name], zero, sizes, regroups=name in regrouped
         )
         allowed = any(tree.matches(pattern, name) for pattern in allow_whole)
         if _is_too_large_to_stay_whole(sharded, leaf, zero) and not allowed:
+            ways = sharded.data_ways
             raise ValueError(
                 f"zero={zero.number}: {name} (shape {leaf.shape}, "
-                f"{tree.num_bytes(leaf) / 2**20:.1f} MiB) has no dim that data="
-                f"{ways[0]} divides, so every device would hold all of it. Pad a dim "
-                f"to a multiple of {ways[0]}, change the mesh, or pass "
-                f"allow_whole=({name!r},)."
+                f"{tree.num_bytes(leaf) / 2**20:.1f} MiB) has no dim that "
+                f"{' x '.join(sharded.data_axes)}={ways} divides, so every device "
+                f"would hold all of it. Pad a dim to a multiple of {ways}, change the "
+                f"mesh, or pass allow_whole=({name!r},)."
             )
         leaf_shardings[name] = sharded
     return leaf_shardings
@@ -263,8 +136,8 @@ def _is_too_large_to_stay_whole(
 ) -> bool:
     return (
         zero.stored == "sharded"
-        and sharded.ways[0] > 1
-        and sharded.data_dim is None
+        and sharded.data_ways > 1
+        and not sharded.is_split
         and tree.num_bytes(leaf) >= LARGE_BYTES
     )
 
@@ -274,101 +147,107 @@ def _shard_leaf(
     leaf: jax.ShapeDtypeStruct,
     compute: Spec,
     zero: ZeroStage,
-    ways: tuple[int, int, int],
+    sizes: Mapping[str, int],
     *,
     regroups: bool,
 ) -> LeafSharding:
-    shape = tuple(leaf.shape)
-    placed = tuple(map(axes_of, compute))
+    shape, ruled = tuple(leaf.shape), tuple(map(axes_of, compute))
+    computed = {axis for axes in ruled for axis in axes}
+    reduced = tuple(
+        axis for axis in BATCH_AXES if sizes.get(axis, 1) > 1 and axis not in computed
+    )
+    whole = LeafSharding(name, shape, compute, None, ruled, sizes, "", reduced)
     if zero.stored == "whole":
-        why = "ZeRO stage 0 replicates over data"
         if regroups:
-            dims = _best_dims(shape, placed, (1, ways[1], 1), regroups=True)
-            placed = _placed(shape, dims)
-        return LeafSharding(name, shape, compute, None, placed, ways, why)
+            placed = _placed(_best_dims(whole, (PIPE,), regroups=True), whole)
+            whole = dataclasses.replace(whole, placed=placed)
+        return dataclasses.replace(whole, why="ZeRO stage 0 replicates over data")
     size_bytes = math.prod(shape) * np.dtype(leaf.dtype).itemsize
     if size_bytes < WHOLE_BELOW_BYTES:
         why = f"replicated over data: {size_bytes} B is under {WHOLE_BELOW_BYTES}"
-        return LeafSharding(name, shape, compute, None, placed, ways, why)
-    dims = _best_dims(shape, placed, ways, regroups=regroups)
-    rests = _placed(shape, dims)
-    sharded = LeafSharding(name, shape, compute, dims[0], rests, ways, "")
-    return dataclasses.replace(sharded, why=_why(sharded, placed))
+        return dataclasses.replace(whole, why=why)
+    dims = _best_dims(whole, (DATA, PIPE, TENSOR), regroups=regroups)
+    placed = _placed(dims, whole)
+    sharded = dataclasses.replace(whole, data_dim=dims[DATA], placed=placed)
+    return dataclasses.replace(sharded, why=_why(sharded, ruled))
 
 
 def _placed(
-    shape: tuple[int, ...], dims: tuple[int | None, ...]
+    dims: Mapping[str, int | None], leaf: LeafSharding
 ) -> tuple[tuple[str, ...], ...]:
-    """By dim, which of pipe and tensor split it."""
-    axes = list(zip(AXES, dims, strict=True))[1:]
+    """By dim, which of the axes other than data split it."""
     return tuple(
-        tuple(axis for axis, own in axes if own == dim) for dim in range(len(shape))
+        tuple(axis for axis, own in dims.items() if axis != DATA and own == dim)
+        for dim in range(len(leaf.shape))
     )
 
 
 def _why(leaf: LeafSharding, ruled: tuple[tuple[str, ...], ...]) -> str:
     parts = []
-    for axis in (TENSOR, PIPE):
-        ways, dim = leaf.ways[AXES.index(axis)], leaf.dim_of(axis)
+    for axis in (EXPERT, TENSOR, PIPE):
+        ways, dim = leaf.sizes.get(axis, 1), leaf.dim_of(axis)
         if ways > 1 and dim is not None and axis in ruled[dim]:
             parts.append(f"rule: {axis} splits dim {dim}")
         elif dim is not None and axis not in ruled[dim]:
             parts.append(f"stored sharded over {axis} on dim {dim}")
-        elif ways > 1:
+        elif ways > 1 and axis != EXPERT:
             parts.append(f"replicated over {axis}: {ways} divides no dim")
-    data = leaf.ways[0]
-    if leaf.data_dim is not None:
-        parts.append(f"zero: data splits dim {leaf.data_dim}")
+    over, data = " x ".join(leaf.data_axes), leaf.data_ways
+    if leaf.is_split:
+        parts.append(f"zero: {over} splits dim {leaf.data_dim}")
     elif data > 1:
-        parts.append(f"replicated over data: {data} divides no dim")
+        parts.append(f"replicated over {over}: {data} divides no dim")
     return "; ".join(parts) or "one device on every axis"
 
 
 def _best_dims(
-    shape: tuple[int, ...],
-    ruled: tuple[tuple[str, ...], ...],
-    ways: tuple[int, int, int],
-    *,
-    regroups: bool,
-) -> tuple[int | None, ...]:
-    """Choose the dims that data, pipe and tensor split in storage: most shards first.
+    leaf: LeafSharding, free: Collection[str], *, regroups: bool
+) -> dict[str, int | None]:
+    """Choose the dim that each axis splits in storage: most shards first.
 
-    Ties: not a leading dim that looks like a stack of layers (a scan slices along it),
-    then a separate dim for each axis, then the largest dim, then the last.
+    Axes that a rule places stay there; those of `free` are placed here, DATA for all of
+    the leaf's data axes. Ties: not a leading dim that looks like a stack of layers (a
+    scan slices along it), then a separate dim for each axis, then the largest dim, then
+    the last.
     """
+    shape = leaf.shape
     stacked = len(shape) > 1 and shape[0] * 8 <= max(shape[1:])
-    by_rule = [
-        next((dim for dim, axes in enumerate(ruled) if axis in axes), None)
-        for axis in AXES
-    ]
-    free = [
-        None if rule is not None or size == 1 else range(regroups, len(shape))
-        for rule, size in zip(by_rule, ways, strict=True)
-    ]
+    ways = {DATA: leaf.data_ways}
+    ways |= {axis: leaf.sizes.get(axis, 1) for axis in (EXPERT, PIPE, TENSOR)}
+    by_rule = {axis: leaf.dim_of(axis) for axis in ways}
     choices = [
-        [rule] if dims is None else [None, *dims]
-        for rule, dims in zip(by_rule, free, strict=True)
+        [None, *range(regroups, len(shape))]
+        if by_rule[axis] is None and ways[axis] > 1 and axis in free
+        else [by_rule[axis]]
+        for axis in ways
     ]
 
     def fits(dims: tuple[int | None, ...]) -> bool:
-        data, pipe, tensor = dims
+        data, expert, pipe, tensor = dims
         if regroups and pipe is not None and pipe in (data, tensor):
             return False
+        if expert is not None and expert == data:  # Both are manual.
+            return False
         split = [1] * len(shape)
-        for dim, size in zip(dims, ways, strict=True):
+        for dim, size in zip(dims, ways.values(), strict=True):
             if dim is not None:
                 split[dim] *= size
         return all(size % by == 0 for size, by in zip(shape, split, strict=True))
 
     def merit(dims: tuple[int | None, ...]) -> tuple:
-        used = [dim for dim in dims if dim is not None]
-        shards = math.prod(
-            size for dim, size in zip(dims, ways, strict=True) if dim is not None
-        )
+        used = {axis: dim for axis, dim in zip(ways, dims, strict=True)}
+        placed = [dim for dim in dims if dim is not None]
+        shards = math.prod(ways[a] for a, dim in used.items() if dim is not None)
         slices = stacked and any(
-            dim == 0 and rule is None for dim, rule in zip(dims, by_rule, strict=True)
+            dim == 0 and by_rule[axis] is None for axis, dim in used.items()
         )
-        sizes = [(shape[d], d) if d is not None else (0, -1) for d in dims]
-        return (shards, not slices, len(set(used)) - len(used), *sizes)
+        # Data, pipe and tensor, in this order.
+        sizes = [
+            (shape[dim], dim) if dim is not None else (0, -1)
+            for axis, dim in used.items()
+            if axis != EXPERT
+        ]
+        return (shards, not slices, len(set(placed)) - len(placed), *sizes)
 
-    return max(filter(fits, itertools.product(*choices)), key=merit)
+    best = max(filter(fits, itertools.product(*choices)), key=merit)
+    return dict(zip(ways, best, strict=True))

@@ -90,13 +90,14 @@ def notes(plan: Plan) -> list[str]:
 def verdict(plan: Plan) -> str:
     """Say whether the plan fits, and by how much."""
     peak, whole = plan.memory.peak, plan.device_memory_bytes
+    on_host = plan.memory.host_state
+    beside = f"; {quantity(on_host, 'B')} a device in host memory" if on_host else ""
     if whole is None:
-        return f"peak {quantity(peak, 'B')}; the device's memory is unknown"
+        return f"peak {quantity(peak, 'B')}; the device's memory is unknown{beside}"
+    over, size = quantity(abs(peak - whole), "B"), quantity(whole, "B")
     if peak > whole:
-        return (
-            f"does not fit: {quantity(peak - whole, 'B')} over {quantity(whole, 'B')}"
-        )
-    return f"fits: {quantity(whole - peak, 'B')} of {quantity(whole, 'B')} are free"
+        return f"does not fit: {over} over {size}{beside}"
+    return f"fits: {over} of {size} are free{beside}"
 
 
 def memory_pieces(plan: Plan) -> list[Piece]:

@@ -20,7 +20,7 @@ from jaxpar.jaxprs.compat import scan_counts
 from jaxpar.jaxprs.evaluate import bind, read
 from jaxpar.jaxprs.residuals import with_own_residuals
 from jaxpar.sharding.collectives import Collectives
-from jaxpar.sharding.zero import LeafSharding
+from jaxpar.sharding.leaf_sharding import LeafSharding
 
 # Their results are as large as the parameter and cheap to recompute. Saved as residuals
 # they would keep a gathered leaf alive until the backward pass.
@@ -48,7 +48,8 @@ class GatheredAtUse:
     Args:
       leaf: its sharding.
       slot: the array to differentiate with respect to: has the shape of the stored view
-        and the dtype of the reduction. Its values are not read.
+        and the dtype of the reduction. Its values are not read. None for a leaf that
+        is not trained.
       source: the stored fp32 view, or the leaf already gathered.
       collectives: gather the leaf and reduce its gradient.
       dtype: the compute dtype.
@@ -58,7 +59,7 @@ class GatheredAtUse:
     def __init__(
         self,
         leaf: LeafSharding,
-        slot: jax.Array,
+        slot: jax.Array | None,
         source: jax.Array,
         collectives: Collectives,
         dtype: jnp.dtype,
@@ -70,12 +71,12 @@ class GatheredAtUse:
         self._made: jax.Array | None = None
 
     @property
-    def arrays(self) -> tuple[jax.Array, jax.Array]:
+    def arrays(self) -> tuple[jax.Array | None, jax.Array]:
         """The arrays to pass through a transformation."""
         return self.slot, self.source
 
     def rebuilt(
-        self, arrays: Sequence[jax.Array], leaf: LeafSharding
+        self, arrays: tuple[jax.Array | None, jax.Array], leaf: LeafSharding
     ) -> "GatheredAtUse":
         """The same leaf (or a slice of it) with other tracers."""
         slot, source = arrays
@@ -89,18 +90,18 @@ class GatheredAtUse:
             self._made = self._use()(*self.arrays)
         return self._made
 
-    def _use(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    def _use(self) -> Callable[[jax.Array | None, jax.Array], jax.Array]:
         """``use(slot, source) -> leaf``; its backward pass reduces into the slot."""
-        leaf, collectives, slot_dtype = (
-            self.leaf_sharding,
-            self.collectives,
-            self.slot.dtype,
-        )
+        leaf, collectives, slot = self.leaf_sharding, self.collectives, self.slot
 
-        def make(_: jax.Array, source: jax.Array) -> jax.Array:
+        def make(_: jax.Array | None, source: jax.Array) -> jax.Array:
             if self.is_whole:
                 return source
             return collectives.gather(leaf, source.astype(self.dtype))
+
+        if slot is None:
+            return make
+        slot_dtype = slot.dtype
 
         def forward(slot: jax.Array, source: jax.Array) -> tuple[jax.Array, None]:
             # Not a call of `use`: a scan would not recognise its result, and would

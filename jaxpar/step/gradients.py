@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.mesh import DATA
+from jaxpar.mesh import DATA, batch_axes, num_batch_shards, rows_spec
 from jaxpar.model.bridge import Network
 from jaxpar.sharding.collectives import (
     AutomaticCollectives,
@@ -28,11 +28,13 @@ from jaxpar.sharding.collectives import (
     to_view,
 )
 from jaxpar.sharding.constrain import constrain
-from jaxpar.sharding.zero import LeafSharding, ZeroStage
+from jaxpar.sharding.exchange import PARTS, counting_means
+from jaxpar.sharding.leaf_sharding import LeafSharding
+from jaxpar.sharding.zero import ZeroStage
 from jaxpar.step.gather_at_use import GatheredAtUse, call_gathering_at_use
 from jaxpar.step.inputs import Inputs, map_rows, specs_of, with_keys
 from jaxpar.step.loss import Loss, Sums, make_loss
-from jaxpar.step.precision import Precision
+from jaxpar.step.precision import Precision, frozen_dtype
 from jaxpar.step.row_draws import AsTraced, Draws, ShardKey
 from jaxpar.step.weighted import merged, of_no_examples
 from jaxpar.types import Params, PyTree
@@ -44,7 +46,8 @@ class Partition:
 
     Attributes:
       network: the model.
-      leaves: the leaves' shardings, in flattening order.
+      leaves: the trained leaves' shardings, in flattening order.
+      frozen: those of the other parameters.
       zero: the row of the ZeRO table.
       precision: the dtypes.
       mesh: the mesh.
@@ -54,6 +57,7 @@ class Partition:
 
     network: Network
     leaves: tuple[LeafSharding, ...]
+    frozen: tuple[LeafSharding, ...]
     zero: ZeroStage
     precision: Precision
     mesh: Mesh
@@ -66,14 +70,29 @@ class Partition:
 
         XLA rejects reductions over a manual axis of one device (jax 0.11.2).
         """
-        return self.coupled or self.mesh.shape[DATA] == 1
+        return self.coupled or num_batch_shards(self.mesh) == 1
 
     @property
     def collectives(self) -> Collectives:
         """The collectives over data."""
         if self.automatic:
             return AutomaticCollectives()
-        return ManualCollectives(self.precision.reduce_dtype, self.platform)
+        sizes, own = self.mesh.shape, self.precision
+        axes = tuple(axis for axis in batch_axes(self.mesh) if sizes[axis] > 1)
+        return ManualCollectives(axes, own.reduce_dtype, self.platform)
+
+    @functools.cached_property
+    def on_shard(self) -> tuple[LeafSharding, ...]:
+        """The trained leaves as the loss function's shard of the rows sees them."""
+        return self._on_shard(self.leaves)
+
+    @functools.cached_property
+    def all_on_shard(self) -> tuple[LeafSharding, ...]:
+        """The trained leaves, and the others."""
+        return self._on_shard((*self.leaves, *self.frozen))
+
+    def _on_shard(self, leaves: tuple[LeafSharding, ...]) -> tuple[LeafSharding, ...]:
+        return leaves if self.automatic else tuple(leaf.on_shard for leaf in leaves)
 
     @property
     def platform(self) -> str:
@@ -84,20 +103,27 @@ class Partition:
         """A key that all shards share, with this shard's number."""
         return ShardKey(key, self.collectives.shard_number())
 
-    def views(self, params: Params) -> list[jax.Array]:
-        """The stored parameters as views."""
-        leaves = jax.tree.leaves(params)
-        return [to_view(*x) for x in zip(self.leaves, leaves, strict=True)]
+    def views(self, weights: tuple[Params, Params]) -> list[jax.Array]:
+        """The stored parameters as views: those that are trained, and the others."""
+        stored, leaves = (*self.leaves, *self.frozen), jax.tree.leaves(weights)
+        return [to_view(*x) for x in zip(stored, leaves, strict=True)]
 
     def prepare(self, shards: Sequence[jax.Array]) -> list[jax.Array]:
         """Cast and gather the parameters if that is done once a step."""
         if self.zero.gather == "use":
             return list(shards)
-        cast = [x.astype(self.precision.compute_dtype) for x in shards]
+        dtypes = self._computed_dtypes(shards)
+        cast = [x.astype(dtype) for x, dtype in zip(shards, dtypes, strict=True)]
         return [
             self.collectives.gather(p, x)
-            for p, x in zip(self.leaves, cast, strict=True)
+            for p, x in zip(self.all_on_shard, cast, strict=True)
         ]
+
+    def _computed_dtypes(self, shards: Sequence[jax.Array]) -> list[jnp.dtype]:
+        """The dtype in which each leaf is computed on."""
+        compute, count = self.precision.compute_dtype, len(self.leaves)
+        frozen = [frozen_dtype(x.dtype, compute) for x in shards[count:]]
+        return [compute] * count + frozen
 
     def call(
         self,
@@ -108,13 +134,15 @@ class Partition:
     ) -> Any:
         """Evaluate ``fn(unsharded leaves, *args)`` on results of `differentiated`."""
         if self.zero.reduce == "step":
-            return fn(list(leaves), *args)
-        dtype, is_whole = self.precision.compute_dtype, self.zero.gather != "use"
+            return fn([*leaves, *prepared[len(leaves) :]], *args)
+        slots = [*leaves, *(None for _ in self.frozen)]
+        dtypes, over = self._computed_dtypes(prepared), self.collectives
+        is_whole = self.zero.gather != "use"
         deferred = [
-            GatheredAtUse(
-                leaf, slot, source, self.collectives, dtype, is_whole=is_whole
+            GatheredAtUse(leaf, slot, source, over, dtype, is_whole=is_whole)
+            for leaf, slot, source, dtype in zip(
+                self.all_on_shard, slots, prepared, dtypes, strict=True
             )
-            for leaf, slot, source in zip(self.leaves, leaves, prepared, strict=True)
         ]
         return call_gathering_at_use(fn, deferred, *args)
 
@@ -122,19 +150,25 @@ class Partition:
         self, shards: Sequence[jax.Array], prepared: Sequence[jax.Array]
     ) -> list[jax.Array]:
         """The arrays to differentiate: gathered leaves, or slots for their shards."""
+        count = len(self.leaves)
         if self.zero.reduce == "step":
-            return list(prepared)
+            return list(prepared[:count])
         dtype = self.collectives.communicated_dtype(self.precision.compute_dtype)
-        return [jnp.zeros(shard.shape, dtype) for shard in shards]
+        return [jnp.zeros(shard.shape, dtype) for shard in shards[:count]]
 
     def reduced(self, grads: Sequence[jax.Array]) -> list[jax.Array]:
-        """Reduce gradients over data that the backward pass has not reduced."""
-        if self.zero.reduce == "microbatch":
-            return list(grads)
-        return [
-            self.collectives.reduce(p, g)
-            for p, g in zip(self.leaves, grads, strict=True)
-        ]
+        """Reduce gradients over the axes that the backward pass has not."""
+        if self.zero.reduce == "step":
+            return self.reduced_once(self.on_shard, grads)
+        pairs = zip(self.on_shard, grads, strict=True)
+        return [self.collectives.reduce_replicas(*pair) for pair in pairs]
+
+    def reduced_once(
+        self, leaves: Sequence[LeafSharding], grads: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """Reduce gradients over all of their axes, inside replicas first."""
+        inside = map(self.collectives.reduce, leaves, grads)
+        return list(map(self.collectives.reduce_replicas, leaves, inside))
 
     def mapped(
         self, body: Callable, out_specs: Any, *, whole: bool = False
@@ -145,16 +179,16 @@ class Partition:
         """
         if self.automatic:
             return body
-        specs = [manual_spec(leaf) for leaf in self.leaves]
+        specs = [manual_spec(leaf) for leaf in (*self.leaves, *self.frozen)]
 
         def run(shards: list, inputs: Inputs, *replicated: Any) -> Any:
-            own = P() if whole else specs_of(inputs)
+            own = P() if whole else specs_of(inputs, rows_spec(self.mesh))
             return jax.shard_map(
                 body,
                 mesh=self.mesh,
                 in_specs=(specs, own, *(P() for _ in replicated)),
                 out_specs=out_specs,
-                axis_names={DATA},
+                axis_names=set(batch_axes(self.mesh)),
                 check_vma=False,
             )(shards, inputs, *replicated)
 
@@ -162,23 +196,27 @@ class Partition:
 
 
 def make_gradients(
-    partition: Partition, loss: Loss, params_like: Params, accumulate: int
+    partition: Partition, loss: Loss, like: tuple[Params, Params], accumulate: int
 ) -> Callable[..., tuple[Params, Sums, PyTree]]:
-    """Make ``(params, model_state, inputs, key, scale) -> (grads, sums, model_state)``.
+    """Make ``(weights, model_state, inputs, key, scale) -> (grads, sums, state)``.
 
     Args:
       partition: how the loss function is run from shards.
       loss: the loss function.
-      params_like: a tree of the parameters' structure.
+      like: of the structure of `TrainState.weights`.
       accumulate: micro-batches a step.
 
     Returns:
       A pure function, to be traced under the mesh. It returns the gradients of scale *
-      sum(total) / sum(weight), at the storage specs, in the dtype of the reduction.
+      sum(total) / sum(weight), at the storage specs, in the dtype of the reduction;
+      the step's sums; and the model's new state.
     """
-    structure = jax.tree.structure(params_like)
     loss_of = make_loss(
-        partition.network, loss, structure, partition.draws, training=True
+        partition.network,
+        loss,
+        jax.tree.structure(like),
+        partition.draws,
+        training=True,
     )
 
     def microbatch(shards, prepared, model_state, key, scale, inputs):
@@ -212,7 +250,7 @@ def make_gradients(
         grads = partition.reduced([grad * inverse for grad in grads])
         return grads, sums, state
 
-    return gradients_on_shards(partition, structure, body)
+    return gradients_on_shards(partition, jax.tree.structure(like[0]), body)
 
 
 def gradients_on_shards(
@@ -222,7 +260,7 @@ def gradients_on_shards(
 
     Args:
       partition: the leaves' shardings.
-      structure: of the parameters.
+      structure: of the trained parameters.
       body: returns gradients as stored views, sums over all data, and the model's
         state.
 
@@ -232,8 +270,8 @@ def gradients_on_shards(
     views = [manual_spec(leaf) for leaf in partition.leaves]
     run = partition.mapped(body, out_specs=(views, P(), P()))
 
-    def gradients(params, model_state, inputs, key, scale):
-        shards, inputs = partition.views(params), with_keys(inputs, key)
+    def gradients(weights, model_state, inputs, key, scale):
+        shards, inputs = partition.views(weights), with_keys(inputs, key)
         grads, sums, state = run(shards, inputs, model_state, key, scale)
         grads = [from_view(*x) for x in zip(partition.leaves, grads, strict=True)]
         return jax.tree.unflatten(structure, grads), sums, state
@@ -242,13 +280,13 @@ def gradients_on_shards(
 
 
 def make_forward(
-    partition: Partition, loss: Loss, params_like: Params, *, training: bool
+    partition: Partition, loss: Loss, like: tuple[Params, Params], *, training: bool
 ) -> Callable[..., Sums]:
     """Make ``(shards, inputs, model_state, key, parts) -> Sums``, without gradients.
 
     For one data shard's rows, in `parts` micro-batches.
     """
-    structure = jax.tree.structure(params_like)
+    structure = jax.tree.structure(like)
     loss_of = make_loss(
         partition.network, loss, structure, partition.draws, training=training
     )
@@ -272,23 +310,29 @@ def make_forward(
 
         if parts == 1:
             return one(own_key, inputs)
-        like = jax.eval_shape(lambda: part(0))
-        return jax.lax.scan(add, of_no_examples(like), jnp.arange(parts))[0]
+        with counting_means() as means:
+            like = jax.eval_shape(lambda: part(0))
+        start, numbers = of_no_examples(like), jnp.arange(parts)
+        if not means:
+            return jax.lax.scan(add, start, numbers)[0]
+        # Side by side, for a mean over the rows of all parts.
+        found = jax.vmap(part, axis_name=PARTS)(numbers)
+        return jax.lax.scan(lambda x, y: (merged(x, y), None), start, found)[0]
 
     return forward
 
 
 def make_evaluation(
-    partition: Partition, loss: Loss, params_like: Params
+    partition: Partition, loss: Loss, like: tuple[Params, Params]
 ) -> Callable[..., Sums]:
-    """Make ``(params, model_state, inputs, key, is_left_over) -> Sums``.
+    """Make ``(weights, model_state, inputs, key, is_left_over) -> Sums``.
 
     In evaluation mode. Left-over rows, fewer than there are data shards, are computed
     on every shard; their random numbers differ from those on one device.
     """
 
     def make_body(partition: Partition) -> Callable[..., Sums]:
-        forward = make_forward(partition, loss, params_like, training=False)
+        forward = make_forward(partition, loss, like, training=False)
         return functools.partial(forward, parts=1)
 
     return evaluation_on_shards(partition, make_body)
@@ -301,7 +345,7 @@ def evaluation_on_shards(
     # For left-over rows all shards draw the same numbers, from another key.
     same = dataclasses.replace(partition, draws=AsTraced())
 
-    def evaluation(params, model_state, inputs, key, is_left_over):
+    def evaluation(weights, model_state, inputs, key, is_left_over):
         used = same if is_left_over else partition
         body = make_body(used)
 
@@ -311,7 +355,7 @@ def evaluation_on_shards(
 
         run = used.mapped(on_shard, out_specs=P(), whole=is_left_over)
         key = jax.random.fold_in(key, 1) if is_left_over else key
-        return run(used.views(params), with_keys(inputs, key), model_state, key)
+        return run(used.views(weights), with_keys(inputs, key), model_state, key)
 
     return evaluation
 

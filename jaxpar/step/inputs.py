@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.mesh import DATA
 from jaxpar.tree import named_leaves
 from jaxpar.types import Batch, PyTree
 
@@ -156,11 +155,11 @@ def twice_the_rows(batch: PyTree) -> PyTree:
     return map_rows(double, batch)
 
 
-def specs_of(batch: PyTree) -> PyTree:
-    """Specs: rows over data, `Replicated` values on every device."""
+def specs_of(batch: PyTree, rows: P) -> PyTree:
+    """Specs: `rows` for rows; `Replicated` values are on every device."""
 
     def spec(x: Any) -> Any:
-        return jax.tree.map(lambda _: P(), x) if _is_replicated(x) else P(DATA)
+        return jax.tree.map(lambda _: P(), x) if _is_replicated(x) else rows
 
     return jax.tree.map(spec, batch, is_leaf=_is_replicated)
 

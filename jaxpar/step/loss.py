@@ -9,7 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar import tree
 from jaxpar.model.bridge import Network
+from jaxpar.model.model_state import cast_model_state
 from jaxpar.sharding.collectives import Collectives
 from jaxpar.sharding.constrain import constrain, own_constraints
 from jaxpar.step.inputs import (
@@ -22,7 +24,6 @@ from jaxpar.step.inputs import (
     unwrapped,
 )
 from jaxpar.step.row_draws import Draws, Rows
-from jaxpar.step.state import cast_model_state
 from jaxpar.step.weighted import (
     Max,
     Reduced,
@@ -149,13 +150,17 @@ def _as_loss(fn: LossFn, argument: str) -> Loss:
 def make_loss(
     network: Network, loss: Loss, structure: Any, draws: Draws, *, training: bool
 ) -> Callable[..., tuple[Sums, PyTree]]:
-    """Make ``(leaves, model_state, shard_key, inputs) -> (Sums, model_state)``."""
+    """Make ``(leaves, model_state, shard_key, inputs) -> (Sums, model_state)``.
+
+    `structure` is that of `TrainState.weights`, whose unsharded leaves are given.
+    """
 
     def loss_of(key, leaves, model_state, inputs):
         def fn(model: Any, inputs: Inputs) -> Any:
             return loss(model, inputs, key=key, training=training)
 
-        variables = (jax.tree.unflatten(structure, leaves), model_state)
+        params = tree.merged(*jax.tree.unflatten(structure, leaves))
+        variables = (params, model_state)
         how = {"training": training, "step": inputs.step.value}
         out, after = network.run(fn, variables, key, inputs, **how)
         if training:

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpar.jaxprs.draws import Draw
-from jaxpar.mesh import DATA, are_present
+from jaxpar.mesh import PIPE, are_present, batch_axes
 from jaxpar.step.inputs import Inputs, OnePack, map_rows, num_rows
 from jaxpar.step.loss import Sums
 from jaxpar.step.row_draws import SIZE_ERRORS, can_be_of_parts
@@ -78,7 +78,7 @@ class LossCheck(NoCheck):
 
     Args:
       argument: "loss_fn" or "eval_fn".
-      compare: ``(params, model_state, batch, step, key, noise) -> {name: [2, data]}``:
+      compare: ``(weights, model_state, batch, step, key, noise) -> {name: [2, data]}``:
         the value for the rows and for their halves, by data shard, replicated.
       whole: as `compare`, but ``{name: [2]}``: the engine's value and that of the full
         batch; None where the full batch may not fit in memory.
@@ -117,7 +117,7 @@ class LossCheck(NoCheck):
             return
         queue.finish_before_others()
         kept = state()
-        given = (kept.params, kept.model_state, batch, kept.step, kept.key)
+        given = (kept.weights, kept.model_state, batch, kept.step, kept.key)
         wrong, noise = self._wrong(given)
         if "loss" in wrong:
             raise ValueError(self._refusal(wrong["loss"], (*given, noise)))
@@ -277,10 +277,11 @@ def mixed_rows(
 
 
 def another_shard(x: jax.Array) -> jax.Array:
-    """The leaf of the shard half the data axis away, where data is manual."""
-    size = jax.lax.axis_size(DATA)
+    """The leaf of the shard half the shards away, where the batch axes are manual."""
+    axes = batch_axes(jax.sharding.get_abstract_mesh())
+    size = jax.lax.axis_size(axes)
     pairs = [(i, (i + size // 2) % size) for i in range(size)]
-    return jax.lax.ppermute(x, DATA, pairs)
+    return jax.lax.ppermute(x, axes, pairs)
 
 
 def with_noise(params: Params, amount: jax.Array) -> Params:
@@ -323,6 +324,7 @@ def why_not(
     coupled: bool,
     splits: int,
     asked: bool,
+    averages: bool = False,
 ) -> str | None:
     """The reason why a loss is not checked; None if it is.
 
@@ -333,6 +335,7 @@ def why_not(
       coupled: whether it sees full micro-batches.
       splits: calls a batch: data shards times micro-batches.
       asked: ``check_loss``.
+      averages: whether it calls `jaxpar.batch_mean`.
     """
     if not asked:
         return "check_loss=False"
@@ -344,6 +347,8 @@ def why_not(
         return "it couples examples and sees full micro-batches"
     if splits == 1:
         return "it sees the full batch"
+    if averages and mesh.shape[PIPE] > 1:
+        return "it calls batch_mean in a pipeline, where halves have no common mean"
     if not can_be_of_parts(draws):
         return "it draws random numbers by rejection or inside a custom derivative"
     return None

@@ -64,3 +64,17 @@ def _dtype(argument: str, name: str) -> jnp.dtype:
             f"{near_match(str(name), _COMPUTE_DTYPES)}"
         )
     return jnp.dtype(_COMPUTE_DTYPES[name])
+
+
+def frozen_dtype(dtype: jnp.dtype, compute_dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype in which a parameter that is not trained is gathered and computed on.
+
+    Args:
+      dtype: in which it is stored.
+      compute_dtype: of the parameters that are trained.
+
+    Returns:
+      The compute dtype for wider floats, else its own.
+    """
+    wider = dtype.itemsize > compute_dtype.itemsize
+    return compute_dtype if jnp.issubdtype(dtype, jnp.floating) and wider else dtype

@@ -7,7 +7,7 @@ optimizer may store it in packed form (`jaxpar.step.update`).
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import tree
 from jaxpar.model.bridge import Network
-from jaxpar.sharding.zero import LeafSharding, ZeroStage, shard_leaves
+from jaxpar.sharding.leaf_sharding import LeafSharding
+from jaxpar.sharding.memory_kinds import to_device
+from jaxpar.sharding.zero import ZeroStage, shard_leaves
 from jaxpar.step.carried import Carried
 from jaxpar.step.update import Update
 from jaxpar.types import Leaf, Params, PyTree
@@ -30,7 +32,8 @@ class TrainState:
 
     Attributes:
       step: steps taken, including skipped ones; int32 scalar.
-      params: fp32 masters; a nested dict.
+      params: fp32 masters of what is trained; a nested dict.
+      frozen: the other parameters, in their own dtypes; a nested dict.
       model_state: mutable state of the model (batch statistics); a nested dict.
       opt_state: the optimizer's state.
       key: the run's key; every step folds in its number.
@@ -40,26 +43,42 @@ class TrainState:
 
     step: Leaf
     params: Params
+    frozen: Params
     model_state: PyTree
     opt_state: PyTree
     key: Leaf
     carried: dict[str, PyTree]
+
+    @property
+    def weights(self) -> tuple[Params, Params]:
+        """The parameters that are trained, and the others."""
+        return self.params, self.frozen
 
 
 def make_init(
     network: Network,
     init_opt_state: Callable[[Params], PyTree],
     carried: Sequence[Carried] = (),
+    trained: Callable[[Params], Collection[str]] = tree.named_leaves,
 ) -> Callable[[jax.Array], TrainState]:
-    """Make the pure function ``key -> TrainState``, to be jitted with shardings."""
+    """Make the pure function ``key -> TrainState``, to be jitted with shardings.
+
+    Args:
+      network: the model.
+      init_opt_state: of the parameters that are trained.
+      carried: the parts of ``state.carried``.
+      trained: the names of the parameters that are trained, from all parameters.
+    """
 
     def init(key: jax.Array) -> TrainState:
         init_key, run_key = jax.random.split(key)
         params, model_state = network.init(init_key)
+        params, frozen = tree.parted(params, trained(params))
         params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
         return TrainState(
             step=jnp.int32(0),
             params=params,
+            frozen=frozen,
             model_state=model_state,
             opt_state=jax.tree_util.tree_map_with_path(
                 _as_array, init_opt_state(params)
@@ -82,39 +101,6 @@ def _as_array(path: tuple, leaf: Any) -> jax.Array:
             f"{type(leaf).__name__}, but must be an array, a number or a PRNG key. "
             "Hold it outside of the state that init returns."
         ) from error
-
-
-def cast_model_state(after: PyTree, before: PyTree) -> PyTree:
-    """Cast a model's new mutable state to the dtypes of the old one.
-
-    Args:
-      after: the mutable state after a call of the model.
-      before: the state before it.
-
-    Returns:
-      `after`, cast.
-
-    Raises:
-      ValueError: if a leaf was added, removed or changed its shape.
-    """
-    new, old = (
-        {name: jnp.shape(leaf) for name, leaf in tree.named_leaves(state).items()}
-        for state in (after, before)
-    )
-    changed = [
-        f"{name} from {old.get(name, 'nothing')} to {new.get(name, 'nothing')}"
-        for name in {**old, **new}
-        if old.get(name) != new.get(name)
-    ]
-    if changed:
-        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        raise ValueError(
-            "model: a training step changes the shape of its state: "
-            f"{', '.join(changed[:3])}{more}. Every step runs the same program: "
-            "initialise the state in its final shape, without a dim of the batch's "
-            "rows, and write into it (x.at[i].set(...))."
-        )
-    return jax.tree.map(lambda x, like: x.astype(like.dtype), after, before)
 
 
 def pack_state(update: Update, state: TrainState) -> TrainState:
@@ -157,6 +143,7 @@ def state_shardings(
     leaf_shardings: Mapping[str, LeafSharding],
     zero: ZeroStage,
     mesh: Mesh,
+    update: Update | None = None,
 ) -> TrainState:
     """Choose the sharding of every leaf of the state.
 
@@ -170,6 +157,7 @@ def state_shardings(
       leaf_shardings: parameter name -> sharding.
       zero: the row of the ZeRO table.
       mesh: the mesh.
+      update: the optimizer, which may choose other memory kinds; None for the device.
 
     Returns:
       A TrainState of NamedShardings.
@@ -193,10 +181,13 @@ def state_shardings(
         return jax.tree.unflatten(jax.tree.structure(part), specs)
 
     replicated = jax.tree.map(lambda _: NamedSharding(mesh, P()), abstract)
+    ruled = placed(abstract.params), placed(abstract.opt_state)
+    params, opt_state = update.logical_shardings(*ruled) if update else ruled
     return dataclasses.replace(
         replicated,
-        params=placed(abstract.params),
-        opt_state=placed(abstract.opt_state),
+        params=params,
+        frozen=placed(abstract.frozen),
+        opt_state=opt_state,
         carried=placed(abstract.carried),
     )
 
@@ -238,6 +229,7 @@ def _unsound(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Leaf name -> whether it is not finite, or NaN outside of params."""
 
     def is_bad(name: str, leaf: jax.Array) -> jax.Array:
+        leaf = to_device(leaf)
         is_param = name.startswith("params/")
         return jnp.any(~jnp.isfinite(leaf) if is_param else jnp.isnan(leaf))
 

@@ -7,6 +7,7 @@ functions called here, not this file.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,48 @@ from jaxpar.step.state import TrainState
 from jaxpar.step.update import Update
 from jaxpar.types import Batch, Metrics, PyTree
 
-TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-"""A training step; the batch is a global one."""
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Reduced:
+    """What a step has before its update: gradients, and what is known of them.
+
+    Attributes:
+      grads: reduced and packed; times the loss scale.
+      norm: their global norm, without the scale.
+      finite: whether it is finite.
+      applied: whether the step is applied.
+      scale: the loss scale.
+      factor: what the update multiplies the gradients by.
+      model_state: the model's new state.
+      results: the loss and the user's metrics.
+    """
+
+    grads: PyTree
+    norm: Any
+    finite: Any
+    applied: Any
+    scale: Any
+    factor: Any
+    model_state: PyTree
+    results: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainStep:
+    """A pure training step ``(state, batch) -> (state, metrics)``, and its two halves.
+
+    Attributes:
+      gradients: ``(state, batch) -> Reduced``; the batch is a global one.
+      update: ``(state, Reduced) -> (state, metrics)``.
+    """
+
+    gradients: Callable[[TrainState, Batch], Reduced]
+    update: Callable[[TrainState, Reduced], tuple[TrainState, Metrics]]
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Take the step."""
+        return self.update(state, self.gradients(state, batch))
 
 
 def make_train_step(
@@ -31,7 +72,7 @@ def make_train_step(
     clip_norm: float | None,
     scales_loss: bool,
 ) -> TrainStep:
-    """Make the pure function ``(state, batch) -> (state, metrics)``.
+    """Make the pure functions of a step.
 
     A step whose gradients are not finite, or whose loss has weight zero, changes only
     the counters. A norm that overflows fp32 counts as not finite.
@@ -48,46 +89,55 @@ def make_train_step(
       far), loss_scale, learning_rate if the optimizer reports it, and the user's own.
     """
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def reduced(state: TrainState, batch: Batch) -> Reduced:
         key = jax.random.fold_in(state.key, state.step)
         scale = jnp.float32(1.0)
         if scales_loss:
             scale = state.carried["loss_scale"].scale
-        params = update.compute_params(state.params)
+        weights = update.compute_params(state.params), state.frozen
         grads, sums, model_state = gradients(
-            params, state.model_state, make_inputs(batch, state.step), key, scale
+            weights, state.model_state, make_inputs(batch, state.step), key, scale
         )
         grads = update.pack_grads(grads)
         norm = _global_norm(grads) / scale
         finite = jnp.isfinite(norm)
         applied = finite & (sums.loss.weight > 0)
         results = sums.results()
+        factor = _clip_factor(norm, clip_norm) / scale
+        known = norm, finite, applied, scale, factor
+        return Reduced(grads, *known, model_state, results)
+
+    def updated(state: TrainState, before: Reduced) -> tuple[TrainState, Metrics]:
+        applied = before.applied
         params, opt_state, reported = update.apply(
-            grads,
+            before.grads,
             state.params,
             state.opt_state,
-            factor=_clip_factor(norm, clip_norm) / scale,
+            factor=before.factor,
             applied=applied,
-            loss=results["loss"],
+            loss=before.results["loss"],
         )
-        stepped = Stepped(update.unpack(params, opt_state)[0], finite, applied)
+        logical, _ = update.unpack(params, opt_state)
+        stepped = Stepped(logical, before.finite, applied)
         parts = {p.name: p.after(state.carried[p.name], stepped) for p in carried}
         new = dataclasses.replace(
             state,
             step=state.step + 1,
             params=params,
-            model_state=optax.tree.where(applied, model_state, state.model_state),
+            model_state=optax.tree.where(
+                applied, before.model_state, state.model_state
+            ),
             opt_state=opt_state,
             carried=parts,
         )
         counters = {
-            "grad_norm": norm,
+            "grad_norm": before.norm,
             "skipped": parts["loss_scale"].skipped,
-            "loss_scale": scale,
+            "loss_scale": before.scale,
         }
-        return new, results | counters | reported
+        return new, before.results | counters | reported
 
-    return step
+    return TrainStep(reduced, updated)
 
 
 def _global_norm(grads: PyTree) -> jax.Array:

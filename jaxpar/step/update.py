@@ -2,41 +2,60 @@
 
 The *logical* state has one leaf a parameter; users see it and checkpoints hold it. The
 *packed* state is the one that steps carry, possibly in another form: an `Update`
-converts between the two and updates the packed one. For optax transformations both are
-the same.
+converts between the two and updates the packed one. Its methods but `apply` have
+defaults, for an update whose packed state is the logical one.
+
+A new optimizer is an object with ``init`` and ``make_update`` (`MakesUpdate`).
 """
 
-from typing import Protocol, runtime_checkable
+import dataclasses
+from typing import Any, Protocol, runtime_checkable
 
 import jax
+from jax.sharding import Mesh
 
-from jaxpar.sharding.zero import LeafSharding
+from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.types import Metrics, Params, PyTree
 
 
 @runtime_checkable
 class Update(Protocol):
-    """An optimizer on a mesh."""
+    """An optimizer on a mesh.
+
+    Its functions are traced and run on global arrays: the compiler divides them as the
+    arrays are sharded.
+    """
 
     def pack(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
         """Convert the logical parameters and optimizer state to the packed form."""
-        ...
+        return params, opt_state
 
     def unpack(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-        """Undo `pack`."""
-        ...
+        """Undo `pack`; an optimizer state of () stays (), for the parameters alone."""
+        return params, opt_state
+
+    def logical_shardings(
+        self, params: PyTree, opt_state: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        """The logical state's shardings, from those by the rules.
+
+        An update whose state the devices have no room for gives leaves another memory
+        kind here (``with_memory_kind("pinned_host")``): they are initialised, restored
+        and handed out there, and `apply` copies them to the device and back.
+        """
+        return params, opt_state
 
     def shardings(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
         """The packed state's shardings, from those of the logical state."""
-        ...
+        return params, opt_state
 
     def compute_params(self, params: PyTree) -> Params:
         """The parameters, or copies in the compute dtype, from the packed ones."""
-        ...
+        return params
 
     def pack_grads(self, grads: Params) -> PyTree:
         """Convert gradients to the form that `apply` takes; the norm is unchanged."""
-        ...
+        return grads
 
     def apply(
         self,
@@ -65,8 +84,84 @@ class Update(Protocol):
 
     def with_shardings(self, leaf_shardings: tuple[LeafSharding, ...]) -> "Update":
         """The same optimizer for other leaf shardings, in flattening order."""
-        ...
+        del leaf_shardings
+        return self
 
     def notes(self) -> tuple[str, ...]:
         """Notes on how the state is stored, a line each."""
+        return ()
+
+
+@runtime_checkable
+class HostUpdate(Update, Protocol):
+    """An update that works on the host between two jitted functions.
+
+    The first one computes gradients and packs them; then `on_host` is called with
+    arrays; the second one takes the step (`apply`) with what it returned.
+    """
+
+    def grads_shardings(self, params: PyTree) -> PyTree:
+        """The packed gradients' shardings, from those of the logical parameters.
+
+        Those with the memory kind ``pinned_host`` are copied to the host by the first
+        function.
+        """
+        return params
+
+    def on_host(
+        self,
+        grads: PyTree,
+        params: PyTree,
+        opt_state: PyTree,
+        *,
+        factor: jax.Array,
+        applied: jax.Array,
+        loss: jax.Array,
+    ) -> tuple[PyTree, PyTree]:
+        """Work on the host; each process has its own shards of the arrays.
+
+        Args:
+          grads: packed; they may be computed still, so reading them waits.
+          params: packed; of the step before.
+          opt_state: packed; leaves that are not returned are deleted.
+          factor: as for `apply`.
+          applied: as for `apply`: if it is false, the state must not change.
+          loss: as for `apply`.
+
+        Returns:
+          What `apply` gets in place of the gradients, and the optimizer's state; both
+          of the shapes, dtypes and shardings that it was given.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateSpec:
+    """What is known of a run before its optimizer makes an `Update`.
+
+    Attributes:
+      leaf_shardings: the parameters' shardings, in flattening order.
+      mesh: the mesh.
+      params: shapes of the parameters; fp32.
+      opt_state: shapes of the logical state that the optimizer's ``init`` returns.
+      compute_dtype: of the parameters that the loss function sees.
+    """
+
+    leaf_shardings: tuple[LeafSharding, ...]
+    mesh: Mesh
+    params: Params
+    opt_state: PyTree
+    compute_dtype: Any
+
+
+@runtime_checkable
+class MakesUpdate(Protocol):
+    """An optimizer that makes its own `Update`: how a new one is written."""
+
+    def init(self, params: Params) -> PyTree:
+        """Make the logical state for the initial parameters, fp32; traceable."""
+        ...
+
+    def make_update(self, spec: UpdateSpec) -> Update:
+        """Make the update that a run's steps carry out."""
         ...

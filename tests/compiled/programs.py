@@ -5,6 +5,7 @@ Runs in the process that has the compilers; arguments and results travel as pick
 
 import contextlib
 import dataclasses
+import functools
 import math
 import re
 import time
@@ -24,7 +25,14 @@ from optax.contrib import MuonDimensionNumbers
 import jaxpar
 from jaxpar.compiled.budget import Budget
 from jaxpar.compiled.program import CompiledProgram, read_program
-from jaxpar.mesh import DATA, TENSOR, MeshShape, lowering_platform, make_mesh
+from jaxpar.mesh import (
+    DATA,
+    TENSOR,
+    MeshShape,
+    lowering_platform,
+    make_mesh,
+    num_batch_shards,
+)
 from jaxpar.models import gpt_loss, make_gpt
 from jaxpar.models.gpt import model as gpt
 from jaxpar.models.gpt.config import GPTConfig
@@ -64,6 +72,7 @@ class Run:
     hosts: int = 8
     tpus: str = ""
     tensor: int = 1
+    replica: int = 1
     zero: int = 1
     accumulate: int = 1
     layers: int = 8
@@ -73,6 +82,7 @@ class Run:
     remat: str = "full"
     sequence_parallel: bool = False
     users_model: bool = False
+    rank: int = 0
     coupled: bool = False
     optimizer: str = "adamw"
     fault: str = ""
@@ -83,7 +93,8 @@ class Compiled:
     """What the compiler made of it.
 
     Attributes:
-      psi: parameters.
+      psi: parameters that are trained.
+      frozen: the others.
       num_devices: GPUs.
       data: GPUs on the data axis.
       program: the compiled step, read.
@@ -93,6 +104,7 @@ class Compiled:
     """
 
     psi: int
+    frozen: int
     num_devices: int
     data: int
     program: CompiledProgram
@@ -102,12 +114,20 @@ class Compiled:
 
 
 class Perceptron(nnx.Module):
-    """A user's model: nothing of jaxpar in it, and no scan."""
+    """A user's model: nothing of jaxpar in it, and no scan.
 
-    def __init__(self, layers: int, width: int, rngs: nnx.Rngs):
-        self.layers = nnx.List(
-            [nnx.Linear(width, width, rngs=rngs) for _ in range(layers)]
-        )
+    With a rank, its kernels are kept in bf16 and have adapters.
+    """
+
+    def __init__(self, layers: int, width: int, rank: int, rngs: nnx.Rngs):
+        def layer() -> nnx.Module:
+            if not rank:
+                return nnx.Linear(width, width, rngs=rngs)
+            bf16 = {"param_dtype": jnp.bfloat16, "use_bias": False}
+            base = nnx.Linear(width, width, rngs=rngs, **bf16)
+            return nnx.LoRA(width, rank, width, base_module=base, rngs=rngs)
+
+        self.layers = nnx.List([layer() for _ in range(layers)])
 
     def __call__(self, x: jax.Array) -> jax.Array:
         for layer in self.layers:
@@ -128,6 +148,7 @@ def compile_step(run: Run) -> Compiled:
         compiled = engine.lower().compile()
     return Compiled(
         psi=num_elements(engine.state.params),
+        frozen=num_elements(engine.state.frozen),
         num_devices=engine.mesh.size,
         data=engine.mesh.shape[DATA],
         program=read_program(compiled, engine.mesh),
@@ -169,10 +190,11 @@ def verify(run: Run) -> tuple[int, Budget | None, tuple[str, ...]]:
 def _arguments(run: Run) -> dict[str, Any]:
     """What the engine on devices that are not here is made of."""
     devices = tpu_devices(run.tpus) if run.tpus else gpu_devices("h200", run.hosts, 8)
-    mesh = make_mesh(MeshShape(data=-1, tensor=run.tensor), devices)
-    rows = mesh.shape[DATA] * run.accumulate
+    shape = MeshShape(data=-1, tensor=run.tensor, replica=run.replica)
+    mesh = make_mesh(shape, devices)
+    rows = num_batch_shards(mesh) * run.accumulate
     if run.users_model:
-        model: Any = lambda rngs: Perceptron(run.layers, run.width, rngs)  # noqa: E731
+        model: Any = functools.partial(Perceptron, run.layers, run.width, run.rank)
         loss_fn: Any = squared
         batch: Any = jax.ShapeDtypeStruct((rows, run.width), jnp.bfloat16)
     else:
@@ -198,6 +220,7 @@ def _arguments(run: Run) -> dict[str, Any]:
         "precision": "bf16",
         "accumulate": run.accumulate,
         "coupled_batch": run.coupled,
+        "trainable": nnx.LoRAParam if run.rank else None,
     }
 
 

@@ -342,7 +342,7 @@ def test_step_is_compiled_for_todays_lines():
             raise KeyError(getattr(jax.config, name))
 
     with pytest.raises(KeyError, match="True"):
-        make_engine().measure(Lowered())
+        make_engine().measure({"step": Lowered()})
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -5,7 +5,8 @@ import pytest
 
 from jaxpar.compiled.budget import Budget
 from jaxpar.compiled.closed_form import ClosedForm, closed_form_budget
-from jaxpar.sharding.zero import LeafSharding, zero_stage
+from jaxpar.sharding.leaf_sharding import LeafSharding
+from jaxpar.sharding.zero import zero_stage
 from jaxpar.step.precision import make_precision
 
 SIZES = {"data": 4, "pipe": 1, "tensor": 2}
@@ -13,8 +14,8 @@ ACCUMULATE = 3
 
 
 def plan(shape, placed, data_dim, pipe: int = 1) -> LeafSharding:
-    ways = (4, pipe, 2)
-    return LeafSharding("w", shape, (None,) * len(shape), data_dim, placed, ways, "")
+    sizes = SIZES | {"pipe": pipe}
+    return LeafSharding("w", shape, (None,) * len(shape), data_dim, placed, sizes, "")
 
 
 # What data moves of them, in elements: half a kernel, as tensor splits it; a bias that
@@ -28,7 +29,7 @@ SPLIT, KEPT = 1024 + 512, 3
 COMPUTED = 2048 + 512 + 6
 
 
-def expected(zero: int, plans=PLANS, **change) -> Budget:
+def expected(zero: int, plans=PLANS, frozen=(), **change) -> Budget:
     right = {
         "zero": zero_stage(zero),
         "precision": make_precision("bf16", reduce_dtype="fp32"),
@@ -37,7 +38,8 @@ def expected(zero: int, plans=PLANS, **change) -> Budget:
         "platform": "gpu",
         "coupled": False,
     }
-    return closed_form_budget(plans, ClosedForm(**(right | change)), state_bytes=7)
+    form = ClosedForm(**(right | change))
+    return closed_form_budget(plans, form, state_bytes=7, frozen=frozen)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +60,18 @@ def test_each_stage_gathers_in_bf16_and_reduces_in_fp32(zero, gathers, reduction
     assert budget.state_bytes == 7
     assert budget.tolerance == 0.05
     assert budget.unbounded == ("pipe", "tensor")
+
+
+@pytest.mark.parametrize(("zero", "gathers"), [(1, 1), (2, 1), (3, 6)])
+def test_frozen_leaves_are_gathered_in_their_own_dtype_and_not_reduced(zero, gathers):
+    """One byte an element in int8; fp32 in the compute dtype; one left whole, never."""
+    dtypes = map(jnp.dtype, ("int8", "float32", "bfloat16"))
+    budget = expected(zero, frozen=list(zip(PLANS, dtypes, strict=True)))
+    plain = expected(zero).communicated["data"]
+    more = gathers * (1024 + 2 * 512)
+    assert budget.communicated == {
+        "data": {**plain, "all-gather": plain["all-gather"] + more}
+    }
 
 
 @pytest.mark.parametrize(("zero", "gathers"), [(1, 1), (2, 1), (3, 1)])

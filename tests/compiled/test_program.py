@@ -6,6 +6,8 @@ several dtypes, starts and fusions as each backend writes them.
 
 import pytest
 
+from jaxpar.compiled.collectives import Collective
+from jaxpar.compiled.program import CompiledProgram, Memory, join_programs
 from tests.compiled.programs import LAYERS, ROWS, WIDTH, read_known
 
 ACTIVATION = ROWS * WIDTH * 4
@@ -59,3 +61,32 @@ def test_memory_is_whole(program):
     assert memory.outputs >= ACTIVATION // 4 + ACTIVATION
     assert memory.peak >= memory.arguments + memory.outputs - memory.aliased
     assert memory.on_host == 0
+
+
+def part(peak: int, parameters: dict[str, int], *rows: Collective) -> CompiledProgram:
+    memory = Memory(0, 0, 0, 0, peak, on_host=0)
+    return CompiledProgram(memory, parameters, rows, ("loop",), ("state[2]",))
+
+
+def gather(count: int, number: int, largest: int) -> Collective:
+    return Collective("all-gather", ("data",), "f32", 8, count, number, largest)
+
+
+def test_programs_of_one_step_are_joined():
+    """State that a part does not take is alive beside it; host state never counts."""
+    other = Collective("all-reduce", ("data",), "f32", 8, 1, 7, 7)
+    first = part(100, {"state[0]": 10, "batch": 5}, gather(1, 30, 30), other)
+    second = part(
+        90, {"state[0]": 10, "state[1]": 40, "state[2]": 1000}, gather(2, 8, 4)
+    )
+    joined = join_programs({"gradients": first, "update": second})
+    assert joined.memory.peak == 100 + 40
+    assert joined.collectives == (gather(3, 38, 30), other)
+    assert joined.unknown_loops == ("loop of gradients", "loop of update")
+    assert joined.bytes_of("state") == 50
+    assert list(joined.parts) == ["gradients", "update"]
+
+
+def test_one_program_is_joined_to_itself():
+    alone = part(100, {})
+    assert join_programs({"step": alone}) is alone

@@ -113,6 +113,25 @@ def test_a_users_unscanned_model_at_stage_3_gathers_twice_and_scatters_once(comp
     check_data_traffic(compiled(compile_step, run), run, unneeded=run.width**2)
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_frozen_base_is_gathered_in_bf16_and_has_no_gradient(zero, compiled):
+    """Of each layer the backward pass needs the base; the first kernels, of the base
+    and the adapter, only the forward pass."""
+    run = Run(zero=zero, users_model=True, rank=16)
+    step = compiled(compile_step, run)
+    gathered = step.program.communicated_bytes("all-gather", "data")
+    unneeded = run.width**2 + run.width * run.rank if zero == 3 else 0
+    weights = step.psi + step.frozen
+    right = GATHERS[zero] * 2 * weights - 2 * unneeded
+    assert gathered == pytest.approx(right, 2e-2)
+    scattered = step.program.communicated_bytes("reduce-scatter", "data")
+    assert scattered == pytest.approx(2 * step.psi, 2e-2)
+    summed = step.program.communicated_bytes("all-reduce", "data")
+    assert summed < 1e-2 * 2 * step.psi
+    stored = (12 * step.psi + 2 * step.frozen) / step.num_devices
+    assert step.program.bytes_of("state") == pytest.approx(stored, 1e-3)
+
+
 def check_tensor_all_reduces(step: Compiled, run: Run) -> None:
     """Two a layer and direction, and one each for the embedding and the head."""
     activation = run.length * run.width * 2

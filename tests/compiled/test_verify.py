@@ -4,6 +4,8 @@ import re
 
 import pytest
 
+from jaxpar.mesh import MeshShape
+from jaxpar.planner.work import members_per_host, spans_hosts
 from tests.compiled.programs import Run, verify
 
 COUPLED = Run(zero=3, coupled=True)
@@ -39,6 +41,36 @@ def test_constraint_without_data_in_a_block_is_seen_and_the_operation_named(comp
     hidden = rf"{LEFT_OUT.layers} x all-gather of bf16\[{rows},{width}\], "
     product = r"\S+/add at jaxpar/models/layers\.py:\d+\n"
     assert re.search(rf"  - [\d,]+ bytes: {hidden}{product}", violation)
+
+
+@pytest.mark.parametrize(
+    ("zero", "accumulate"),
+    [(3, 2), pytest.param(1, 2, marks=pytest.mark.slow), (2, 1)],
+)
+def test_replicas_gather_inside_and_sum_shards_between_once_a_step(
+    zero, accumulate, compiled
+):
+    """Hybrid sharding: 8 GPUs of a host share a state, 4 hosts sum their gradients."""
+    run = Run(hosts=4, replica=4, zero=zero, accumulate=accumulate, layers=4)
+    psi, step, violations = compiled(verify, run)
+    assert violations == ()
+    assert step.state_bytes == pytest.approx(12 * psi / 8, rel=1e-2)
+    inside, between = step.communicated["data"], step.communicated["replica"]
+    gathers, scatters = {
+        1: (1, 1),
+        2: (1, accumulate),
+        3: (2 * accumulate, accumulate),
+    }[zero]
+    assert inside["all-gather"] == pytest.approx(2 * gathers * psi, rel=2e-2)
+    assert inside["reduce-scatter"] == pytest.approx(2 * scatters * psi, rel=2e-2)
+    assert between == {"all-reduce": pytest.approx(2 * psi / 8, rel=2e-2)}
+
+
+def test_replicas_are_linked_between_hosts_and_data_inside():
+    shape = MeshShape(data=8, replica=4).axes
+    assert not spans_hosts(("data",), shape, 8)
+    assert spans_hosts(("replica",), shape, 8)
+    assert members_per_host(("replica",), shape, 8) == 1
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def make_checks(monkeypatch: pytest.MonkeyPatch, checked_losses: None) -> Any:
 
 def called(engine: jaxpar.Engine, program: Any, noise: float = 0.0) -> dict[str, Any]:
     state, batch = engine.state, engine.batch_spec.put({"x": X})
-    given = state.params, state.model_state, batch, state.step, state.key, noise
+    given = state.weights, state.model_state, batch, state.step, state.key, noise
     return jax.device_get(program(*given))
 
 

@@ -11,12 +11,12 @@ from flax import nnx
 from jax.sharding import AxisType
 
 from jaxpar.engine.checks import check_arguments, check_elements, check_trainable
-from jaxpar.mesh import MeshShape, make_mesh
+from jaxpar.mesh import MeshShape, as_mesh, make_mesh
+from tests.optim.sign_momentum import SignMomentum
 
 
 def check(**change: Any) -> None:
     right = {
-        "mesh": make_mesh(MeshShape(data=4, tensor=2)),
         "optimizer": optax.sgd(0.1),
         "clip_norm": None,
         "seed": 0,
@@ -33,8 +33,16 @@ def check(**change: Any) -> None:
         {"clip_norm": 1e-6},
         {"clip_norm": float("inf")},
         {"optimizer": optax.MultiSteps(optax.sgd(0.1), 2)},
+        {"optimizer": SignMomentum(0.1)},
     ],
-    ids=["default", "largest seed", "small norm", "no clipping", "several steps"],
+    ids=[
+        "default",
+        "largest seed",
+        "small norm",
+        "no clipping",
+        "several steps",
+        "a user's own",
+    ],
 )
 def test_values_in_range_are_taken(change):
     check(**change)
@@ -78,17 +86,18 @@ def test_mesh_not_made_for_the_engine_raises(names, kinds):
     mesh = jax.make_mesh(shape, names, axis_types=kinds)
     message = (
         r"mesh: its axes are \('\w+'.* of types \(.*\), but must be \('data', 'pipe', "
-        r"'tensor'\), all automatic\. Pass a jaxpar\.MeshShape, or make the mesh by"
+        r"'tensor'\), or .* all automatic\. Pass a jaxpar\.MeshShape, or say which role"
     )
     with pytest.raises(ValueError, match=message):
-        check(mesh=mesh)
+        as_mesh(mesh)
 
 
 OPTIMIZERS = {
     "rate": (1e-3, r"optimizer=0\.001 must .*; pass a learning rate to one, as in op"
              r"tax\.adamw\(0\.001\)"),
     "factory": (optax.adamw, r"optimizer=<function adamw.*> must be an optax trans"
-                r"formation, with init and update; call its factory, as in optax"),
+                r"formation, with init and update, or make its own update, with "
+                r"init and make_update \(jaxpar\.optim\.MakesUpdate\); call its f"),
     "schedule": (
         optax.cosine_decay_schedule(1e-3, 10),
         r"optimizer=<function cosine_decay_schedule.*> must .* call its factory, as in "
@@ -101,6 +110,8 @@ OPTIMIZERS = {
         r"optimizer=Optimizer\(\.\.\.\) must .*; pass the one inside it, "
         r"optimizer=tx for nnx\.Optimizer\(model, tx\)",
     ),
+    "neither": (type("Half", (), {"init": None})(), r"optimizer=<.*Half object.* must "
+                r"be an optax transformation, with init and update, or make its own"),
     "name": ("adamw", r"optimizer='adamw' must be .* call its factory, as in opt"),
 }  # fmt: skip
 

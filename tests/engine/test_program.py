@@ -18,6 +18,7 @@ from jaxpar.engine.program import Program, make_program
 from jaxpar.optim import fused_adamw
 from jaxpar.step.loss import Sums
 from jaxpar.step.loss_check import NoCheck
+from jaxpar.step.train_step import TrainStep
 from jaxpar.step.weighted import Max, Sum, Weighted
 
 BATCH = {"x": np.arange(16.0, dtype=np.float32).reshape(8, 2)}
@@ -39,12 +40,12 @@ def counted(state, batch):
     return dataclasses.replace(state, step=state.step + 1), {"sum": batch["x"].sum()}
 
 
-def summed(params, model_state, inputs, key, is_left_over):
+def summed(weights, model_state, inputs, key, is_left_over):
     """An evaluation that shows what it is given."""
     x = inputs.batch["x"]
     loss = Weighted(x.sum(), jnp.float32(x.shape[0]))
     shown = {
-        "bias": Sum(params["bias"].astype(jnp.float32).sum()),
+        "bias": Sum(weights[0]["bias"].astype(jnp.float32).sum()),
         "left": Max(jnp.float32(is_left_over)),
         "step": Max(inputs.step.value.astype(jnp.float32)),
     }
@@ -53,7 +54,8 @@ def summed(params, model_state, inputs, key, is_left_over):
 
 def program_of(engine: jaxpar.Engine, checks: Any = None) -> Program:
     given = engine.placement, engine.spec, engine.batch_spec
-    return make_program(*given, counted, summed, checks or {"loss_fn": NoCheck()})
+    step = TrainStep(lambda _, batch: batch, counted)
+    return make_program(*given, step, summed, checks or {"loss_fn": NoCheck()})
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ def make_state() -> TrainState:
     return TrainState(
         step=jnp.int32(4),
         params=params,
+        frozen={},
         model_state={},
         opt_state={"count": jnp.int32(4)},
         key=jax.random.key(0),

@@ -86,9 +86,10 @@ def test_flops_are_two_a_row_and_weight(rows):
 
 def test_model_that_changes_its_state_does_so_in_training_alone():
     trace, _ = traced(Counting, (loss, lambda model, batch: loss(model, batch)))
-    assert trace.losses["loss_fn"].changes_state
-    assert not trace.losses["eval_fn"].changes_state
-    assert not traced()[0].losses["loss_fn"].changes_state
+    found = trace.losses["loss_fn"].coupled_state
+    assert found == dict.fromkeys(("norm/mean", "norm/var"), "the rows of the batch")
+    assert not trace.losses["eval_fn"].coupled_state
+    assert not traced()[0].losses["loss_fn"].coupled_state
 
 
 def test_draws_are_those_of_dropout_in_training_alone():

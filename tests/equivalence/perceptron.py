@@ -4,6 +4,7 @@ For optimizers: one kernel is split over tensor by rule, one is not, biases stay
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ class Net(nnx.Module):
         return self.out(jnp.tanh(self.up(x)))
 
 
-def loss_fn(model: Net, batch: dict) -> jax.Array:
+def loss_fn(model: Any, batch: dict) -> jax.Array:
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
 
@@ -42,7 +43,7 @@ def batches() -> list[dict[str, np.ndarray]]:
 
 
 def make_engine(
-    optimizer: optax.GradientTransformation, data: int, tensor: int, zero: int
+    optimizer: Any, data: int, tensor: int, zero: int, **options: Any
 ) -> jaxpar.Engine:
     shape = jaxpar.MeshShape(data=data, tensor=tensor)
     return jaxpar.initialize(
@@ -53,12 +54,42 @@ def make_engine(
         mesh=jaxpar.make_mesh(shape, jax.devices()[: data * tensor]),
         zero=zero,
         rules={"mlp": "tensor"},
+        **options,
     )
 
 
 @functools.cache
 def first_params() -> dict:
     return jax.device_get(make_engine(optax.sgd(0.0), 1, 1, zero=0).state.params)
+
+
+WIDTH, BLOCKS = 16, 4
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        normal = nnx.initializers.normal(0.3)
+        self.up = nnx.Linear(WIDTH, WIDTH, kernel_init=normal, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + jnp.tanh(self.up(x))
+
+
+def make_piped_engine(optimizer: Any) -> jaxpar.Engine:
+    """Residual blocks on two stages."""
+    return jaxpar.initialize(
+        model=jaxpar.PipelineModel(
+            embed=lambda rngs: nnx.Linear(16, WIDTH, rngs=rngs),
+            sections=[(lambda rngs: Block(rngs), BLOCKS)],
+            head=lambda rngs: nnx.Linear(WIDTH, 8, rngs=rngs),
+        ),
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        sample_batch=batches()[0],
+        mesh=jaxpar.MeshShape(data=4, pipe=2),
+        zero=1,
+        accumulate=4,
+    )
 
 
 def run_plainly(

@@ -84,6 +84,18 @@ class Remembering(GraphNet):
         return out
 
 
+class Counting(nnx.Module):
+    """Runs on packs of any size, so that they can be compared."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.out = nnx.Linear(WIDTH, 1, rngs=rngs)
+        self.calls = nnx.BatchStat(jnp.int32(0))
+
+    def __call__(self, nodes: jax.Array) -> jax.Array:
+        self.calls[...] += 1
+        return self.out(nodes)
+
+
 def moved(scale: jax.Array, out: jax.Array) -> jax.Array:
     return 0.9 * scale + 0.1 * jax.lax.stop_gradient(jnp.abs(out).mean())
 
@@ -213,6 +225,18 @@ def test_packs_train_as_a_loop_over_them(case: str) -> None:
     evaluated = engine.evaluate(jaxpar.Packed(held_out))
     if plain.scale is None:
         assert float(evaluated["loss"]) == pytest.approx(total / weight, rel=1e-5)
+
+
+def test_state_counts_the_packs_of_all_shards() -> None:
+    packs = jaxpar.Packed({"nodes": np.ones((PACKS, 6, WIDTH), np.float32)})
+    engine = make_engine(
+        (4, 1),
+        model=Counting,
+        loss_fn=lambda model, pack: model(pack["nodes"]).mean(),
+        sample_batch=packs,
+    )
+    engine.step(packs)
+    assert int(engine.state.model_state["calls"]) == PACKS
 
 
 @pytest.mark.slow

@@ -107,10 +107,7 @@ def test_no_live_array_is_as_large_as_a_whole_leaf(engine: jaxpar.Engine) -> Non
 
 
 def test_compiled_step_takes_its_share_of_the_state(engine: jaxpar.Engine) -> None:
-    placed = engine.batch_spec.put(BATCH)
-    memory = (
-        engine._program.step.lower(engine._leaves, placed).compile().memory_analysis()
-    )
+    memory = engine.lower().compile().memory_analysis()
     psi = tree.num_elements(engine.state.params)
     batch_bytes = tree.num_bytes(BATCH) / engine.mesh.shape["data"]
     right = 12 * psi / DEVICES + batch_bytes
@@ -122,8 +119,7 @@ def test_no_stack_of_layers_is_whole_while_the_step_runs(
     engine: jaxpar.Engine,
 ) -> None:
     """Layers are gathered one by one, forward and backward; so are their gradients."""
-    placed = engine.batch_spec.put(BATCH)
-    program = engine._program.step.lower(engine._leaves, placed).compile().as_text()
+    program = engine.lower().compile().as_text()
     assert program is not None
     assert f"f32[{WIDTH},{HIDDEN}]" in program
     for dims in ((WIDTH, HIDDEN), (HIDDEN, WIDTH)):

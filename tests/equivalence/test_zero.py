@@ -17,7 +17,7 @@ from tests.equivalence import problems
 
 FACTORS = {
     "zero": (0, 1, 2, 3),
-    "mesh": ((8, 1), (4, 2), (2, 4), (1, 8)),
+    "mesh": ((8, 1, 1), (4, 2, 1), (2, 4, 1), (1, 8, 1), (4, 1, 2), (2, 2, 2)),
     "accumulate": (1, 4),
     "library": ("nnx", "linen"),
     "loss": ("plain", "weighted"),
@@ -47,7 +47,7 @@ REST = [case for case in CROSS if case not in COVERING]
 
 @functools.cache
 def oracle(library: str, loss: str) -> problems.Oracle:
-    engine = make_engine(0, (1, 1), 1, library, loss)
+    engine = make_engine(0, (1, 1, 1), 1, library, loss)
     params = jax.device_get(engine.state.params)
     batches = problems.make_batches(STEPS)
     inner = optax.adamw(1e-3, eps=1e-6, weight_decay=1e-2)
@@ -55,15 +55,16 @@ def oracle(library: str, loss: str) -> problems.Oracle:
 
 
 def make_engine(
-    zero: int, mesh: tuple[int, int], accumulate: int, library: str, loss: str
+    zero: int, mesh: tuple[int, int, int], accumulate: int, library: str, loss: str
 ) -> jaxpar.Engine:
-    shape = jaxpar.MeshShape(data=mesh[0], tensor=mesh[1])
+    data, tensor, replica = mesh
+    shape = jaxpar.MeshShape(data=data, tensor=tensor, replica=replica)
     return jaxpar.initialize(
         model=problems.make_model(library),
         loss_fn=problems.LOSSES[loss],
         optimizer=OPTIMIZER,
         sample_batch=problems.make_batches(1)[0],
-        mesh=jaxpar.make_mesh(shape, jax.devices()[: mesh[0] * mesh[1]]),
+        mesh=jaxpar.make_mesh(shape, jax.devices()[: shape.num_devices]),
         zero=zero,
         accumulate=accumulate,
         clip_norm=problems.CLIP,
@@ -86,8 +87,9 @@ def check(case: tuple, steps: int) -> None:
 
 
 def ids(case: tuple) -> str:
-    zero, (data, tensor), accumulate, library, loss = case
-    return f"zero{zero}-d{data}t{tensor}-acc{accumulate}-{library}-{loss}"
+    zero, (data, tensor, replica), accumulate, library, loss = case
+    mesh = f"d{data}t{tensor}" + f"r{replica}" * (replica > 1)
+    return f"zero{zero}-{mesh}-acc{accumulate}-{library}-{loss}"
 
 
 @pytest.mark.parametrize("case", problems.most_slow(COVERING), ids=ids)

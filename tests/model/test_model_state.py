@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import jaxpar
+from jaxpar.model.model_state import cast_model_state, with_leaves
 
 BATCH = {"x": np.linspace(-1, 1, 64, dtype=np.float32).reshape(16, 4)}
 
@@ -121,3 +122,36 @@ def test_state_of_another_dtype_is_cast():
     (seen,) = engine.state.model_state.values()
     assert seen.dtype == jnp.float32
     assert np.array_equal(seen, np.full((3, 6), 2.0))
+
+
+def test_new_state_of_the_model_keeps_the_dtypes_of_the_old():
+    before = {"a": {"mean": jnp.zeros(3, jnp.bfloat16)}, "n": jnp.int32(0)}
+    after = {"a": {"mean": jnp.full(3, 1.5)}, "n": jnp.float32(2)}
+    cast = cast_model_state(after, before)
+    assert (cast["a"]["mean"].dtype, cast["n"].dtype) == (jnp.bfloat16, jnp.int32)
+    np.testing.assert_array_equal(cast["a"]["mean"], np.full(3, 1.5))
+
+
+@pytest.mark.parametrize(
+    ("after", "message"),
+    [
+        (
+            {"a": jnp.ones(2)},
+            r"state: a from \(3,\) to \(2,\)\. Every step runs the sa",
+        ),
+        ({}, r"state: a from \(3,\) to nothing\. Every"),
+        ({"a": jnp.ones(3), "b": jnp.ones(())}, r"state: b from nothing to \(\)\."),
+        (
+            {name: jnp.ones(1) for name in "abcde"},
+            r"a from \(3,\) to \(1,\), b from nothing .*, c from .* and 2 more\.",
+        ),
+    ],
+)
+def test_state_of_the_model_of_another_shape_raises(after, message):
+    with pytest.raises(ValueError, match=message):
+        cast_model_state(after, {"a": jnp.ones(3)})
+
+
+def test_parts_without_state_are_left_out():
+    found = with_leaves({"embed": {}, "blocks": {"u": jnp.ones(2)}, "head": {"a": {}}})
+    assert found.keys() == {"blocks"}

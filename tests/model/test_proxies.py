@@ -159,7 +159,8 @@ def test_keywords_of_a_part_are_those_of_its_signature(model, taken):
 def test_part_runs_with_its_parameters():
     network, call = network_of(Scaled), Call((X,), {"twice": True})
     params = {"scale": jnp.array([1.0, 2.0, 3.0])}
-    out = run_part(network, params, call, jax.random.key(0), training=True)
+    given = network, (params, {}), call, jax.random.key(0)
+    out, _ = run_part(*given, training=True)
     np.testing.assert_array_equal(out, 2 * X * [1, 2, 3])
     shape = shape_of(network, call)
     assert (shape.shape, shape.dtype) == (X.shape, X.dtype)

@@ -104,7 +104,7 @@ PIPED = cases(["parts", "linen parts", "parts at the ends"], ["parts"])
 
 def loss_fn(model, batch, step):
     mean = (model(batch) - batch).mean()
-    return mean * 0 + mean, {"seen": mean, "step": step.astype(jnp.float32)}
+    return mean, {"seen": mean, "step": step.astype(jnp.float32)}
 
 
 def make_engine(model: Any, mesh: jaxpar.MeshShape = MESH, **change: Any):

@@ -143,8 +143,8 @@ def test_other_parameters_leave_the_model_and_its_mode_as_they_are():
     network = make_model(block=Dropping).make_network(loss_fn, BATCHES[0])
     params, _ = jax.jit(network.init)(jax.random.key(0))
     for training in (True, False):
-        model = WholeModel(network, params, jax.random.key(5), training=training)
-        same = WholeModel(network, params, jax.random.key(5), training=training)
+        model = WholeModel(network, (params, {}), jax.random.key(5), training=training)
+        same = WholeModel(network, (params, {}), jax.random.key(5), training=training)
         zeros = model.with_params(jax.tree.map(jnp.zeros_like, params))
         assert model.params is params
         assert zeros.training == training
@@ -165,7 +165,7 @@ def test_training_and_evaluation_are_different_programs():
         return model(TOKENS)
 
     trained, evaluated = (
-        WholeModel(network, params, jax.random.key(5), training=training)
+        WholeModel(network, (params, {}), jax.random.key(5), training=training)
         for training in (True, False)
     )
     close(logits(evaluated), plain_logits(params, TOKENS))
@@ -186,3 +186,37 @@ def test_model_may_be_an_argument_of_a_lowered_function():
     model = make_model().init(0, TOKENS)
     lowered = jax.jit(lambda model, tokens: model(tokens)).lower(model, TOKENS)
     assert lowered.args_info[0][0].params["head"]["table"].shape == (VOCAB, 8)
+
+
+class Counting(Block):
+    """Its output depends on how often it was called."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.calls = nnx.Variable(jnp.float32(0))
+
+    def __call__(self, x, *, positions=None):
+        self.calls.set_value(self.calls[...] + 1)
+        return x + self.calls[...]
+
+
+def test_calls_in_training_change_the_state_and_others_see_it_as_it_is():
+    network = make_model(block=Counting).make_network(loss_fn, BATCHES[0])
+    variables = jax.jit(network.init)(jax.random.key(0))
+    for training in (True, False):
+        model = WholeModel(network, variables, jax.random.key(5), training=training)
+        first, second = model.run_blocks(TOKENS), model.run_blocks(TOKENS)
+        np.testing.assert_allclose(second - first, 3 * training, atol=1e-5)
+        counts = model.state["blocks"]["calls"].tolist()
+        assert counts == [2 * training] * 3
+    assert variables[1]["blocks"]["calls"].tolist() == [0] * 3
+
+
+def test_state_is_an_argument_of_a_jitted_function_with_the_model():
+    model = make_model(block=Counting).init(0, TOKENS)
+    jitted = jax.jit(lambda model: model.run_blocks(TOKENS))
+    first = jitted(model)
+    model.state = jax.tree.map(lambda x: x + 1, model.state)
+    np.testing.assert_allclose(jitted(model) - first, 3, atol=1e-5)
+    again = model.with_params(model.params)
+    np.testing.assert_array_equal(jitted(again), jitted(model))

@@ -9,7 +9,8 @@ from jax.sharding import NamedSharding
 
 from jaxpar import tree
 from jaxpar.mesh import MeshShape, make_mesh
-from jaxpar.sharding.zero import LeafSharding, shard_leaves, zero_stage
+from jaxpar.sharding.leaf_sharding import LeafSharding
+from jaxpar.sharding.zero import shard_leaves, zero_stage
 
 SHAPES = {"bias": (6,), "blocks": (3, 64, 24), "kernel": (64, 16)}
 """The bias is too small to be split; the others are, by all eight devices."""

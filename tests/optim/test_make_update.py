@@ -9,18 +9,19 @@ import pytest
 from optax import contrib
 
 from jaxpar.mesh import MeshShape, make_mesh
-from jaxpar.optim import fused_adamw
+from jaxpar.optim import UpdateSpec, fused_adamw
 from jaxpar.optim.fused_update import FusedUpdate
 from jaxpar.optim.make_update import make_update
 from jaxpar.optim.optax_update import OptaxUpdate
 from tests.optim.sharded_params import leaf_shardings, make_params, mesh
+from tests.optim.sign_momentum import SignMomentum, SignUpdate
 
 
 def update_of(optimizer: Any, on: Any = None) -> Any:
     params = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, make_params()))
     shapes = params, jax.eval_shape(optimizer.init, params)
-    given = leaf_shardings(), on or mesh(), shapes, jnp.dtype(jnp.bfloat16)
-    return make_update(optimizer, *given)
+    given = leaf_shardings(), on or mesh(), *shapes, jnp.dtype(jnp.bfloat16)
+    return make_update(optimizer, UpdateSpec(*given))
 
 
 def test_fused_optimizer_updates_buckets():
@@ -47,6 +48,11 @@ def test_optax_transformation_gets_what_it_takes(optimizer, extras, loops_over):
     assert isinstance(update, OptaxUpdate)
     assert set(extras) <= set(update.extras)
     assert update.loops_over == loops_over
+
+
+def test_optimizer_that_makes_its_update_is_asked_for_it():
+    update = update_of(SignMomentum(0.1))
+    assert update == SignUpdate(SignMomentum(0.1))
 
 
 def test_loops_are_not_divided_without_data_shards():

@@ -12,16 +12,17 @@ ROWS, D, F = 6, 4, 10
 
 def block(params, x, scale):
     inner = jnp.tanh(x @ params["up"] + params["bias"])
-    return x + scale * (inner @ params["down"])
+    return x + scale * (inner @ params["down"]), {"scale": scale + 1}
 
 
 def elementwise(params, x, scale):
-    return x * params["bias"][:D] * scale
+    return x * params["bias"][:D] * scale, {}
 
 
 def flattened(params, x, scale):
     """The weight's gradient is reshaped after its matmul."""
-    return x + scale * jnp.tanh(x @ params["up"].reshape(-1)[: D * D].reshape(D, D))
+    kernel = params["up"].reshape(-1)[: D * D].reshape(D, D)
+    return x + scale * jnp.tanh(x @ kernel), {}
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def arguments():
 
 def expected(fn, arguments, cotangent):
     params, x, scale = arguments
-    return jax.vjp(lambda p, h: fn(p, h, scale), params, x)[1](cotangent)
+    return jax.vjp(lambda p, h: fn(p, h, scale)[0], params, x)[1](cotangent)
 
 
 def assert_equal(found, right):
@@ -48,8 +49,8 @@ def assert_equal(found, right):
 @pytest.mark.parametrize("fn", [block, elementwise, flattened])
 def test_both_halves_together_are_vjp(fn, arguments):
     params, _, scale = arguments
-    out, kept = run_and_keep(fn, *arguments)
-    np.testing.assert_allclose(out, fn(*arguments), rtol=1e-6)
+    out, kept, state = run_and_keep(fn, *arguments)
+    assert_equal((out, state), fn(*arguments))
     pullback = trace_pullback(fn, *arguments)
     cotangent = jnp.cos(out)
     right = expected(fn, arguments, cotangent)
@@ -63,7 +64,7 @@ def test_both_halves_together_are_vjp(fn, arguments):
 def test_first_half_has_no_matmul_of_a_weight_gradient(arguments):
     """Each half gives zeros for the gradients that the other computes."""
     params, _, scale = arguments
-    out, kept = run_and_keep(block, *arguments)
+    out, kept, _ = run_and_keep(block, *arguments)
     pullback = trace_pullback(block, *arguments)
     first, _, products = pullback.run_input(kept, (params, (scale,)), jnp.cos(out))
     second = pullback.run_weights(products)
@@ -90,7 +91,7 @@ def test_products_are_the_operands_of_the_weight_matmuls(arguments):
 
 def test_weights_and_other_arguments_are_not_kept(arguments):
     params, _, scale = arguments
-    _, kept = run_and_keep(block, *arguments)
+    _, kept, _ = run_and_keep(block, *arguments)
     pullback = trace_pullback(block, *arguments)
     places = [at for at in pullback.given if isinstance(at, int)]
     leaves = jax.tree.leaves((params, (scale,)))
@@ -106,7 +107,7 @@ def test_weights_and_other_arguments_are_not_kept(arguments):
 def test_pullback_is_traced_from_shapes_alone(arguments):
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
     pullback = trace_pullback(block, *shapes)
-    out, kept = run_and_keep(block, *arguments)
+    out, kept, _ = run_and_keep(block, *arguments)
     params, _, scale = arguments
     found = pullback.run(kept, (params, (scale,)), jnp.cos(out))
     assert_equal(found, expected(block, arguments, jnp.cos(out)))

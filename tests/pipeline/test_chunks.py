@@ -61,10 +61,11 @@ def plain_gradients(stage: int, blocks):
 def test_forward_runs_the_blocks_in_turn(keeps, stage):
     chunks = Chunks(functions(), keeps=keeps, splits=False)
     run = jax.jit(lambda blocks, hidden: chunks.forward(blocks, hidden, work(stage)))
-    out, kept = run(blocks_of(stage), HIDDEN)
+    out, kept, state = run(blocks_of(stage), HIDDEN)
     right = plain_chunk(stage, blocks_of(stage), HIDDEN)
     np.testing.assert_allclose(out, right, rtol=1e-5, atol=1e-6)
     assert bool(kept) == keeps
+    assert state == {}
     assert all(x.shape[0] == PLACES for x in kept)
 
 
@@ -78,7 +79,7 @@ def test_backward_gives_the_gradients_of_the_plain_blocks(keeps, splits, stage):
 
     @jax.jit
     def run(blocks, hidden, cotangent):
-        _, kept = chunks.forward(blocks, hidden, work(stage))
+        _, kept, _ = chunks.forward(blocks, hidden, work(stage))
         # What is kept replaces the input.
         hidden = hidden * jnp.nan if keeps else hidden
         grads, back, products = chunks.backward(

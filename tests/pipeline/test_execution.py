@@ -9,7 +9,8 @@ from jaxpar.pipeline.execution import OneStage, make_execution
 from jaxpar.pipeline.gradients import Pipeline
 from jaxpar.pipeline.schedules.catalog import make_schedule
 from jaxpar.pipeline.schedules.interleaved import make_in_groups
-from jaxpar.sharding.zero import ZERO_STAGES, LeafSharding, shard_leaves
+from jaxpar.sharding.leaf_sharding import LeafSharding
+from jaxpar.sharding.zero import ZERO_STAGES, shard_leaves
 from tests.model import toys, two_sections
 from tests.model.toys import make_mesh
 from tests.pipeline.parts import cut, make_network
@@ -70,9 +71,9 @@ def two(**change):
 
 def test_uneven_blocks_are_refused_with_what_they_would_store():
     message = (
-        r"mesh: pipe=4 can't divide the blocks evenly \(5 blocks on 4 virtual stages"
-        r"\): every stage would hold 1\.60 x the parameters of an even division, more "
-        r"than 1\.25\. .* or pass PipelineModel\(allow_uneven=True\)"
+        r"mesh: pipe=4 can't divide the blocks evenly \(blocks: 5 blocks on 4 virtual "
+        r"stages\): every stage would hold 1\.60 x the parameters of an even division, "
+        r"more than 1\.25\. .* or pass PipelineModel\(allow_uneven=True\)"
     )
     with pytest.raises(ValueError, match=message):
         made(4, network=make_network(5, allow_uneven=False))
@@ -84,7 +85,9 @@ def test_blocks_up_to_the_limit_are_run_without_asking():
     network = make_network(8, allow_uneven=False)
     (own,) = made(5, network=network).division.sections
     assert own.num_virtual * own.places == 10
-    with pytest.raises(ValueError, match=r"\(8 blocks on 6 virtual stages\).* 1\.50 x"):
+    with pytest.raises(
+        ValueError, match=r"\(blocks: 8 blocks on 6 virtual stages\).* 1\.50 x"
+    ):
         made(2, "interleaved:3", network=network)
 
 
@@ -96,8 +99,8 @@ def test_sections_are_weighed_by_their_parameters():
         assert [own.num_chunks for own in found.division.sections] == [1, 1]
     # Wide ones: 6 x 72 + 3 x 42 = 558 are 1.35 x; what is even is not named.
     message = (
-        r"pipe=3 can't divide the blocks evenly \(4 wide on 3 virtual stages\): every "
-        r"stage would hold 1\.35 x"
+        r"pipe=3 can't divide the blocks evenly \(wide: 4 blocks on 3 virtual "
+        r"stages\): every stage would hold 1\.35 x"
     )
     with pytest.raises(ValueError, match=message):
         made(3, network=two())
@@ -127,22 +130,22 @@ def test_own_table_for_the_sections_is_run_as_it_is():
     [
         (
             make_schedule("1f1b", 2, 4),
-            r"schedule='1f1b' has 1 chunks a stage, but the model has 2 sections, each "
-            r"cut over all stages; make one with a multiple of 2 chunks",
+            r"schedule='1f1b': its num_chunks=1 must be a multiple of the model's 2 "
+            r"sections, each of which has as many chunks on every stage",
         ),
         (
             make_in_groups("own", 2, 4, 3),
-            r"schedule='own' has 3 chunks a stage, but the model has 2 sections",
+            r"schedule='own': its num_chunks=3 must be a multiple of the model's 2 sec",
         ),
         (
             # Two of each section, but the narrow one has blocks for one.
             make_in_groups("own", 2, 4, 4),
-            r"schedule='own': it has 4 chunks a stage, but the model's sections make 3",
+            r"schedule='own': it has num_chunks=4, but the model's sections have 3",
         ),
         (
             "zero_bubble",
-            r"schedule='zero_bubble': it has 1 chunks a stage, but the model's "
-            r"sections make 2; use '1f1b' or 'gpipe'",
+            r"schedule='zero_bubble': it has num_chunks=1, but the model's sections "
+            r"have 2 chunks on a stage; use '1f1b' or 'gpipe'",
         ),
     ],
 )

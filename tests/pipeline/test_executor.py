@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxpar.pipeline import buffers
 from jaxpar.pipeline.executor import run_forwards, run_schedule
@@ -16,7 +17,7 @@ from jaxpar.pipeline.sections import Sections
 from jaxpar.pipeline.stages import divide
 from jaxpar.pipeline.tick_table import make_tick_table
 from tests.model import two_sections
-from tests.model.toys import TIE, make_mesh
+from tests.model.toys import TIE, Block, cross_entropy, make_mesh
 from tests.pipeline.parts import (
     ACCUMULATE,
     INPUTS,
@@ -26,6 +27,7 @@ from tests.pipeline.parts import (
     make_params,
     make_sections,
     microbatch,
+    plain_block,
     plain_total,
 )
 
@@ -42,7 +44,8 @@ def run(name: str, tied: tuple = ()):
 
     @jax.jit
     def both(params):
-        return run_schedule(sections, table, params, INPUTS, KEY, jnp.float32(SCALE))
+        given = sections, table, (params, {}), INPUTS, KEY, jnp.float32(SCALE)
+        return run_schedule(*given)[:2]
 
     with jax.set_mesh(make_mesh(pipe=2)):
         grads, sums = both(params)
@@ -71,7 +74,7 @@ def test_forwards_alone_give_the_plain_models_loss():
 
     @jax.jit
     def evaluate(params):
-        return run_forwards(sections, table, params, INPUTS, KEY)
+        return run_forwards(sections, table, (params, {}), INPUTS, KEY)
 
     with jax.set_mesh(make_mesh(pipe=2)):
         sums = evaluate(PARAMS)
@@ -129,7 +132,8 @@ def test_schedule_of_two_sections_gives_the_plain_models_gradients(
 
     @jax.jit
     def both(params):
-        return run_schedule(sections, table, params, INPUTS, KEY, jnp.float32(SCALE))
+        given = sections, table, (params, {}), INPUTS, KEY, jnp.float32(SCALE)
+        return run_schedule(*given)[:2]
 
     with jax.set_mesh(make_mesh(pipe=2)):
         grads, sums = both(in_the_stages_order(params))
@@ -153,9 +157,54 @@ def test_forwards_of_two_sections_give_the_plain_models_loss():
 
     @jax.jit
     def evaluate(params):
-        return run_forwards(sections, table, params, INPUTS, KEY)
+        return run_forwards(sections, table, (params, {}), INPUTS, KEY)
 
     with jax.set_mesh(make_mesh(pipe=2)):
         sums = evaluate(in_the_stages_order(params))
     right = float(plain_total_of_two(params))
     assert float(sums.loss.total) == pytest.approx(right, rel=1e-5)
+
+
+class Counting(Block):
+    """Adds the number of its calls to the hidden state."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.calls = nnx.Variable(jnp.float32(0))
+
+    def __call__(self, x, *, positions=None):
+        self.calls.set_value(self.calls[...] + 1)
+        return super().__call__(x, positions=positions) + self.calls[...]
+
+
+def counting_total(calls: list[int]) -> float:
+    """The sum of the losses' totals, if blocks were called so often before."""
+    total = 0.0
+    for index, before in enumerate(calls):
+        rows = microbatch(index)
+        x = PARAMS["embed"]["table"][rows["tokens"]]
+        for layer in range(2):
+            own = jax.tree.map(lambda leaf, i=layer: leaf[i], PARAMS["blocks"])
+            x = plain_block(own, x) + before + 1
+        logits = x @ PARAMS["head"]["table"].T
+        total += float(cross_entropy(logits, rows["targets"])) * len(rows["tokens"])
+    return total
+
+
+def test_forwards_alone_all_see_the_same_state_and_a_step_changes_it():
+    sections = make_sections(CUT, block=Counting)
+    table = make_tick_table(make_schedule("gpipe", 2, ACCUMULATE), training=True)
+    forwards = make_tick_table(make_schedule("gpipe", 2, ACCUMULATE), training=False)
+    state = {"blocks": {"calls": jnp.array([5.0, 5.0])}}
+
+    @jax.jit
+    def both(params):
+        given = (params, state), INPUTS, KEY
+        alone = run_forwards(sections, forwards, *given)
+        return alone, run_schedule(sections, table, *given, jnp.float32(1))[1:]
+
+    with jax.set_mesh(make_mesh(pipe=2)):
+        alone, (sums, after) = both(PARAMS)
+    assert float(alone.loss.total) == pytest.approx(counting_total([5, 5]), rel=1e-5)
+    assert float(sums.loss.total) == pytest.approx(counting_total([5, 6]), rel=1e-5)
+    assert after["blocks"]["calls"].tolist() == [7, 7]

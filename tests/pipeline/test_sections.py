@@ -45,7 +45,7 @@ SHAPES = {"wide": (*ROWS_ONCE, WIDTH), "narrow": (*ROWS_ONCE, NARROW)}
 def of_two(*, keeps: bool = False, splits: bool = False) -> Sections:
     functions = functions_of(two_sections.make_network())
     made = Sections(functions, divide(COUNTS, 2, 1), keeps=keeps, splits=splits)
-    return made.of_step(PARAMS, INPUTS, KEY)
+    return made.of_step((PARAMS, {}), INPUTS, KEY)
 
 
 def unused(values: Any) -> Any:
@@ -97,7 +97,7 @@ def compiled(*, keeps: bool, splits: bool) -> Any:
     @jax.jit
     def run(params: Any, hidden: Any, cotangent: Any, virtual: jax.Array) -> tuple:
         work = ChunkWork(virtual, INPUTS, FIRST, KEY)
-        out, kept = sections.forward(params, hidden, work)
+        out, kept, _ = sections.forward(params, hidden, work)
         # What is kept replaces the input.
         hidden = jax.tree.map(lambda x: x * jnp.nan, hidden) if keeps else hidden
         grads, back, products = sections.backward(params, hidden, kept, cotangent, work)
@@ -182,7 +182,7 @@ def of_wide_ends(parts: Any, counts: Any) -> Sections:
     params = jax.eval_shape(lambda: network.init(jax.random.key(0))[0])
     division = divide(counts, 2, 1)
     made = Sections(functions_of(network), division, keeps=False, splits=False)
-    return made.of_step(params, INPUTS, KEY)
+    return made.of_step((params, {}), INPUTS, KEY)
 
 
 @pytest.mark.parametrize("between", [{}, {"between": PARTS["wide"]}])
@@ -225,17 +225,26 @@ def test_chunk_has_its_section_of_the_stage_and_all_of_the_parts_between():
         assert added["wide"].tolist() == [x + (x in wide) for x in range(2)]
         assert added["narrow"].tolist() == [1, 2]
         assert added["narrowing"] == 8
+        state = {name: params[name] for name in ("wide", "narrow")}
+        made = jax.tree.map(
+            lambda x: -x - 1, sections.chunk_of(state, jnp.int32(chunk))
+        )
+        placed = sections.put_chunk(state, made, jnp.int32(chunk))
+        assert placed["wide"].tolist() == [-x - 1 if x in wide else x for x in range(2)]
+        assert placed["narrow"].tolist() == [-1, -2]
 
 
 def test_model_of_one_section_has_no_branches():
     def text(sections: Sections, params: Any, hidden: Any) -> str:
         def run(params: Any, hidden: Any) -> tuple:
             work = ChunkWork(FIRST, INPUTS, FIRST, KEY)
-            out, kept = sections.forward(params, hidden, work)
+            out, kept, _ = sections.forward(params, hidden, work)
             return sections.backward(params, hidden, kept, out, work)
 
         return str(jax.make_jaxpr(run)(params, hidden))
 
-    one = make_sections(cut(2, 2)), {"blocks": make_params(1)["blocks"]}
+    params = make_params(1)
+    made = make_sections(cut(2, 2)).of_step((params, {}), INPUTS, KEY)
+    one = made, {"blocks": params["blocks"]}
     assert "cond" not in text(*one, jnp.ones(SHAPES["wide"]))
     assert "cond" in text(of_two(), params_of(0), value_of("wide", 0))

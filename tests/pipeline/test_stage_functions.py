@@ -39,7 +39,9 @@ def test_microbatch_is_every_other_row(index):
 
 
 def test_embedding_is_of_the_micro_batchs_tokens():
-    found = make_functions().embed(PARAMS["embed"], INPUTS, jnp.int32(1), KEY)
+    given = (PARAMS["embed"], {}), INPUTS, jnp.int32(1), KEY
+    found, state = make_functions().embed(*given)
+    assert state == {}
     right = PARAMS["embed"]["table"][microbatch(1)["tokens"]]
     np.testing.assert_array_equal(found, right)
 
@@ -70,7 +72,7 @@ def test_block_runs_in_its_place_and_an_idle_place_passes_on(is_run):
     def run(block, hidden, is_run):
         _, others = functions.places(jnp.int32(1), INPUTS, FIRST, KEY)
         block_of = functions.block_on(functions.whole.rows(INPUTS, FIRST))
-        return block_of(block, hidden, jnp.int32(2), is_run, *others)
+        return block_of(block, hidden, {}, jnp.int32(2), is_run, *others)[0]
 
     hidden = PARAMS["embed"]["table"][microbatch(0)["tokens"]]
     right = plain_block(block, hidden) if is_run else hidden
@@ -84,12 +86,12 @@ def test_losses_of_the_micro_batches_are_the_plain_models(tied):
 
     @jax.jit
     def run(params, index):
-        hidden = functions.embed(params["embed"], INPUTS, index, KEY)
+        hidden, _ = functions.embed((params["embed"], {}), INPUTS, index, KEY)
         for layer in range(functions.network.num_blocks):
             own = jax.tree.map(lambda x, i=layer: x[i], params["blocks"])
             hidden = plain_block(own, hidden)
         shared = params["head"], functions.network.tied(params["embed"])
-        return functions.head(shared, hidden, INPUTS, index, KEY).loss
+        return functions.head((shared, {}), hidden, INPUTS, index, KEY)[0].loss
 
     losses = [run(params, jnp.int32(index)) for index in range(ACCUMULATE)]
     assert sum(float(x.weight) for x in losses) == len(INPUTS.batch["tokens"])
@@ -105,7 +107,7 @@ def test_full_remat_is_left_to_the_backward_of_the_chunk(remat, again):
     def run(block, hidden):
         own, others = functions.places(FIRST, INPUTS, FIRST, KEY)
         block_of = functions.block_on(functions.whole.rows(INPUTS, FIRST))
-        return block_of(block, hidden, *(x[0] for x in own), *others)
+        return block_of(block, hidden, {}, *(x[0] for x in own), *others)
 
     block = jax.tree.map(lambda x: x[0], PARAMS["blocks"])
     hidden = PARAMS["embed"]["table"][microbatch(0)["tokens"]]
@@ -153,12 +155,12 @@ def masks(own: SectionFunctions, rows: int, shard: int) -> list:
     @jax.jit
     def run() -> tuple:
         hidden = jnp.ones((*num, WIDTH))
-        entered = own.between(ones(WIDTH), hidden, inputs, FIRST, key)
+        entered, _ = own.between((ones(WIDTH), {}), hidden, inputs, FIRST, key)
         places, others = own.places(FIRST, inputs, FIRST, key)
         block = own.block_on(own.whole.rows(inputs, FIRST))
         first = jax.tree.map(lambda x: x[0], places)
         hidden = jnp.ones((*num, NARROW))
-        return entered, block(ones(NARROW), hidden, *first, *others)
+        return entered, block(ones(NARROW), hidden, {}, *first, *others)[0]
 
     return [np.asarray(x) for x in run()]
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxpar.pipeline.stages import Stages, divide
-from jaxpar.sharding.zero import ZERO_STAGES, LeafSharding, shard_leaves
+from jaxpar.sharding.leaf_sharding import LeafSharding
+from jaxpar.sharding.zero import ZERO_STAGES, shard_leaves
 
 NAME = "blocks/w"
 CUTS = [

@@ -26,7 +26,7 @@ KEYS = {
 }  # fmt: skip
 MEMORY_KEYS = {
     "state", "padding", "parameters", "optimizer", "batch", "temporaries", "copies",
-    "gradients", "activations", "peak",
+    "gradients", "activations", "peak", "host_state",
 }  # fmt: skip
 
 

@@ -23,7 +23,8 @@ from jaxpar.sharding.collectives import (
     manual_spec,
     to_view,
 )
-from jaxpar.sharding.zero import LeafSharding, shard_leaves, zero_stage
+from jaxpar.sharding.leaf_sharding import LeafSharding
+from jaxpar.sharding.zero import shard_leaves, zero_stage
 
 DATA, TENSOR = 4, 2
 SHAPES = {
@@ -92,7 +93,7 @@ def crossed(mesh, placed):
 
     def body(views):
         index = jax.lax.axis_index("data")
-        manual = {d: ManualCollectives(jnp.dtype(d), "cpu") for d in DTYPES}
+        manual = {d: ManualCollectives(("data",), jnp.dtype(d), "cpu") for d in DTYPES}
         gathered = {
             jnp.dtype(d).name: over_plans(
                 lambda p, v, d=d, x=x: x.gather(p, v.astype(d)), views
@@ -176,7 +177,7 @@ def collectives(reduce_dtype, platform, mesh) -> list[tuple[str, str]]:
     """The dtype in which each gradient is reduced, from the trace alone."""
 
     def body(grads):
-        manual = ManualCollectives(jnp.dtype(reduce_dtype), platform)
+        manual = ManualCollectives(("data",), jnp.dtype(reduce_dtype), platform)
         return over_plans(manual.reduce, grads)
 
     grads = {name: jnp.zeros(plan.shape) for name, plan in PLANS.items()}
@@ -242,7 +243,8 @@ def test_automatic_scalars_are_global_already():
 
 
 @pytest.mark.parametrize(
-    "made", [AutomaticCollectives(), ManualCollectives(jnp.dtype("float32"), "cpu")]
+    "made",
+    [AutomaticCollectives(), ManualCollectives(("data",), jnp.dtype("float32"), "cpu")],
 )
 def test_both_forms_have_the_one_interface(made):
     assert isinstance(made, Collectives)

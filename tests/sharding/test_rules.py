@@ -31,7 +31,7 @@ def test_unannotated_model_without_rules_is_kept_whole():
 @pytest.mark.parametrize("name", sorted(LOGICAL_RULES))
 def test_every_logical_name_goes_where_the_table_says(name):
     axis = LOGICAL_RULES[name]
-    sizes = SIZES | {"pipe": 2}
+    sizes = SIZES | {"pipe": 2, "expert": 2}
     assert compute_specs({"w": (3, 8)}, {"w": (None, name)}, {}, sizes) == {
         "w": (None, axis)
     }
@@ -105,12 +105,13 @@ def test_axis_that_two_dims_name_splits_the_first():
     ("rules", "message"),
     [
         ({"mlp": "tenser"}, r"rules: 'mlp' maps to 'tenser', which is not a mesh axis\."
-         r" Use 'tensor' or None\. Did you mean 'tensor'\?"),
+         r" Use 'tensor', 'expert' or None\. Did you mean 'tensor'\?"),
         ({"*/kernel": P("rows")}, r"rules: '\*/kernel' maps to 'rows', which is not a"),
         ({"*/kernel": P(("data", "tensor"))}, r"maps to \('data', 'tensor'\), which"),
         ({"mlp": "data"}, r"rules: 'mlp' maps to 'data', but parameters are sharded "
-         r"over data by zero=1, 2 or 3.* Use 'tensor' or None"),
-        ({"mlp": "pipe"}, r"rules: 'mlp' maps to 'pipe'; only 'tensor' can split"),
+         r"over data by zero=1, 2 or 3.* Use 'tensor', 'expert' or None"),
+        ({"mlp": "pipe"}, r"rules: 'mlp' maps to 'pipe'; only 'tensor' and 'ex"
+         r"pert' can split"),
         ({"mpl": "tensor"}, r"rules: 'mpl' names no dim of any parameter\. Known "
          r"names: embed, heads, mlp\. Did you mean 'mlp'\? Correct it or remove it"),
         ({"mlp/up/kernle": P()}, r"rules: 'mlp/up/kernle' matches no parameter\. Known "
@@ -175,7 +176,9 @@ def test_axes_of_another_mesh_are_those_of_this_one(names, spec):
 
 
 def test_pipe_axis_alone_splits_no_layer():
-    with pytest.raises(ValueError, match="'w' maps to 'pipe'; only 'tensor' can split"):
+    with pytest.raises(
+        ValueError, match="'w' maps to 'pipe'; only 'tensor' and 'expert' can split"
+    ):
         compute_specs({"w": (4,)}, {"w": ("pipe",)}, {}, SIZES | {"pipe": 2})
 
 

@@ -11,11 +11,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding
 
+from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.zero import (
     LARGE_BYTES,
     WHOLE_BELOW_BYTES,
     ZERO_STAGES,
-    LeafSharding,
     shard_leaves,
     zero_stage,
 )
@@ -48,7 +48,7 @@ def plan_of(
 
 def num_shards(plan, spec, shape) -> int:
     """Pieces of an array, as JAX counts them; raises where a dim does not divide."""
-    mesh = AbstractMesh(plan.ways, ("data", "pipe", "tensor"))
+    mesh = AbstractMesh(tuple(plan.sizes.values()), tuple(plan.sizes))
     piece = NamedSharding(mesh, spec).shard_shape(shape)
     return math.prod(shape) // max(math.prod(piece), 1)
 
@@ -97,7 +97,7 @@ def test_view_holds_the_same_pieces_as_the_leaf(layout, zero):
     assert math.prod(plan.view_shape) == math.prod(shape)
     stored = num_shards(plan, plan.stored_spec, shape)
     assert num_shards(plan, plan.view_spec(), plan.view_shape) == stored
-    over_data = num_shards(plan, plan.view_spec(placed=False), plan.view_shape)
+    over_data = num_shards(plan, plan.batch_spec, plan.view_shape)
     over_others = num_shards(plan, plan.view_spec(data=False), plan.view_shape)
     assert over_data * over_others == stored
     assert over_data in (1, data)
@@ -256,6 +256,8 @@ def test_unknown_stage_says_what_each_does(number, unchecked_types):
 
 
 def test_plan_of_a_whole_leaf_has_empty_specs():
-    plan = LeafSharding("w", (3,), (None,), None, ((),), (4, 1, 2), "")
+    plan = LeafSharding(
+        "w", (3,), (None,), None, ((),), {"data": 4, "pipe": 1, "tensor": 2}, ""
+    )
     assert (plan.view_data_dim, plan.view_shape) == (None, (3,))
     assert tuple(plan.stored_spec) == tuple(plan.view_spec()) == (None,)

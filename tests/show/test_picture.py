@@ -129,6 +129,9 @@ def test_lines_are_at_the_peak_and_at_the_device_memory(panel):
     assert set(lines(found)) <= set(words(found))
     assert found.axes[0].get_xlim()[1] > 150 * GB
     assert verdict(make_plan()) == "fits: 75.0 GB of 150 GB are free"
+    beside = dataclasses.replace(MEMORY, host_state=42 * GB)
+    said = verdict(make_plan(memory=beside))
+    assert said == "fits: 75.0 GB of 150 GB are free; 42.0 GB a device in host memory"
     assert found._suptitle.get_color() == MOODS[True]
     assert found.get_suptitle() == f"Memory of one device — {verdict(make_plan())}"
 

@@ -21,7 +21,8 @@ from jaxpar.sharding.collectives import (
     ManualCollectives,
     manual_spec,
 )
-from jaxpar.sharding.zero import LeafSharding, shard_leaves, zero_stage
+from jaxpar.sharding.leaf_sharding import LeafSharding
+from jaxpar.sharding.zero import shard_leaves, zero_stage
 from jaxpar.step.gather_at_use import GatheredAtUse, call_gathering_at_use
 
 LAYERS, WIDTH, ROWS = 3, 16, 5
@@ -228,7 +229,7 @@ def mesh():
 @pytest.mark.parametrize("gathered", [False, True], ids=["at use", "before"])
 def test_gradients_over_a_real_data_axis_are_sums_over_it(mesh, gathered):
     """Shard d's rows are x (d + 1): the sum over data is of four plain gradients."""
-    collectives = ManualCollectives(jnp.dtype(jnp.float32), "cpu")
+    collectives = ManualCollectives(("data",), jnp.dtype(jnp.float32), "cpu")
     run = deferred_fn(scanned, collectives, gathered=gathered)
 
     def body(shards, x):
@@ -263,7 +264,7 @@ def find_collectives(jaxpr, wanted, path=()):
 
 
 def traced(fn, mesh, *, gathered=False, grad=False, dtype=jnp.float32):
-    collectives = ManualCollectives(jnp.dtype(dtype), "cpu")
+    collectives = ManualCollectives(("data",), jnp.dtype(dtype), "cpu")
     run = deferred_fn(fn, collectives, gathered=gathered, dtype=dtype)
     body, specs = run, P()
     if grad:
@@ -308,7 +309,7 @@ def test_stack_split_along_its_layers_is_gathered_before_the_scan(mesh, monkeypa
     assert rows.without_leading_dim() is None
     plans = [PLANS[0], rows, PLANS[2]]
     monkeypatch.setattr(f"{__name__}.PLANS", plans)
-    collectives = ManualCollectives(jnp.dtype(jnp.float32), "cpu")
+    collectives = ManualCollectives(("data",), jnp.dtype(jnp.float32), "cpu")
 
     def by_rows(stack, head, bias, x):
         return jax.lax.scan(lambda t, w: (t + w.sum(), None), 0.0, head)[0]
@@ -347,7 +348,7 @@ def test_leaf_already_whole_is_not_gathered_and_its_gradient_scattered_in_the_sc
 def residuals(fn, mesh, dtype=jnp.bfloat16) -> list[tuple]:
     """Shapes and dtypes of what the forward pass keeps for the backward pass."""
     kept = []
-    collectives = ManualCollectives(jnp.dtype(dtype), "cpu")
+    collectives = ManualCollectives(("data",), jnp.dtype(dtype), "cpu")
     run = deferred_fn(fn, collectives, dtype=dtype)
 
     def body(shards, x):

@@ -3,6 +3,7 @@
 The tolerance, 1e-5, is for fp32 sums in another order.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -62,7 +63,7 @@ def make_partition(
     whole = {name: (None,) * leaf.ndim for name, leaf in named_leaves(params).items()}
     structs = jax.eval_shape(lambda: params)
     leaves = shard_leaves(structs, whole, zero_stage(zero), mesh.shape)
-    given = tuple(leaves.values()), zero_stage(zero), make_precision("fp32"), mesh
+    given = tuple(leaves.values()), (), zero_stage(zero), make_precision("fp32"), mesh
     return Partition(network, *given, coupled, AsTraced()), params
 
 
@@ -84,13 +85,13 @@ def plain_loss(params: Any, x: np.ndarray, mask: np.ndarray) -> Any:
 )
 def test_gradients_times_the_scale_equal_plain_jax(shape, zero, coupled, accumulate):
     partition, params = make_partition(shape, zero, coupled=coupled)
-    gradients = make_gradients(partition, LOSS, params, accumulate)
+    gradients = make_gradients(partition, LOSS, (params, {}), accumulate)
 
     @jax.jit
     def run(params: Any, batch: Any) -> Any:
         with on_abstract_mesh(partition.mesh):
             given = {}, make_inputs(batch, jnp.int32(0)), jax.random.key(0)
-            return gradients(params, *given, jnp.float32(8.0))
+            return gradients((params, {}), *given, jnp.float32(8.0))
 
     grads, sums, _ = run(params, BATCH)
     loss, right = jax.value_and_grad(plain_loss)(params, X, MASK)
@@ -102,19 +103,19 @@ def test_gradients_times_the_scale_equal_plain_jax(shape, zero, coupled, accumul
 
 def test_batch_without_weight_has_gradients_of_zero():
     partition, params = make_partition(MeshShape(data=1), 0)
-    gradients = make_gradients(partition, LOSS, params, 1)
+    gradients = make_gradients(partition, LOSS, (params, {}), 1)
     inputs = make_inputs(BATCH | {"mask": np.zeros(ROWS, np.float32)}, jnp.int32(0))
     given = {}, inputs, jax.random.key(0), jnp.float32(1)
-    grads, _, _ = jax.jit(gradients)(params, *given)
+    grads, _, _ = jax.jit(gradients)((params, {}), *given)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(grads))
 
 
 def test_forward_adds_up_its_parts():
     partition, params = make_partition(MeshShape(data=1), 0)
-    forward = make_forward(partition, LOSS, params, training=True)
+    forward = make_forward(partition, LOSS, (params, {}), training=True)
     inputs = make_inputs(BATCH, jnp.int32(0))
     given = inputs, {}, jax.random.key(0)
-    sums = jax.jit(forward, static_argnums=4)(partition.views(params), *given, 4)
+    sums = jax.jit(forward, static_argnums=4)(partition.views((params, {})), *given, 4)
     right = plain_loss(params, X, MASK)
     assert float(sums.loss.total / sums.loss.weight) == pytest.approx(float(right))
     assert float(sums.metrics["n"].value) == MASK.sum()
@@ -124,13 +125,13 @@ def test_forward_adds_up_its_parts():
 def test_evaluation_takes_rows_over_data_or_left_over_ones_once(rows):
     """Left-over rows are on all four shards and count once."""
     partition, params = make_partition(MeshShape(data=4), 1)
-    evaluation = make_evaluation(partition, LOSS, params)
+    evaluation = make_evaluation(partition, LOSS, (params, {}))
 
     @jax.jit
     def run(params: Any, batch: Any) -> Any:
         with on_abstract_mesh(partition.mesh):
             given = {}, make_inputs(batch, jnp.int32(0)), jax.random.key(0)
-            return evaluation(params, *given, rows < ROWS)
+            return evaluation((params, {}), *given, rows < ROWS)
 
     sums = run(params, {name: leaf[:rows] for name, leaf in BATCH.items()})
     right = plain_loss(params, X[:rows], MASK[:rows])
@@ -160,3 +161,32 @@ def test_data_is_manual_unless_it_is_coupled_or_alone(shape, coupled, kind):
     assert partition.automatic == (kind is AutomaticCollectives)
     body = object.__repr__
     assert (partition.mapped(body, out_specs=None) is body) == partition.automatic
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_frozen_leaves_are_computed_on_in_their_own_dtype_unless_it_is_wider(zero):
+    """At stage 3 they are cast where they are used, so the stored ones stay."""
+    partition, params = make_partition(MeshShape(data=1), zero)
+    frozen = [jnp.zeros((4, 4), dtype) for dtype in ("int8", "bfloat16", "float32")]
+    structs = {str(x.dtype): jax.eval_shape(lambda x=x: x) for x in frozen}
+    whole = {name: (None, None) for name in structs}
+    leaves = shard_leaves(structs, whole, zero_stage(zero), partition.mesh.shape)
+    partition = dataclasses.replace(
+        partition, frozen=tuple(leaves.values()), precision=make_precision("bf16")
+    )
+    given = [*jax.tree.leaves(params), *frozen]
+    prepared = jax.eval_shape(partition.prepare, given)
+    found = [str(x.dtype) for x in prepared[len(given) - 3 :]]
+    used = "float32" if zero == 3 else "bfloat16"
+    assert found == ["int8", "bfloat16", used]
+
+    def kinds(leaves: list) -> list:
+        assert [str(x.dtype) for x in leaves[-3:]] == ["int8", "bfloat16", "bfloat16"]
+        return [jnp.zeros(())]
+
+    def call(shards: list) -> list:
+        prepared = partition.prepare(shards)
+        own = partition.differentiated(shards, prepared)
+        return partition.call(kinds, own, prepared)
+
+    jax.eval_shape(call, given)

@@ -44,7 +44,9 @@ def test_one_pack_is_one_row_whatever_its_arrays_are():
 def test_names_and_specs_tell_rows_from_the_others():
     assert replicated_names(BATCH) == {"w/value/a", "w/value/b"}
     assert replicated_names({"x": X}) == frozenset()
-    specs = jax.tree.leaves(specs_of(BATCH), is_leaf=lambda x: isinstance(x, P))
+    specs = jax.tree.leaves(
+        specs_of(BATCH, P("data")), is_leaf=lambda x: isinstance(x, P)
+    )
     assert specs == [P(), P(), P("data")]
 
 

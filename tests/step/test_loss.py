@@ -116,7 +116,9 @@ def test_sums_of_all_shards_are_combined_by_their_kind():
     def body(total, weight, top):
         metrics = {"n": Sum(weight[0]), "top": Max(top[0])}
         sums = Sums(Weighted(total[0], weight[0]), metrics)
-        return sums.over_data(ManualCollectives(jnp.dtype(jnp.float32), "cpu"))
+        return sums.over_data(
+            ManualCollectives(("data",), jnp.dtype(jnp.float32), "cpu")
+        )
 
     run = jax.shard_map(
         body, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False
@@ -165,7 +167,7 @@ def test_state_of_the_model_changes_in_training_alone(training):
     loss = as_losses(lambda model, batch: model(batch["x"]).mean(), None)[0]
     network = make_network(Counted, loss.on_sample, INPUTS)
     params, state = network.init(jax.random.key(0))
-    leaves, structure = jax.tree.flatten(params)
+    leaves, structure = jax.tree.flatten((params, {}))
     run = make_loss(network, loss, structure, AsTraced(), training=training)
     key = ShardKey(jax.random.key(0), jnp.int32(0))
     sums, after = jax.jit(run)(leaves, state, key, INPUTS)

@@ -46,7 +46,7 @@ class Comparing:
 
 
 def call(check: LossCheck, queue: Queue | None = None) -> None:
-    state = TrainState(0, {}, {}, (), jax.random.key(0), {})
+    state = TrainState(0, {}, {}, {}, (), jax.random.key(0), {})
     check.before_call(lambda: state, {}, queue or Queue())
 
 

@@ -16,7 +16,6 @@ from jaxpar.model.bridge import make_network
 from jaxpar.sharding.zero import shard_leaves, zero_stage
 from jaxpar.step.state import (
     TrainState,
-    cast_model_state,
     filled_in,
     make_init,
     require_sound,
@@ -71,38 +70,11 @@ def test_string_in_an_optimizers_state_raises():
         init(jax.random.key(0))
 
 
-def test_new_state_of_the_model_keeps_the_dtypes_of_the_old():
-    before = {"a": {"mean": jnp.zeros(3, jnp.bfloat16)}, "n": jnp.int32(0)}
-    after = {"a": {"mean": jnp.full(3, 1.5)}, "n": jnp.float32(2)}
-    cast = cast_model_state(after, before)
-    assert (cast["a"]["mean"].dtype, cast["n"].dtype) == (jnp.bfloat16, jnp.int32)
-    np.testing.assert_array_equal(cast["a"]["mean"], np.full(3, 1.5))
-
-
-@pytest.mark.parametrize(
-    ("after", "message"),
-    [
-        (
-            {"a": jnp.ones(2)},
-            r"state: a from \(3,\) to \(2,\)\. Every step runs the sa",
-        ),
-        ({}, r"state: a from \(3,\) to nothing\. Every"),
-        ({"a": jnp.ones(3), "b": jnp.ones(())}, r"state: b from nothing to \(\)\."),
-        (
-            {name: jnp.ones(1) for name in "abcde"},
-            r"a from \(3,\) to \(1,\), b from nothing .*, c from .* and 2 more\.",
-        ),
-    ],
-)
-def test_state_of_the_model_of_another_shape_raises(after, message):
-    with pytest.raises(ValueError, match=message):
-        cast_model_state(after, {"a": jnp.ones(3)})
-
-
 def make_state(**change: Any) -> TrainState:
     right = TrainState(
         step=jnp.int32(0),
         params={"w": jnp.ones((64, 64)), "b": jnp.zeros(2)},
+        frozen={},
         model_state={"mean": jnp.zeros(3)},
         opt_state=(),
         key=jax.random.key(0),

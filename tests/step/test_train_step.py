@@ -26,6 +26,7 @@ def make_state() -> TrainState:
     return TrainState(
         step=jnp.int32(7),
         params=PARAMS,
+        frozen={},
         model_state={"mean": jnp.float32(1)},
         opt_state=optax.sgd(RATE).init(PARAMS),
         key=jax.random.key(3),

@@ -14,7 +14,7 @@ from optax import contrib
 from jaxpar.mesh import on_abstract_mesh
 from jaxpar.optim import fused_lamb, fused_lion
 from jaxpar.optim.make_update import make_update
-from jaxpar.step.update import Update
+from jaxpar.step.update import Update, UpdateSpec
 from tests.optim.sharded_params import (
     SHAPES,
     leaf_shardings,
@@ -22,12 +22,14 @@ from tests.optim.sharded_params import (
     mesh,
     placed,
 )
+from tests.optim.sign_momentum import SignMomentum
 
 MEMBERS = {
     "adamw": optax.chain(optax.clip(1.0), optax.adamw(0.1)),
     "muon": contrib.muon(0.1),
     "fused lion": fused_lion(0.1),
     "fused lamb": fused_lamb(0.1, bits=8),
+    "a user's": SignMomentum(0.1),
 }
 
 
@@ -46,8 +48,9 @@ def make_case(name: str) -> Case:
     optimizer = MEMBERS[name]
     params = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, make_params()))
     shapes = params, jax.eval_shape(optimizer.init, params)
-    given = leaf_shardings(), mesh(), shapes, jnp.dtype(jnp.bfloat16)
-    update, logical = make_update(optimizer, *given), logical_state(optimizer, zero=1)
+    given = leaf_shardings(), mesh(), *shapes, jnp.dtype(jnp.bfloat16)
+    update = make_update(optimizer, UpdateSpec(*given))
+    logical = logical_state(optimizer, zero=1)
     return Case(optimizer, update, logical, update.pack(*logical))
 
 

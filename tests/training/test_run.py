@@ -42,7 +42,7 @@ def test_first_start_records_config_identity_and_versions(tmp_path):
     assert run.record == {
         "config": {
             "steps": 10,
-            "mesh": {"data": 2, "pipe": 1, "tensor": 1},
+            "mesh": {"data": 2, "pipe": 1, "tensor": 1, "replica": 1, "expert": 1},
             "data": ["a", "b"],
         },
         "identity": IDENTITY,

@@ -99,9 +99,9 @@ def chunks_of(schedule: str | Schedule, num_sections: int) -> int:
         return make_schedule(schedule, 1, 1).num_chunks
     if schedule.num_chunks % num_sections:
         raise ValueError(
-            f"schedule={schedule.name!r} has {schedule.num_chunks} chunks a stage, but "
-            f"the model has {num_sections} sections, each cut over all stages; make "
-            f"one with a multiple of {num_sections} chunks, or use '1f1b' or 'gpipe'."
+            f"schedule={schedule.name!r}: its num_chunks={schedule.num_chunks} must be "
+            f"a multiple of the model's {num_sections} sections, each of which has as "
+            "many chunks on every stage; or use '1f1b' or 'gpipe'."
         )
     return schedule.num_chunks // num_sections
 
@@ -129,8 +129,8 @@ def with_chunks(
     name = made.name
     if made.splits_backward or not isinstance(schedule, str):
         raise ValueError(
-            f"schedule={name!r}: it has {made.num_chunks} chunks a stage, but the "
-            f"model's sections make {num_chunks}; use '1f1b' or 'gpipe'."
+            f"schedule={name!r}: it has num_chunks={made.num_chunks}, but the model's "
+            f"sections have {num_chunks} chunks on a stage; use '1f1b' or 'gpipe'."
         )
     if name == "gpipe":
         return make_gpipe(num_stages, num_microbatches, num_chunks)

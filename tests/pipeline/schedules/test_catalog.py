@@ -27,6 +27,20 @@ def test_name_makes_a_sound_schedule_of_that_name(name):
     assert schedule.splits_backward == (name == "zero_bubble")
 
 
+@pytest.mark.parametrize("name", [*SCHEDULES, "interleaved:3"])
+@pytest.mark.parametrize(("P", "M"), [(2, 2), (2, 6), (3, 9), (4, 4), (4, 16)])
+def test_forwards_of_a_chunk_are_in_the_order_of_the_micro_batches(name, P, M):
+    """So mutable state changes as on one device."""
+    ticks = check_schedule(make_schedule(name, P, M)).forward
+    assert np.all(np.diff(ticks, axis=0) > 0)
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 3), ("gpipe", 2)])
+def test_forwards_of_sections_are_in_the_order_of_the_micro_batches(name, chunks):
+    ticks = check_schedule(with_chunks(name, 2, 5, chunks)).forward
+    assert np.all(np.diff(ticks, axis=0) > 0)
+
+
 def test_names_are_these():
     assert set(SCHEDULES) == {"gpipe", "1f1b", "interleaved", "zero_bubble"}
 
@@ -131,10 +145,10 @@ def test_chunks_of_own_schedule_are_shared_by_the_sections():
     [
         (
             make_1f1b(2, 4),
-            r"schedule='1f1b' has 1 chunks a stage, but the model has 4 ",
+            r"schedule='1f1b': its num_chunks=1 must be a multiple of the model's 4 ",
         ),
-        (make_in_groups("own", 2, 4, 6), r"schedule='own' has 6 chunks a stage, but t"),
-        (make_in_groups("own", 2, 4, 2), r"has 2 chunks .* has 4 sections, each cut"),
+        (make_in_groups("own", 2, 4, 6), r"schedule='own': its num_chunks=6 must be a"),
+        (make_in_groups("own", 2, 4, 2), r"num_chunks=2 .* 4 sections, each of which"),
     ],
 )
 def test_own_schedule_whose_chunks_sections_can_not_share_is_refused(own, message):
@@ -183,11 +197,14 @@ def test_own_schedule_that_has_as_many_chunks_is_taken_as_it_is():
     [
         (
             "zero_bubble",
-            r"schedule='zero_bubble': it has 1 chunks a stage, but the model's "
-            r"sections make 2; use '1f1b' or 'gpipe'\.",
+            r"schedule='zero_bubble': it has num_chunks=1, but the model's sections "
+            r"have 2 chunks on a stage; use '1f1b' or 'gpipe'\.",
         ),
-        (make_in_groups("own", 2, 4, 3), r"schedule='own': it has 3 chunks .* make 2;"),
-        (make_schedule("zero_bubble", 2, 4), r"schedule='zero_bubble': it has 1 chunk"),
+        (
+            make_in_groups("own", 2, 4, 3),
+            r"schedule='own': it has num_chunks=3, .* 2 c",
+        ),
+        (make_schedule("zero_bubble", 2, 4), r"schedule='zero_bubble': it has num_chu"),
         ("1f1c", r"schedule='1f1c' must be one of"),
     ],
 )
@@ -204,7 +221,7 @@ def test_interleaved_refuses_a_group_that_is_not_full_for_sections_too():
 
 
 def test_own_table_is_never_replaced_by_another_of_its_name():
-    with pytest.raises(ValueError, match=r"schedule='gpipe': it has 4 chunks a stage"):
+    with pytest.raises(ValueError, match=r"schedule='gpipe': it has num_chunks=4, but"):
         with_chunks(make_gpipe(2, 4, 4), 2, 4, 3)
     own = make_gpipe(2, 4, 3)
     assert with_chunks(own, 2, 4, 3) is own
