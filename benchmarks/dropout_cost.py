@@ -48,7 +48,7 @@ def make_engine() -> jaxpar.Engine:
 def main() -> None:
     """Measure, print, write."""
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    with mock.patch("jaxpar.engine.initialize.OwnRows", return_value=AsTraced()):
+    with mock.patch("jaxpar.engine.make_step.OwnRows", return_value=AsTraced()):
         engines = {"as_traced": make_engine()}
     engines["own_rows"] = make_engine()
     rng = np.random.default_rng(0)

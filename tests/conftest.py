@@ -16,7 +16,7 @@ from tests.essential import ESSENTIAL
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
 CACHE_BYTES = 4 * 1024**3
 # By name, for jaxpar is imported after the plugin that checks its annotations.
-WHY_NOT = "jaxpar.engine.initialize.why_not"
+WHY_NOT = "jaxpar.engine.make_step.why_not"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

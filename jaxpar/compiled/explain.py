@@ -234,7 +234,7 @@ def make_explanation(
         _row(
             name,
             leaf,
-            leaf_shardings.get(name.removeprefix("params/").removeprefix("frozen/")),
+            _sharding_of(name, leaf_shardings),
             on_host=is_on_host(leaf.sharding) or f"state[{number}]" in program.on_host,
         )
         for number, (name, leaf) in enumerate(leaves.items())
@@ -291,6 +291,16 @@ def _logical_bytes(leaf: jax.ShapeDtypeStruct) -> int:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.eval_shape(jax.random.key_data, leaf)
     return tree.num_bytes(leaf)
+
+
+def _sharding_of(
+    name: str, leaf_shardings: Mapping[str, LeafSharding]
+) -> LeafSharding | None:
+    """A parameter's sharding; with several losses its name follows its loss's."""
+    part, *path = name.split("/")
+    ends = ("/".join(path[i:]) for i in range(len(path)))
+    found = next((leaf_shardings[end] for end in ends if end in leaf_shardings), None)
+    return found if part in ("params", "frozen") else None
 
 
 def _row(

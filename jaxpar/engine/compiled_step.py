@@ -66,17 +66,27 @@ class CompiledStep(abc.ABC):
       placement: where every leaf of the state is stored.
       spec: what is known about the step.
       arguments: the arguments of `jaxpar.initialize`, the batch as shapes.
+      seen: where the leaves are stored that the step's loss sees; None for all.
 
     Attributes:
       placement: as given.
+      seen: as given.
+      name: of the step's loss, if there are several.
       spec: as given.
       arguments: as given, to rebuild the engine on another mesh.
     """
 
     def __init__(
-        self, placement: Placement, spec: StepSpec, arguments: Mapping[str, Any]
+        self,
+        placement: Placement,
+        spec: StepSpec,
+        arguments: Mapping[str, Any],
+        *,
+        seen: Placement | None = None,
     ):
         self.placement, self.spec, self.arguments = placement, spec, arguments
+        self.seen = seen or placement
+        self.name: str | None = None
 
     @abc.abstractmethod
     def traces(self) -> Mapping[str, jax.stages.Traced]:
@@ -179,12 +189,12 @@ class CompiledStep(abc.ABC):
         ruled = own.abstract, own.leaves, own.zero, own.mesh, own.update
         shardings = state_shardings(*ruled)
         stored = state_bytes(packed_structs(own.update, own.abstract, shardings))
-        communicated = spec.execution.communicated_shardings(own.trained)
+        communicated = spec.execution.communicated_shardings(self.seen.trained)
         on_device, on_host = total(stored)
         # Where shardings have no memory kinds, the program says what is on the host.
         on_host = on_host if has_memory_kinds(own.mesh) else on_device
         given = communicated, self.closed_form, on_device, on_host
-        return closed_form_budget(*given, own.frozen)
+        return closed_form_budget(*given, self.seen.frozen)
 
     def measure(self, lowered: Mapping[str, jax.stages.Lowered]) -> Measured:
         """Compile the step, and measure what it holds and moves, by source line.

@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.checkpoint import Checkpoints, Keep
-from jaxpar.engine.batches import BatchSpec
-from jaxpar.engine.compiled_step import CompiledStep, StepSpec
+from jaxpar.engine.compiled_step import CompiledStep
+from jaxpar.engine.loss_step import LossStep, skipped_steps, unknown_loss
 from jaxpar.engine.one_thread import OneThread
 from jaxpar.engine.placement import Placement
-from jaxpar.engine.program import Program
 from jaxpar.engine.replicas import Probe, make_probe
 from jaxpar.engine.run_ahead import Dispatched, RunAhead
 from jaxpar.engine.state_view import (
@@ -40,31 +39,30 @@ class Engine(CompiledStep):
     Args:
       network: the model.
       placement: where every leaf of the state is stored.
-      spec: what is known about the step.
-      batch_spec: the shapes of a global batch.
-      program: the compiled functions.
+      losses: name -> a loss and its compiled functions; the name of a single one is
+        None.
       state: the initial state, packed.
       arguments: the arguments of `initialize`, to rebuild the engine on another mesh.
 
     Attributes:
       mesh: the mesh.
       placement: as given.
-      batch_spec: as given.
+      spec: what is known about the (first) loss's step.
+      batch_spec: the shapes of its global batch.
     """
 
     def __init__(
         self,
         network: Network,
         placement: Placement,
-        spec: StepSpec,
-        batch_spec: BatchSpec,
-        program: Program,
+        losses: Mapping[str | None, LossStep],
         state: TrainState,
         arguments: Mapping[str, Any],
     ):
-        super().__init__(placement, spec, arguments)
-        self.mesh, self.batch_spec = batch_spec.mesh, batch_spec
-        self._network, self._program = network, program
+        first = next(iter(losses.values()))
+        super().__init__(placement, first.spec, arguments)
+        self.mesh, self.batch_spec = placement.mesh, first.batch_spec
+        self._network, self._losses = network, losses
         self._leaves, self._structure = jax.tree.flatten(state)
         self._checkpoints: dict[str, Checkpoints] = {}
         self._probe: Probe | None = None
@@ -110,13 +108,24 @@ class Engine(CompiledStep):
     def _packed(self) -> TrainState:
         return jax.tree.unflatten(self._structure, self._leaves)
 
-    def step(self, batch: Batch) -> Metrics:
+    def loss(self, name: str | None = None) -> LossStep:
+        """One of several losses, whose step can be explained, verified and lowered.
+
+        Args:
+          name: its name; None if there is only one.
+        """
+        if name not in self._losses:
+            raise ValueError(unknown_loss(name, self._losses))
+        return self._losses[name]
+
+    def step(self, batch: Batch, *, loss: str | None = None) -> Metrics:
         """Take one training step; returns when it is dispatched.
 
         Waits for the step before the last, so at most two steps are in flight.
 
         Args:
           batch: this process's rows of a global batch, or global `jax.Array`s.
+          loss: which of several losses.
 
         Returns:
           Scalars on the device: loss, grad_norm (before clipping), skipped (steps
@@ -134,20 +143,22 @@ class Engine(CompiledStep):
             on; not if the loss is scaled, where overflows are normal.
         """
         with self._alone("step"):
-            placed = self._put(batch)
-            self._program.loss_check.before_call(
-                lambda: self._packed, placed, self._ahead
+            own, placed = self.loss(loss), self._put(batch, loss)
+            own.program.loss_check.before_call(
+                lambda: own.focus.get(self._packed), placed, self._ahead
             )
             # First drop the view: with a fused optimizer it holds arrays of its own.
             self._view, self._number = None, self._number + 1
             before = self._leaves
-            self._leaves, metrics, exhausted = self._program.step(before, placed)
+            self._leaves, metrics, exhausted = own.program.step(before, placed)
             discard(before)
             watched = (metrics["loss"], metrics["skipped"], *exhausted)
-            self._ahead.add(Dispatched(f"step {self._number}", *watched))
+            self._ahead.add(Dispatched(f"step {self._number}", *watched, loss=loss))
             return metrics
 
-    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def train_step(
+        self, state: TrainState, batch: Batch, *, loss: str | None = None
+    ) -> tuple[TrainState, Metrics]:
         """The compiled pure step; donates `state`, or a copy where it is the engine's.
 
         With a fused optimizer the state is copied into buckets and out of them.
@@ -155,25 +166,25 @@ class Engine(CompiledStep):
         Args:
           state: a train state of this engine's shapes and shardings.
           batch: as for `step`.
-
-        Returns:
-          The new state and the metrics.
+          loss: as for `step`.
         """
         with self._alone("train_step"):
-            placed = self._put(batch)
-            own = set(map(id, self._leaves))
+            own, placed = self.loss(loss), self._put(batch, loss)
+            ours = set(map(id, self._leaves))
             leaves = [
-                jnp.copy(leaf) if id(leaf) in own else leaf
+                jnp.copy(leaf) if id(leaf) in ours else leaf
                 for leaf in jax.tree.leaves(self.placement.pack(state))
             ]
-            given = jax.tree.unflatten(self._structure, leaves)
-            self._program.loss_check.before_call(lambda: given, placed, self._ahead)
-            new, metrics, _ = self._program.step(leaves, placed)
+            given = own.focus.get(jax.tree.unflatten(self._structure, leaves))
+            own.program.loss_check.before_call(lambda: given, placed, self._ahead)
+            new, metrics, _ = own.program.step(leaves, placed)
             self._ahead.add(Dispatched("a train_step", metrics["loss"]))
             packed = jax.tree.unflatten(self._structure, new)
             return self.placement.unpack(packed), metrics
 
-    def evaluate(self, batch: Batch, *, params: Params | None = None) -> Metrics:
+    def evaluate(
+        self, batch: Batch, *, params: Params | None = None, loss: str | None = None
+    ) -> Metrics:
         """Evaluate on a batch of any number of rows.
 
         Rows left over by data (all rows, if the loss couples or averages them) are
@@ -182,8 +193,8 @@ class Engine(CompiledStep):
 
         Args:
           batch: as for `step`; processes may have different numbers of rows, or none.
-          params: other parameters, such as an average, in the form that `load_params`
-            takes; None for the engine's.
+          params: other parameters that the loss trains, such as an average.
+          loss: which of several losses.
 
         Returns:
           loss, its weight and the user's metrics, from eval_fn in evaluation mode.
@@ -191,16 +202,12 @@ class Engine(CompiledStep):
         with self._alone("evaluate"):
             self.placement.require_devices("batch")
             self._ahead.finish_before_others()
-            parts = self.batch_spec.put_any(batch, whole=self.spec.sees_others)
-            packed = self._packed
+            own = self.loss(loss)
+            parts = own.batch_spec.put_any(batch, whole=own.spec.sees_others)
+            seen = own.focus.get(self._packed)
             if parts[0] is not None:
-                self._program.eval_check.before_call(
-                    lambda: packed, parts[0], self._ahead
-                )
-            used = packed.params if params is None else self._placed(params)
-            metrics = self._program.evaluated(
-                parts, used, packed, is_packed=params is None
-            )
+                own.program.eval_check.before_call(lambda: seen, parts[0], self._ahead)
+            metrics = own.evaluated(parts, params, seen)
             self._ahead.add(Dispatched("an evaluation", metrics["loss"]))
             return metrics
 
@@ -211,8 +218,8 @@ class Engine(CompiledStep):
           params: other parameters, as for `evaluate`; None for the engine's.
 
         Returns:
-          The nnx.Module (or a `jaxpar.model.linen.LinenModel`) with the fp32 masters,
-          sharded as they are stored: views that the next step donates, like `state`.
+          The nnx.Module (or a `jaxpar.model.linen.LinenModel`; a dict of several) with
+          the fp32 masters, as they are stored; the next step donates them.
         """
         self.placement.require_devices("model")
         with self._alone("model"):
@@ -335,7 +342,7 @@ class Engine(CompiledStep):
             if only is not None or reset:
                 state = filled_in(state, self.placement.unpack(self._packed))
             self._take(state)
-            self._ahead = RunAhead(skipped=int(state.carried["loss_scale"].skipped))
+            self._ahead = RunAhead(skipped=skipped_steps(self._losses, state))
             self._number = restored.step
             return restored.step
 
@@ -361,11 +368,11 @@ class Engine(CompiledStep):
 
     def traces(self) -> Mapping[str, jax.stages.Traced]:
         """See `CompiledStep`."""
-        return self._program.step.traces(self._leaves, self.batch_spec.structs())
+        return self.loss().traces()
 
-    def _put(self, batch: Batch) -> Batch:
+    def _put(self, batch: Batch, loss: str | None) -> Batch:
         self.placement.require_devices("batch")
-        return self.batch_spec.put(batch)
+        return self.loss(loss).batch_spec.put(batch)
 
     def _opened(self, folder: str | os.PathLike[str]) -> Checkpoints:
         path = os.path.abspath(folder)

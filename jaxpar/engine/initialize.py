@@ -1,70 +1,51 @@
 """How is an engine made from its arguments: checked, traced, sharded, compiled.
 
-`initialize` lists the steps in order. It checks everything that can be checked before
-compiling.
+It checks everything that can be checked before compiling.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxpar import tree
-from jaxpar.compiled.xla_flags import Value, choose_settings
-from jaxpar.engine.batches import make_batch_spec
-from jaxpar.engine.check_programs import make_loss_checks
-from jaxpar.engine.checks import check_arguments, check_elements
-from jaxpar.engine.compiled_step import StepSpec
+from jaxpar.compiled.xla_flags import Value
 from jaxpar.engine.engine import Engine
-from jaxpar.engine.placement import Placement
-from jaxpar.engine.program import make_program
-from jaxpar.engine.tracing import ModelTrace, trace_model
-from jaxpar.mesh import PIPE, MeshShape, as_mesh, num_batch_shards
-from jaxpar.model.axis_names import BoundNetwork
+from jaxpar.engine.focus import Focus
+from jaxpar.engine.loss_step import make_loss_step
+from jaxpar.engine.make_step import MadeRun, MadeStep, RunSpec, make_step, read_loss
+from jaxpar.engine.several import check_one, make_several
+from jaxpar.mesh import MeshShape, as_mesh
 from jaxpar.model.bridge import UnderAxisRules, make_network
 from jaxpar.model.trainable import Trainable
-from jaxpar.optim.make_update import Optimizer, make_update
-from jaxpar.pipeline.execution import Execution, make_execution
+from jaxpar.optim.make_update import Optimizer
 from jaxpar.pipeline.schedules.table import Schedule
-from jaxpar.sharding.leaf_sharding import LeafSharding
-from jaxpar.sharding.rules import Rules, compute_specs
-from jaxpar.sharding.zero import ZeroStage, zero_stage
+from jaxpar.sharding.rules import Rules
+from jaxpar.sharding.zero import zero_stage
 from jaxpar.step.carried import Carried
-from jaxpar.step.gradients import Partition
-from jaxpar.step.inputs import Inputs, abstract_inputs, check_packed
-from jaxpar.step.loss import Loss, as_losses
-from jaxpar.step.loss_check import why_not
-from jaxpar.step.loss_scale import LossScaler
 from jaxpar.step.precision import Precision, make_precision
-from jaxpar.step.row_draws import AsTraced, OwnRows
-from jaxpar.step.state import TrainState
-from jaxpar.step.train_step import TrainStep, make_train_step
-from jaxpar.step.update import Update, UpdateSpec
-from jaxpar.types import Batch, LossFn, PyTree
-
-_LARGE_BYTES = 1 << 20
-"""Of the smallest variable that `Engine.explain` names if it is not a parameter."""
+from jaxpar.types import Batch, LossFn
 
 
 def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     *,
     model: Any,
-    loss_fn: LossFn,
-    optimizer: Optimizer,
-    sample_batch: Batch,
+    loss_fn: LossFn | Mapping[str, LossFn],
+    optimizer: Optimizer | Mapping[str, Optimizer],
+    sample_batch: Batch | Mapping[str, Batch],
     mesh: MeshShape | Mesh | None = None,
     devices: Sequence[Any] | None = None,
     zero: int = 1,
     precision: str | Precision = "fp32",
-    accumulate: int = 1,
+    accumulate: int | Mapping[str, int] = 1,
     schedule: str | Schedule = "1f1b",
-    clip_norm: float | None = None,
-    carried: Sequence[Carried] = (),
+    clip_norm: float | Mapping[str, float | None] | None = None,
+    carried: Sequence[Carried] | Mapping[str, Sequence[Carried]] = (),
     trainable: Trainable | None = None,
+    trains: Mapping[str, Trainable] | None = None,
+    init_from: Mapping[str, str] | None = None,
     seed: int = 0,
     rules: Rules | None = None,
-    eval_fn: LossFn | None = None,
+    eval_fn: LossFn | Mapping[str, LossFn] | None = None,
     coupled_batch: bool = False,
     check_loss: bool = True,
     allow_whole: Sequence[str] = (),
@@ -74,7 +55,10 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
 
     Args:
       model: an NNX factory ``lambda rngs: MyModel(rngs=rngs)``, a Linen module, or a
-        `jaxpar.PipelineModel`.
+        `jaxpar.PipelineModel`. Or a dict of several by name; then every loss function
+        gets a dict of them, ``loss_fn`` may be a dict of several, and so may eval_fn,
+        optimizer, sample_batch, accumulate, clip_norm and carried, by the losses'
+        names (docs/several_losses.md).
       loss_fn: ``(model, batch) -> loss`` or ``(loss, metrics)``: a mean over the
         examples it is given, or a `jaxpar.Weighted`. It may also take by name: key (a
         PRNG key of the micro-batch), step (an int32 scalar), training (a bool).
@@ -101,6 +85,10 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
       trainable: path patterns of the parameters to train (``["*/lora_a"]``), or types
         of NNX Variables (``nnx.LoRAParam``); None for all. The others are stored
         sharded in their own dtypes, without gradients and moments.
+      trains: with several losses: loss -> what it trains, as `trainable`, of paths that
+        begin with the model's name; the model of its own name by default.
+      init_from: with several models: model -> the one whose initial parameters it
+        copies, such as a frozen reference of a policy.
       seed: of parameters, dropout and all other random numbers.
       rules: logical name -> mesh axis, path pattern -> PartitionSpec; they override
         Flax's ``logical_axis_rules`` in context.
@@ -139,181 +127,39 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
       True
     """
     arguments = {**locals(), "mesh": None, "devices": None}
-    mesh = as_mesh(mesh, devices)
-    check_arguments(optimizer, clip_norm, seed, carried)
-    zero_row, precision = zero_stage(zero), make_precision(precision)
-    losses = as_losses(loss_fn, eval_fn)
-    check_packed(sample_batch, mesh.shape[PIPE], coupled_batch=coupled_batch)
-    batch_spec = make_batch_spec(sample_batch, mesh, accumulate)
-    splits = batch_spec.num_calls(accumulate)
-    rows = abstract_inputs(batch_spec.rows(batch_spec.num_rows // splits))
-    network = make_network(model, losses[0].on_sample, rows)
-    arguments["sample_batch"] = batch_spec.rows(batch_spec.num_rows)
-    arguments["model"] = UnderAxisRules(model, network.axis_rules)
-    parts = (LossScaler(precision.scales_loss), *carried)
-    given = network, losses, optimizer, precision, rows, parts, trainable
-    traced = trace_model(*given, pipelined=mesh.shape[PIPE] > 1)
-    execution = make_execution(network, mesh, schedule, accumulate, traced.block)
-    leaves = _leaf_shardings(traced, execution, rules, zero_row, mesh, allow_whole)
-    partition = _partition(traced, leaves, zero_row, precision, mesh, coupled_batch)
-    update = _update(optimizer, partition, traced.abstract)
-    placement = _placement(traced, leaves, partition, update, parts)
-    reasons = _why_not_checked(traced, rows, partition, splits, asked=check_loss)
-    spec = StepSpec(
-        execution=execution,
-        precision=precision,
-        accumulate=accumulate,
-        coupled=partition.coupled,
-        averages=any(trace.averages for trace in traced.losses.values()),
-        settings=choose_settings(mesh, xla_options),
-        forward_flops=traced.losses["loss_fn"].flops * splits,
-        remarks=_remarks(traced, partition, reasons),
+    run = RunSpec(
+        mesh=as_mesh(mesh, devices),
+        zero=zero_stage(zero),
+        precision=make_precision(precision),
+        schedule=schedule,
+        rules=rules or {},
+        coupled_batch=coupled_batch,
+        check_loss=check_loss,
+        allow_whole=allow_whole,
+        xla_options=xla_options,
     )
-    checks = make_loss_checks(placement, spec, partition, rows, traced, reasons)
-    step = _train_step(placement, spec, partition, losses[0], clip_norm)
-    evaluate = execution.make_evaluation(partition, losses[1], traced.abstract.weights)
-    program = make_program(placement, spec, batch_spec, step, evaluate, checks)
-    state = placement.initial_state(traced.init, seed)
-    return Engine(network, placement, spec, batch_spec, program, state, arguments)
-
-
-def _leaf_shardings(
-    traced: ModelTrace,
-    execution: Execution,
-    rules: Rules | None,
-    zero_row: ZeroStage,
-    mesh: Mesh,
-    allow_whole: Sequence[str],
-) -> dict[str, LeafSharding]:
-    """Choose the storage and compute specs of every leaf."""
-    network, params = traced.network, tree.merged(*traced.abstract.weights)
-    check_elements(params, mesh)
-    leaves, sizes = tree.named_leaves(params), mesh.shape
-    shapes = {name: leaf.shape for name, leaf in leaves.items()}
-    names, flax_rules = network.dim_names(), network.axis_rules
-    compute = compute_specs(shapes, names, rules or {}, sizes, flax_rules)
-    return execution.shard_leaves(leaves, compute, zero_row, sizes, allow_whole)
-
-
-def _partition(
-    traced: ModelTrace,
-    leaves: Mapping[str, LeafSharding],
-    zero_row: ZeroStage,
-    precision: Precision,
-    mesh: Mesh,
-    coupled_batch: bool,
-) -> Partition:
-    """How the loss function is run on shards."""
-    network = traced.network
-    is_bound = isinstance(network, BoundNetwork)
-    couples = bool(traced.losses["loss_fn"].coupled_state)
-    coupled = coupled_batch or couples or is_bound
-    trained, frozen = (
-        tuple(leaves[name] for name in tree.named_leaves(some))
-        for some in traced.abstract.weights
-    )
-    given = network, trained, frozen, zero_row, precision, mesh, coupled
-    partition = Partition(*given, AsTraced())
-    if partition.automatic:
-        return partition
-    return dataclasses.replace(partition, draws=OwnRows(num_batch_shards(mesh)))
-
-
-def _placement(
-    traced: ModelTrace,
-    leaves: dict[str, LeafSharding],
-    partition: Partition,
-    update: Update,
-    parts: Sequence[Carried],
-) -> Placement:
-    """How the run's state is stored."""
-    former = traced.network.former_names
-    stored = traced.abstract, leaves, partition.zero, update, parts, former
-    return Placement(partition.mesh, *stored)
-
-
-def _update(optimizer: Optimizer, partition: Partition, abstract: TrainState) -> Update:
-    """The optimizer, and how it stores the state."""
-    shapes = abstract.params, abstract.opt_state
-    dtype = partition.precision.compute_dtype
-    spec = UpdateSpec(partition.leaves, partition.mesh, *shapes, dtype)
-    return make_update(optimizer, spec)
-
-
-def _why_not_checked(
-    traced: ModelTrace,
-    rows: Inputs,
-    partition: Partition,
-    splits: int,
-    *,
-    asked: bool,
-) -> dict[str, str | None]:
-    """Why the loss functions are not checked, by argument."""
-    mesh, coupled = partition.mesh, partition.coupled
-    return {
-        name: why_not(
-            trace.draws,
-            rows,
-            mesh,
-            coupled=coupled,
-            splits=splits,
-            asked=asked,
-            averages=trace.averages,
-        )
-        for name, trace in traced.losses.items()
+    make = make_several if isinstance(model, Mapping) else _make_one
+    made = make(run, arguments)
+    arguments = {**arguments, **made.arguments}
+    losses = {
+        name: make_loss_step(made.placement, made.steps[name], focus, arguments)
+        for name, focus in made.focuses.items()
     }
+    state = made.placement.initial_state(made.init, seed)
+    return Engine(made.network, made.placement, losses, state, arguments)
 
 
-def _remarks(
-    traced: ModelTrace, partition: Partition, reasons: Mapping[str, str | None]
-) -> tuple[str, ...]:
-    """Lines about the loss for `Engine.explain`."""
-    lines = [
-        f"{name}: not checked ({reason})."
-        if reason
-        else f"{name}: checked to be a mean over rows, at calls 1, 2, 4, 8, ..."
-        for name, reason in reasons.items()
-    ]
-    if isinstance(partition.network, BoundNetwork):
-        names = ", ".join(map(repr, partition.network.axis_names))
-        lines.append(f"loss: axis name {names} is bound to the full micro-batch.")
-    lines += _replicated_state(traced.abstract.model_state, partition.mesh)
-    if partition.coupled:
-        lines.append(
-            "loss: it couples examples, so accumulate changes it: examples are coupled "
-            "within a micro-batch only."
-        )
-    if partition.automatic:
-        return tuple(lines)
-    return (*lines, *traced.losses["loss_fn"].random_notes)
-
-
-def _replicated_state(model_state: PyTree, mesh: Mesh) -> list[str]:
-    """A line about large variables that are not parameters."""
-    sizes = {
-        name: tree.num_bytes(x) for name, x in tree.named_leaves(model_state).items()
+def _make_one(run: RunSpec, arguments: Mapping[str, Any]) -> MadeRun:
+    """The step of a single loss."""
+    check_one(arguments)
+    own, model = read_loss(run, arguments), arguments["model"]
+    network = make_network(model, own.loss.on_sample, own.rows)
+    made = make_step(run, own, network)
+    rebuilt = {
+        "sample_batch": own.batch_spec.rows(own.batch_spec.num_rows),
+        "model": UnderAxisRules(model, network.axis_rules),
     }
-    large = [name for name, size in sizes.items() if size >= _LARGE_BYTES]
-    if not large or mesh.size == 1:
-        return []
-    held = sum(sizes[name] for name in large) / 1e6
-    return [
-        f"model_state: every device holds all of {', '.join(large[:3])} "
-        f"({held:,.1f} MB in all), which are not parameters. A constant is stored "
-        "sharded as an nnx.Param (or in Linen's params) that trainable= leaves out."
-    ]
-
-
-def _train_step(
-    placement: Placement,
-    spec: StepSpec,
-    partition: Partition,
-    loss: Loss,
-    clip_norm: float | None,
-) -> TrainStep:
-    """The pure training step."""
-    like = placement.abstract.weights
-    gradients = spec.execution.make_gradients(partition, loss, like, spec.accumulate)
-    scales = spec.precision.scales_loss
-    given = gradients, placement.update, placement.carried
-    return make_train_step(*given, clip_norm=clip_norm, scales_loss=scales)
+    steps: dict[str | None, MadeStep] = {None: made}
+    focuses: dict[str | None, Focus] = {None: Focus()}
+    given = made.placement, made.traced.init, steps, focuses
+    return MadeRun(network, *given, rebuilt)

@@ -8,17 +8,14 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.engine.batches import BatchSpec
-from jaxpar.engine.compiled_step import StepSpec
 from jaxpar.engine.placement import Placement
-from jaxpar.engine.step_program import StepProgram, make_step_program
+from jaxpar.engine.step_program import StepProgram
 from jaxpar.mesh import on_abstract_mesh
 from jaxpar.sharding.memory_kinds import to_device
 from jaxpar.step.inputs import make_inputs
 from jaxpar.step.loss import Sums
 from jaxpar.step.loss_check import NoCheck
 from jaxpar.step.state import TrainState
-from jaxpar.step.train_step import TrainStep
 from jaxpar.step.weighted import merged
 from jaxpar.types import Batch, Metrics, Params
 
@@ -73,23 +70,19 @@ class Program:
 
 def make_program(
     placement: Placement,
-    spec: StepSpec,
-    batch_spec: BatchSpec,
-    step: TrainStep,
+    step: StepProgram,
     evaluation: Callable[..., Sums],
     checks: Mapping[str, NoCheck],
 ) -> Program:
     """Make the jitted functions; each is compiled at its first call.
 
     Args:
-      placement: where every leaf of the state is stored.
-      spec: what is known about the step.
-      batch_spec: the shapes of a global batch.
-      step: the pure training step.
+      placement: where every leaf of the state that the loss sees is stored.
+      step: the jitted step.
       evaluation: the pure evaluation.
       checks: for "loss_fn", and for "eval_fn" if there is one.
     """
-    mesh = batch_spec.mesh
+    mesh = placement.mesh
     replicated = NamedSharding(mesh, P())
 
     def evaluate(
@@ -103,7 +96,7 @@ def make_program(
             return evaluation(computed, model_state, inputs, key, is_left_over)
 
     return Program(
-        step=make_step_program(placement, spec, batch_spec, step),
+        step=step,
         evaluate=jax.jit(evaluate, out_shardings=replicated, static_argnums=(5, 6)),
         results=jax.jit(_results, out_shardings=replicated),
         loss_check=checks["loss_fn"],

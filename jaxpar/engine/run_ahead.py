@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import warnings
+from collections.abc import Mapping
 
 import jax
 
@@ -31,7 +32,8 @@ class Dispatched:
     Attributes:
       name: such as "step 7", for its error message.
       output: an array that is ready when the program has run; never donated.
-      skipped: for a step, the run's skipped steps after it.
+      skipped: for a step, the skipped steps after it, of its loss.
+      loss: the loss's name, if there are several.
       exhausted: for a step with loss scaling, whether gradients overflowed at the
         minimal scale. Other overflows are normal, so skipped steps are not reported.
     """
@@ -40,20 +42,24 @@ class Dispatched:
     output: jax.Array
     skipped: jax.Array | None = None
     exhausted: jax.Array | None = None
+    loss: str | None = None
 
 
 class RunAhead:
     """Bounds the programs in flight, and checks what they report.
 
     Args:
-      skipped: steps skipped before the first program.
+      skipped: loss -> its steps skipped before the first program.
       bound: the most programs in flight.
     """
 
-    def __init__(self, skipped: int = 0, bound: int = AHEAD):
+    def __init__(
+        self, skipped: Mapping[str | None, int] | None = None, bound: int = AHEAD
+    ):
         self._waiting: collections.deque[Dispatched] = collections.deque()
         self._bound = bound
-        self._skipped = self._before = skipped
+        self._before = dict(skipped or {})
+        self._skipped = dict(self._before)
 
     def add(self, dispatched: Dispatched) -> None:
         """Add a program; wait for the oldest while there are more than the bound.
@@ -96,7 +102,7 @@ class RunAhead:
             if oldest.exhausted is not None:
                 self._require_scale(oldest.exhausted)
             elif oldest.skipped is not None:
-                self._report_skipped(oldest.name, int(oldest.skipped))
+                self._report_skipped(oldest, int(oldest.skipped))
 
     def _require_scale(self, exhausted: jax.Array) -> None:
         """Raise once; programs dispatched later would report the same."""
@@ -106,13 +112,15 @@ class RunAhead:
             self._waiting.clear()
             raise
 
-    def _report_skipped(self, name: str, skipped: int) -> None:
+    def _report_skipped(self, step: Dispatched, skipped: int) -> None:
         """Warn at the first skipped step, and whenever their number is a power of 2."""
-        count, is_new = skipped - self._before, skipped > self._skipped
-        self._skipped = skipped
+        loss = step.loss
+        count = skipped - self._before.get(loss, 0)
+        is_new = skipped > self._skipped.get(loss, 0)
+        self._skipped[loss] = skipped
         if is_new and count & (count - 1) == 0:
             warnings.warn(
-                f"{name} was skipped ({count} so far): its gradients were not "
+                f"{step.name} was skipped ({count} so far): its gradients were not "
                 "finite, or its loss had no weight. Parameters are unchanged. Look for "
                 "NaN or infinity in the batch, or lower the learning rate.",
                 SkippedStepWarning,

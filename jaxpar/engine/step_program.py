@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.compiled.xla_flags import compiler_options
 from jaxpar.engine.batches import BatchSpec
 from jaxpar.engine.compiled_step import StepSpec
+from jaxpar.engine.focus import Focus, focused
 from jaxpar.engine.placement import Placement
 from jaxpar.engine.state_view import discard
 from jaxpar.mesh import on_abstract_mesh
@@ -116,7 +117,11 @@ class HostBetween:
 
 
 def make_step_program(
-    placement: Placement, spec: StepSpec, batch_spec: BatchSpec, step: TrainStep
+    placement: Placement,
+    spec: StepSpec,
+    batch_spec: BatchSpec,
+    step: TrainStep,
+    focus: Focus,
 ) -> StepProgram:
     """Make the jitted functions that step; each is compiled at its first call.
 
@@ -124,9 +129,11 @@ def make_step_program(
       placement: where every leaf of the state is stored.
       spec: what is known about the step.
       batch_spec: the shapes of a global batch.
-      step: the pure training step.
+      step: the pure training step, of the state that the loss sees.
+      focus: what it sees.
     """
     mesh, update = batch_spec.mesh, placement.update
+    step = focused(step, focus)
     stored, structure = jax.tree.flatten(placement.packed_shardings)
     replicated = NamedSharding(mesh, P())
     jitted = functools.partial(
@@ -140,7 +147,7 @@ def make_step_program(
         def flat_step(state: list, batch: Any) -> Any:
             with on_abstract_mesh(mesh):
                 new, metrics = function(jax.tree.unflatten(structure, state), batch)
-            scaler = new.carried["loss_scale"]
+            scaler = focus.carried(new)["loss_scale"]
             watched = [scaler.exhausted] if spec.precision.scales_loss else []
             return jax.tree.leaves(new), metrics, watched
 

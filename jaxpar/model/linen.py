@@ -269,6 +269,13 @@ class LinenModel:
         return {name: values for name, values in made.items() if name in names}
 
 
+def uninitialised(model: Any, key: jax.Array) -> LinenModel | None:
+    """A Linen module that its first call initialises; None for another model."""
+    if not isinstance(model, nn.Module):
+        return None
+    return LinenModel(model, None, key, training=True)
+
+
 def _joined(before: Mapping[str, Any], new: Mapping[str, Any]) -> dict:
     """Add the variables that a later call initialises, such as a decoder's."""
     leaves = traverse_util.flatten_dict(new) | traverse_util.flatten_dict(before)

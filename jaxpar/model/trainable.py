@@ -5,8 +5,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxpar import tree
 
-Trainable = Sequence[str] | type | tuple[type, ...]
-"""Path patterns, such as ``["*/lora_a"]``, or types of NNX Variables."""
+Trainable = Sequence[str] | type | tuple[type, ...] | frozenset[str]
+"""Path patterns, such as ``["*/lora_a"]``, or types of NNX Variables; a frozenset has
+whole names, found before."""
 
 
 @runtime_checkable
@@ -19,7 +20,11 @@ class Typed(Protocol):
 
 
 def trainable_names(
-    trainable: Trainable | None, names: Sequence[str], network: Any
+    trainable: Trainable | None,
+    names: Sequence[str],
+    network: Any,
+    *,
+    all_allowed: bool = False,
 ) -> frozenset[str]:
     """Choose the parameters that are trained.
 
@@ -27,6 +32,7 @@ def trainable_names(
       trainable: as given to `jaxpar.initialize`; None for all.
       names: of all parameters.
       network: the model.
+      all_allowed: whether it may choose all of them.
 
     Returns:
       Their names.
@@ -41,6 +47,8 @@ def trainable_names(
     """
     if trainable is None:
         return frozenset(names)
+    if isinstance(trainable, frozenset):
+        return trainable
     if isinstance(trainable, str):
         raise ValueError(
             f"trainable={trainable!r} must be a list of path patterns; pass "
@@ -63,7 +71,7 @@ def trainable_names(
         if not own:
             raise ValueError(_unmatched(entry, names, types))
         found |= own
-    if len(found) == len(names):
+    if len(found) == len(names) and not all_allowed:
         raise ValueError(
             f"trainable={trainable!r} matches all {len(names)} parameters, so nothing "
             "is frozen. Leave it out, or match fewer."

@@ -60,12 +60,16 @@ def plan(
         return plan_step(engine, found, tokens_per_step)
     sizes = engine.placement.mesh.shape
     shape = mesh or MeshShape(**{**sizes, DATA: -1})
-    args = (engine.arguments, target, shape, tokens_per_step)
+    args = (engine.arguments, target, shape, tokens_per_step, engine.name)
     return call(f"{__name__}:plan_elsewhere", *args, what=f"plan on {target}")
 
 
 def plan_elsewhere(
-    arguments: Mapping[str, Any], target: str, shape: MeshShape, tokens: int | None
+    arguments: Mapping[str, Any],
+    target: str,
+    shape: MeshShape,
+    tokens: int | None,
+    loss: str | None = None,
 ) -> Plan:
     """Plan from the arguments of `jaxpar.initialize`, in a process for compilers.
 
@@ -74,6 +78,7 @@ def plan_elsewhere(
       target: the devices.
       shape: devices by axis.
       tokens: of a step.
+      loss: which of several losses.
 
     Returns:
       The plan.
@@ -83,7 +88,7 @@ def plan_elsewhere(
     mesh = make_mesh(shape.resolve(len(devices)), devices)
     with compile_only():
         engine = initialize(**{**arguments, "mesh": mesh})
-    return plan_step(engine, found, tokens)
+    return plan_step(engine.loss(loss), found, tokens)
 
 
 def plan_step(
@@ -178,7 +183,7 @@ def _host_notes(parts: Sequence[str]) -> tuple[str, ...]:
 
 def _memory(engine: CompiledStep, program: CompiledProgram) -> BytesPerDevice:
     """A program's memory by kind."""
-    own = engine.placement
+    own = engine.seen
     copies, gradients = step_bytes(own.trained, engine.closed_form, own.frozen)
     packed = state_bytes(engine.placement.packed)
     stored = {name: sum(number) for name, number in packed.items()}

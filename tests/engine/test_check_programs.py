@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import jaxpar
-from jaxpar.engine import check_programs, initialize
+from jaxpar.engine import check_programs, make_step
 from jaxpar.step.loss_check import HALF_TOLERANCE, TOLERANCE, LossCheck, NoCheck
 
 ROWS, DATA = 16, 4
@@ -51,7 +51,7 @@ def make_checks(monkeypatch: pytest.MonkeyPatch, checked_losses: None) -> Any:
         return found
 
     monkeypatch.setattr(check_programs, "LossCheck", Shown)
-    monkeypatch.setattr(initialize, "make_loss_checks", kept)
+    monkeypatch.setattr(make_step, "make_loss_checks", kept)
 
     def make(loss_fn: Any, **change: Any) -> tuple[jaxpar.Engine, dict[str, Any]]:
         given = {

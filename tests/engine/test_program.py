@@ -14,7 +14,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
+from jaxpar.engine.focus import Focus
 from jaxpar.engine.program import Program, make_program
+from jaxpar.engine.step_program import make_step_program
 from jaxpar.optim import fused_adamw
 from jaxpar.step.loss import Sums
 from jaxpar.step.loss_check import NoCheck
@@ -55,7 +57,9 @@ def summed(weights, model_state, inputs, key, is_left_over):
 def program_of(engine: jaxpar.Engine, checks: Any = None) -> Program:
     given = engine.placement, engine.spec, engine.batch_spec
     step = TrainStep(lambda _, batch: batch, counted)
-    return make_program(*given, step, summed, checks or {"loss_fn": NoCheck()})
+    jitted = make_step_program(*given, step, Focus())
+    checks = checks or {"loss_fn": NoCheck()}
+    return make_program(engine.placement, jitted, summed, checks)
 
 
 @pytest.fixture(scope="module")

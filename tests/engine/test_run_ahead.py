@@ -52,7 +52,7 @@ def test_a_program_that_failed_is_named() -> None:
 
 def test_skipped_steps_are_reported_at_powers_of_two() -> None:
     found = []
-    ahead = RunAhead(skipped=3, bound=0)
+    ahead = RunAhead({None: 3}, bound=0)
     for step in range(1, 12):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

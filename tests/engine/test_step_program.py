@@ -27,7 +27,7 @@ def pair() -> list[jaxpar.Engine]:
 
 
 def test_update_decides_what_steps():
-    found = [engine._program.step for engine in pair()]
+    found = [engine.loss().program.step for engine in pair()]
     assert list(map(type, found)) == [HostBetween, OneJit]
     assert all(isinstance(each, StepProgram) for each in found)
 

@@ -35,7 +35,7 @@ def test_check_needs_no_more_memory_than_the_step(zero: int) -> None:
         optimizer=optax.adamw(1e-3),
         zero=zero,
     )
-    check: Any = engine._program.loss_check
+    check: Any = engine.loss().program.loss_check
     kept = engine._packed
     placed = engine.batch_spec.put({"tokens": tokens})
     given = (kept.params, kept.model_state, placed, kept.step, kept.key, 0.1)

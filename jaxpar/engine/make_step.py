@@ -1,0 +1,345 @@
+"""How is a loss's training step made: traced, sharded, as pure functions?
+
+An engine has one loss, or several, each with a step of its own. Nothing is compiled.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxpar import tree
+from jaxpar.compiled.xla_flags import Value, choose_settings
+from jaxpar.engine.batches import BatchSpec, make_batch_spec
+from jaxpar.engine.check_programs import make_loss_checks
+from jaxpar.engine.checks import check_arguments, check_elements
+from jaxpar.engine.compiled_step import StepSpec
+from jaxpar.engine.focus import Focus
+from jaxpar.engine.placement import Placement
+from jaxpar.engine.tracing import ModelTrace, trace_model
+from jaxpar.mesh import PIPE, num_batch_shards
+from jaxpar.model.axis_names import BoundNetwork
+from jaxpar.model.bridge import Network
+from jaxpar.model.trainable import Trainable
+from jaxpar.optim.make_update import Optimizer, make_update
+from jaxpar.pipeline.execution import Execution, make_execution
+from jaxpar.pipeline.schedules.table import Schedule
+from jaxpar.sharding.leaf_sharding import LeafSharding
+from jaxpar.sharding.rules import Rules, compute_specs
+from jaxpar.sharding.zero import ZeroStage
+from jaxpar.step.carried import Carried
+from jaxpar.step.gradients import Partition
+from jaxpar.step.inputs import Inputs, abstract_inputs, check_packed
+from jaxpar.step.loss import Loss, as_losses
+from jaxpar.step.loss_check import NoCheck, why_not
+from jaxpar.step.loss_scale import LossScaler
+from jaxpar.step.precision import Precision
+from jaxpar.step.row_draws import AsTraced, OwnRows
+from jaxpar.step.state import TrainState
+from jaxpar.step.train_step import TrainStep, make_train_step
+from jaxpar.step.update import Update, UpdateSpec
+from jaxpar.types import PyTree
+
+_LARGE_BYTES = 1 << 20
+"""Of the smallest variable that `Engine.explain` names if it is not a parameter."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSpec:
+    """What all losses of an engine share; see `jaxpar.initialize`."""
+
+    mesh: Mesh
+    zero: ZeroStage
+    precision: Precision
+    schedule: str | Schedule
+    rules: Rules
+    coupled_batch: bool
+    check_loss: bool
+    allow_whole: Sequence[str]
+    xla_options: Mapping[str, Value | None] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LossSpec:
+    """A loss, and what it is trained with.
+
+    Attributes:
+      loss: for training.
+      evaluation: for evaluation; may be the same.
+      optimizer: of what it trains.
+      batch_spec: the shapes of a global batch.
+      accumulate: micro-batches a step.
+      clip_norm: the largest global norm of the gradients, or None.
+      carried: the parts of the state that a step updates.
+      trainable: the parameters that it trains; None for all.
+      averages: name of a moving average that it calls -> the model that it averages,
+        as which it is stored.
+    """
+
+    loss: Loss
+    evaluation: Loss
+    optimizer: Optimizer
+    batch_spec: BatchSpec
+    accumulate: int
+    clip_norm: float | None
+    carried: Sequence[Carried]
+    trainable: Trainable | None
+    averages: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls of the loss function in a step."""
+        return self.batch_spec.num_calls(self.accumulate)
+
+    @property
+    def rows(self) -> Inputs:
+        """Shapes of what the loss function is given: one shard of a micro-batch."""
+        spec = self.batch_spec
+        return abstract_inputs(spec.rows(spec.num_rows // self.num_calls))
+
+
+@dataclasses.dataclass(frozen=True)
+class MadeStep:
+    """A loss's step, before it is compiled.
+
+    Attributes:
+      traced: what was learned of the model, and its init.
+      placement: where every leaf of the state that it sees is stored.
+      spec: what is known about the step.
+      batch_spec: the shapes of a global batch.
+      step: the pure training step.
+      evaluate: the pure evaluation.
+      checks: for "loss_fn", and for "eval_fn" if there is one.
+    """
+
+    traced: ModelTrace
+    placement: Placement
+    spec: StepSpec
+    batch_spec: BatchSpec
+    step: TrainStep
+    evaluate: Any
+    checks: Mapping[str, NoCheck]
+
+
+@dataclasses.dataclass(frozen=True)
+class MadeRun:
+    """The steps of an engine's losses, and their state.
+
+    Attributes:
+      network: the model, or all of them.
+      placement: where every leaf of the state is stored.
+      init: makes the state from a key.
+      steps: loss -> its step; the name of a single one is None.
+      focuses: loss -> what it sees of the state.
+      arguments: those of `jaxpar.initialize` that rebuild the engine on another mesh.
+    """
+
+    network: Network
+    placement: Placement
+    init: Callable[[jax.Array], TrainState]
+    steps: Mapping[str | None, MadeStep]
+    focuses: Mapping[str | None, Focus]
+    arguments: Mapping[str, Any]
+
+
+def read_loss(run: RunSpec, given: Mapping[str, Any]) -> LossSpec:
+    """Read and check the arguments of `jaxpar.initialize` for one loss."""
+    own = {name: given[name] for name in ("optimizer", "clip_norm", "carried")}
+    check_arguments(seed=given["seed"], **own)
+    sample_batch, accumulate = given["sample_batch"], given["accumulate"]
+    losses = as_losses(given["loss_fn"], given["eval_fn"])
+    pipe, coupled = run.mesh.shape[PIPE], run.coupled_batch
+    check_packed(sample_batch, pipe, coupled_batch=coupled)
+    return LossSpec(
+        *losses,
+        batch_spec=make_batch_spec(sample_batch, run.mesh, accumulate),
+        accumulate=accumulate,
+        trainable=given["trainable"],
+        **own,
+    )
+
+
+def make_step(run: RunSpec, own: LossSpec, network: Network) -> MadeStep:
+    """Make a loss's step.
+
+    Args:
+      run: what all losses share.
+      own: the loss, and what it is trained with.
+      network: the model.
+
+    Raises:
+      ValueError: if arguments are inconsistent.
+    """
+    mesh, losses, splits = run.mesh, (own.loss, own.evaluation), own.num_calls
+    parts = (LossScaler(run.precision.scales_loss), *own.carried)
+    given = network, losses, own.optimizer, run.precision, own.rows, parts
+    traced = trace_model(*given, own.trainable, pipelined=mesh.shape[PIPE] > 1)
+    asked = run.schedule, own.accumulate, traced.block
+    execution = make_execution(network, mesh, *asked)
+    leaves = _leaf_shardings(traced, execution, run, own.averages)
+    partition = _partition(traced, leaves, run)
+    update = _update(own.optimizer, partition, traced.abstract)
+    placement = _placement(traced, leaves, partition, update, parts)
+    check = run.check_loss
+    reasons = _why_not_checked(traced, own.rows, partition, splits, asked=check)
+    spec = StepSpec(
+        execution=execution,
+        precision=run.precision,
+        accumulate=own.accumulate,
+        coupled=partition.coupled,
+        averages=any(trace.averages for trace in traced.losses.values()),
+        settings=choose_settings(mesh, run.xla_options),
+        forward_flops=traced.losses["loss_fn"].flops * splits,
+        remarks=_remarks(traced, partition, reasons),
+    )
+    checks = make_loss_checks(placement, spec, partition, own.rows, traced, reasons)
+    step = _train_step(placement, spec, partition, own.loss, own.clip_norm)
+    like = traced.abstract.weights
+    evaluate = execution.make_evaluation(partition, own.evaluation, like)
+    return MadeStep(traced, placement, spec, own.batch_spec, step, evaluate, checks)
+
+
+def _leaf_shardings(
+    traced: ModelTrace,
+    execution: Execution,
+    run: RunSpec,
+    averages: Mapping[str, str],
+) -> dict[str, LeafSharding]:
+    """Choose the storage and compute specs of every leaf."""
+    network, params = traced.network, tree.merged(*traced.abstract.weights)
+    check_elements(params, run.mesh)
+    leaves, sizes = tree.named_leaves(params), run.mesh.shape
+    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    names, flax_rules = network.dim_names(), network.axis_rules
+    compute = compute_specs(shapes, names, run.rules, sizes, flax_rules)
+    given = leaves, compute, run.zero, sizes, run.allow_whole
+    found = execution.shard_leaves(*given)
+    for name, leaf in found.items():
+        model, _, path = name.partition("/")
+        if model in averages:
+            beside = found[f"{averages[model]}/{path}"]
+            found[name] = dataclasses.replace(beside, name=leaf.name)
+    return found
+
+
+def _partition(
+    traced: ModelTrace,
+    leaves: Mapping[str, LeafSharding],
+    run: RunSpec,
+) -> Partition:
+    """How the loss function is run on shards."""
+    network = traced.network
+    is_bound = isinstance(network, BoundNetwork)
+    couples = bool(traced.losses["loss_fn"].coupled_state)
+    coupled = run.coupled_batch or couples or is_bound
+    trained, frozen = (
+        tuple(leaves[name] for name in tree.named_leaves(some))
+        for some in traced.abstract.weights
+    )
+    shared = run.zero, run.precision, run.mesh
+    partition = Partition(network, trained, frozen, *shared, coupled, AsTraced())
+    if partition.automatic:
+        return partition
+    return dataclasses.replace(partition, draws=OwnRows(num_batch_shards(run.mesh)))
+
+
+def _placement(
+    traced: ModelTrace,
+    leaves: dict[str, LeafSharding],
+    partition: Partition,
+    update: Update,
+    parts: Sequence[Carried],
+) -> Placement:
+    """How the run's state is stored."""
+    former = traced.network.former_names
+    stored = traced.abstract, leaves, partition.zero, update, parts, former
+    return Placement(partition.mesh, *stored)
+
+
+def _update(optimizer: Optimizer, partition: Partition, abstract: TrainState) -> Update:
+    """The optimizer, and how it stores the state."""
+    shapes = abstract.params, abstract.opt_state
+    dtype = partition.precision.compute_dtype
+    spec = UpdateSpec(partition.leaves, partition.mesh, *shapes, dtype)
+    return make_update(optimizer, spec)
+
+
+def _why_not_checked(
+    traced: ModelTrace,
+    rows: Inputs,
+    partition: Partition,
+    splits: int,
+    *,
+    asked: bool,
+) -> dict[str, str | None]:
+    """Why the loss functions are not checked, by argument."""
+    mesh, coupled = partition.mesh, partition.coupled
+    return {
+        name: why_not(
+            trace.draws,
+            rows,
+            mesh,
+            coupled=coupled,
+            splits=splits,
+            asked=asked,
+            averages=trace.averages,
+        )
+        for name, trace in traced.losses.items()
+    }
+
+
+def _remarks(
+    traced: ModelTrace, partition: Partition, reasons: Mapping[str, str | None]
+) -> tuple[str, ...]:
+    """Lines about the loss for `Engine.explain`."""
+    lines = [
+        f"{name}: not checked ({reason})."
+        if reason
+        else f"{name}: checked to be a mean over rows, at calls 1, 2, 4, 8, ..."
+        for name, reason in reasons.items()
+    ]
+    if isinstance(partition.network, BoundNetwork):
+        names = ", ".join(map(repr, partition.network.axis_names))
+        lines.append(f"loss: axis name {names} is bound to the full micro-batch.")
+    lines += _replicated_state(traced.abstract.model_state, partition.mesh)
+    if partition.coupled:
+        lines.append(
+            "loss: it couples examples, so accumulate changes it: examples are coupled "
+            "within a micro-batch only."
+        )
+    if partition.automatic:
+        return tuple(lines)
+    return (*lines, *traced.losses["loss_fn"].random_notes)
+
+
+def _replicated_state(model_state: PyTree, mesh: Mesh) -> list[str]:
+    """A line about large variables that are not parameters."""
+    sizes = {
+        name: tree.num_bytes(x) for name, x in tree.named_leaves(model_state).items()
+    }
+    large = [name for name, size in sizes.items() if size >= _LARGE_BYTES]
+    if not large or mesh.size == 1:
+        return []
+    held = sum(sizes[name] for name in large) / 1e6
+    return [
+        f"model_state: every device holds all of {', '.join(large[:3])} "
+        f"({held:,.1f} MB in all), which are not parameters. A constant is stored "
+        "sharded as an nnx.Param (or in Linen's params) that trainable= leaves out."
+    ]
+
+
+def _train_step(
+    placement: Placement,
+    spec: StepSpec,
+    partition: Partition,
+    loss: Loss,
+    clip_norm: float | None,
+) -> TrainStep:
+    """The pure training step."""
+    like = placement.abstract.weights
+    gradients = spec.execution.make_gradients(partition, loss, like, spec.accumulate)
+    scales = spec.precision.scales_loss
+    given = gradients, placement.update, placement.carried
+    return make_train_step(*given, clip_norm=clip_norm, scales_loss=scales)

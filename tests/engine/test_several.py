@@ -1,0 +1,153 @@
+"""Which arguments for several models and losses are refused, and what does each get?"""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxpar
+from jaxpar.tree import named_leaves
+from tests.equivalence.several_losses import (
+    RUNS,
+    STATE,
+    batches,
+    disc_loss,
+    gen_loss,
+    make_engine,
+    perceptron,
+)
+
+ADAM = optax.adam(1e-3)
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "pipe": (
+        {"mesh": jaxpar.MeshShape(data=2, pipe=2)},
+        "mesh: pipe=2 cuts one model into stages, but model has 2 (gen, disc)",
+    ),
+    "one loss": ({"loss_fn": disc_loss}, "loss_fn: with several models (gen, disc)"),
+    "no optimizer": (
+        {"optimizer": {"gen": ADAM}},
+        "optimizer: it has none for the loss 'disc'",
+    ),
+    "unknown loss": (
+        {"optimizer": {"gen": ADAM, "disc": ADAM, "dics": ADAM}},
+        "optimizer: 'dics' is none of the losses (disc, gen).",
+    ),
+    "no model": (
+        {"loss_fn": {"both": gen_loss}, "optimizer": ADAM},
+        "trains: the loss 'both' has no model of its name (gen, disc)",
+    ),
+    "twice": (
+        {"trains": {"gen": ["*/up/*"]}},
+        "trains: disc/up/bias is trained by the losses 'disc' and 'gen'",
+    ),
+    "nothing": (
+        {"trains": {"gen": ["gen/down/*"]}},
+        "trainable: 'gen/down/*' matches no parameter",
+    ),
+    "no loss": (
+        {"trains": {"other": ["gen/*"]}},
+        "trains: 'other' is none of the losses (disc, gen)",
+    ),
+    "trainable": ({"trainable": ["gen/*"]}, "trainable: with several models each loss"),
+    "copy": (
+        {"init_from": {"gen": "disc"}},
+        "init_from: 'gen' begins as a copy of 'disc', but they differ in",
+    ),
+    "copy of none": (
+        {"init_from": {"gen": "dis"}},
+        "init_from: 'dis' is none of the models (gen, disc).",
+    ),
+    "copy of itself": ({"init_from": {"gen": "gen"}}, "init_from: 'gen' copies 'gen'"),
+    "average": (
+        {"carried": {"gen": [jaxpar.Ema(0.9, name="disc")]}},
+        "carried: the average 'disc' of the loss 'gen' has the name of a model",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments_are_named(case):
+    change, message = BAD[case]
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        make_engine("adversarial", jaxpar.MeshShape(data=4), 1, rules={}, **change)
+
+
+def test_unknown_models_and_losses_are_named():
+    def wrong(models: Any, batch: Any) -> Any:
+        return disc_loss({"gen": models["gan"], "disc": models["disc"]}, batch)
+
+    with pytest.raises(KeyError, match="there is no model 'gan'; the models are 'gen'"):
+        make_engine(
+            "adversarial",
+            jaxpar.MeshShape(data=4),
+            1,
+            loss_fn={"disc": wrong, "gen": gen_loss},
+        )
+    engine = make_engine("adversarial", jaxpar.MeshShape(data=4), 1)
+    with pytest.raises(ValueError, match="this engine has 2 losses; name one"):
+        engine.step(batches()[0])
+    with pytest.raises(ValueError, match="loss='dics' is none of this engine's losses"):
+        engine.step(batches()[0], loss="dics")
+    with pytest.raises(ValueError, match=r"engine\.loss\('disc'\)\.explain"):
+        engine.explain()
+
+
+def test_arguments_for_several_are_refused_for_one():
+    one: dict[str, Any] = {
+        "model": perceptron(STATE, 1),
+        "loss_fn": lambda model, batch: jnp.mean(model(batch["state"])),
+        "optimizer": ADAM,
+        "sample_batch": batches()[0],
+    }
+    with pytest.raises(ValueError, match=r"trains=.* is for several models"):
+        jaxpar.initialize(**one, trains={"a": ["*"]})
+    with pytest.raises(ValueError, match=r"init_from=.* is for several models"):
+        jaxpar.initialize(**one, init_from={"a": "b"})
+    engine = jaxpar.initialize(**one)
+    with pytest.raises(ValueError, match="this engine has one loss, which has no name"):
+        engine.step(batches()[0], loss="a")
+
+
+def test_each_loss_knows_what_it_trains_and_what_it_communicates():
+    """The closed form of a loss has its own gradients, and gathers everything."""
+    engine = make_engine("adversarial", jaxpar.MeshShape(data=8), 1)
+    for loss, other in (("gen", "disc"), ("disc", "gen")):
+        seen = engine.loss(loss).seen
+        assert {leaf.name for leaf in seen.trained} == {
+            f"{loss}/{name}" for name in named_leaves(engine.state.params[loss])
+        }
+        assert {leaf.name.split("/")[0] for leaf, _ in seen.frozen} == {other}
+        assert {dtype for _, dtype in seen.frozen} == {jnp.dtype("float32")}
+    assert {leaf.name.split("/")[0] for leaf in engine.placement.trained} == set(
+        RUNS["adversarial"].models
+    )
+
+
+def test_an_average_is_stored_and_gathered_as_what_it_averages():
+    engine = make_engine("actor and critic", jaxpar.MeshShape(data=4, tensor=2), 3)
+    own = engine.loss("actor").seen.leaves
+    for name in named_leaves(engine.state.params["critic"]):
+        assert own[f"target/{name}"].stored_spec == own[f"critic/{name}"].stored_spec
+    kernels = (
+        engine.state.carried["critic"]["target"]["critic"]["up"]["kernel"],
+        engine.state.params["critic"]["up"]["kernel"],
+    )
+    assert kernels[0].sharding == kernels[1].sharding
+    assert "tensor" in jax.tree.leaves(tuple(kernels[0].sharding.spec))
+
+
+def test_explanation_and_plan_of_a_loss():
+    engine = make_engine("preferences", jaxpar.MeshShape(data=8), 3)
+    rows = {row.name: row for row in engine.loss("preference").explain().leaves}
+    own = rows["params/preference/policy/out/kernel"]
+    base = rows["frozen/reference/out/kernel"]
+    assert own.why == base.why == "zero: data splits dim 0"
+    assert own.bytes_per_device == base.bytes_per_device
+    assert not any("/reference/" in name for name in rows if "opt_state" in name)
+    plan = jaxpar.plan(engine.loss("preference"), "cpu:8")
+    assert plan.num_params == sum(
+        leaf.size for leaf in jax.tree.leaves(engine.state.params)
+    )
