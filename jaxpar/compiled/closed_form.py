@@ -67,9 +67,10 @@ class ClosedForm:
           frozen: the dtype of a parameter that is not trained; None for a trained one.
         """
         dtype = self.precision.compute_dtype
-        return self._wire_bytes(
-            dtype if frozen is None else frozen_dtype(frozen, dtype)
-        )
+        own = dtype if frozen is None else frozen_dtype(frozen, dtype)
+        # XLA:CPU gathers bf16 as fp32, and integers as they are.
+        is_float = jnp.issubdtype(own, jnp.floating)
+        return self._wire_bytes(own) if is_float else own.itemsize
 
     @property
     def reduce_bytes(self) -> int:

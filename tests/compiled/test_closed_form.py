@@ -127,3 +127,16 @@ def test_one_device_on_data_moves_nothing():
 def test_small_is_a_thousandth_of_the_parameters_or_64_kib(rows, small):
     budget = expected(1, [plan((rows, 32), ((), ()), data_dim=0)])
     assert budget.small_bytes == small
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "bytes_each"),
+    [("gpu", "bfloat16", 2), ("cpu", "bfloat16", 4), ("gpu", "int8", 1),
+     ("cpu", "int8", 1), ("gpu", "float32", 2)],
+)  # fmt: skip
+def test_frozen_leaves_are_gathered_in_their_own_dtype(platform, dtype, bytes_each):
+    """bf16 as fp32 on CPUs; a wider float than the compute dtype in that."""
+    own = ClosedForm(
+        zero_stage(3), make_precision("bf16"), 1, SIZES, platform, coupled=False
+    )
+    assert own.gather_bytes(jnp.dtype(dtype)) == bytes_each
