@@ -86,25 +86,6 @@ def check_trainable(params: Params) -> None:
             )
 
 
-def check_frozen(frozen: Params, *, pipelined: bool) -> None:
-    """Raise for parameters that are not trained where they can't be.
-
-    Args:
-      frozen: shapes of the parameters that are not trained.
-      pipelined: whether the mesh has several stages.
-
-    Raises:
-      ValueError: if there are some in a pipeline.
-    """
-    names = list(tree.named_leaves(frozen))
-    if names and pipelined:
-        raise ValueError(
-            f"trainable: {len(names)} parameters are not trained, such as {names[0]}, "
-            "but a pipeline trains all of its stages' parameters. Use pipe=1 (data, "
-            "tensor, and ZeRO 3 for a large frozen model)."
-        )
-
-
 def of_trained(
     init: Callable[[Params], PyTree], frozen: Params
 ) -> Callable[[Params], PyTree]:

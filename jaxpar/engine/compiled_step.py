@@ -194,7 +194,10 @@ class CompiledStep(abc.ABC):
         # Where shardings have no memory kinds, the program says what is on the host.
         on_host = on_host if has_memory_kinds(own.mesh) else on_device
         given = communicated, self.closed_form, on_device, on_host
-        return closed_form_budget(*given, self.seen.frozen)
+        frozen = self.seen.frozen
+        others, dtypes = [leaf for leaf, _ in frozen], [dtype for _, dtype in frozen]
+        moved = spec.execution.communicated_shardings(others)
+        return closed_form_budget(*given, list(zip(moved, dtypes, strict=True)))
 
     def measure(self, lowered: Mapping[str, jax.stages.Lowered]) -> Measured:
         """Compile the step, and measure what it holds and moves, by source line.
@@ -233,7 +236,8 @@ class CompiledStep(abc.ABC):
     def notes(self) -> tuple[str, ...]:
         """Notes on the schedule and the optimizer, a line each."""
         own, execution = self.placement, self.spec.execution
-        return (*execution.notes(own.zero, own.leaves), *own.update.notes())
+        frozen = [leaf.name for leaf, _ in own.frozen]
+        return (*execution.notes(own.zero, own.leaves, frozen), *own.update.notes())
 
     def _explanation(self, programs: Mapping[str, CompiledProgram]) -> Explanation:
         """Explain the compiled step."""
@@ -245,6 +249,8 @@ class CompiledStep(abc.ABC):
             coupled=spec.coupled,
             program=join_programs(programs),
             settings=spec.settings,
-            notes=spec.execution.notes(own.zero, own.leaves),
+            notes=spec.execution.notes(
+                own.zero, own.leaves, [leaf.name for leaf, _ in own.frozen]
+            ),
             remarks=(*own.update.notes(), *spec.remarks),
         )

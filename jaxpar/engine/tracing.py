@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend import core, source_info_util
 
 from jaxpar import tree
-from jaxpar.engine.checks import check_frozen, check_trainable, of_trained
+from jaxpar.engine.checks import check_trainable, of_trained
 from jaxpar.engine.coupled_state import check_uncoupled, coupled_state
 from jaxpar.jaxprs.dependence import tainted_outputs
 from jaxpar.jaxprs.draws import Draw, find_draws
@@ -130,19 +130,19 @@ def trace_model(
       ValueError: as `trace_loss`, `trace_microbatch` and, in a pipeline,
         `check_uncoupled`, and if a parameter can't be trained.
     """
-    block = None
-    if pipelined and isinstance(network, PipelineNetwork):
-        block = trace_microbatch(network, losses[0], rows)
-    key = jax.eval_shape(lambda: jax.random.key(0))
 
     def trained(params: Params) -> frozenset[str]:
         return trainable_names(trainable, list(tree.named_leaves(params)), network)
+
+    block = None
+    if pipelined and isinstance(network, PipelineNetwork):
+        block = trace_microbatch(network, losses[0], rows, trained)
+    key = jax.eval_shape(lambda: jax.random.key(0))
 
     def trace(wrapped: Network) -> tuple[Any, TrainState, dict[str, LossTrace]]:
         params = jax.eval_shape(wrapped.init, key)[0]
         params, frozen = tree.parted(params, trained(params))
         check_trainable(params)
-        check_frozen(frozen, pipelined=pipelined)
         init_opt_state = of_trained(optimizer.init, frozen)
         init = make_init(wrapped, init_opt_state, carried, trained)
         loss, evaluation = losses

@@ -64,6 +64,12 @@ class PipelineNetwork:
         """The embedding's, which all parts share."""
         return self.embed.axis_rules
 
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """Of the parts that have parameters: the keys of `init`'s."""
+        between = [x.between_name for x in self.sections if x.between is not None]
+        return ("embed", *between, *(own.name for own in self.sections), "head")
+
     def init(self, key: jax.Array) -> tuple[Params, PyTree]:
         """Make the parameters and the state; each block has its own key."""
         L = self.num_blocks
@@ -351,7 +357,7 @@ class WholeModel:
         return hidden
 
     def _head(self, hidden: PyTree, call: Call, key: jax.Array) -> Any:
-        network, tied = self._network, self._network.tied(self.params["embed"])
+        network, tied = self._network, self._network.tied(self._of("embed")[0])
         given = self._of("head"), tied, hidden, call, key
         out, state = network.run_head(*given, training=self.training)
         self._keep("head", state)

@@ -1,10 +1,11 @@
 """What does a pipeline block cost, and how much of its backward can be deferred?"""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 
+from jaxpar import tree
 from jaxpar.jaxprs.evaluate import flops
 from jaxpar.model.axis_names import unbound_axis
 from jaxpar.model.network import PipelineNetwork
@@ -17,6 +18,7 @@ from jaxpar.pipeline.stages import divide
 from jaxpar.step.inputs import Inputs
 from jaxpar.step.loss import Loss
 from jaxpar.step.row_draws import AsTraced, ShardKey
+from jaxpar.types import Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +34,19 @@ class BlockWork:
     deferred: float
 
 
-def trace_microbatch(network: PipelineNetwork, loss: Loss, rows: Inputs) -> BlockWork:
+def trace_microbatch(
+    network: PipelineNetwork,
+    loss: Loss,
+    rows: Inputs,
+    trained: Callable[[Params], Collection[str]] = tree.named_leaves,
+) -> BlockWork:
     """Trace embedding, blocks and head; raise for what a pipeline can't run.
 
     Args:
       network: the model.
       loss: the loss function.
       rows: shapes of one micro-batch on one data shard.
+      trained: the names of the parameters that are trained, from all parameters.
 
     Returns:
       The work of a block, the mean of all.
@@ -46,16 +54,16 @@ def trace_microbatch(network: PipelineNetwork, loss: Loss, rows: Inputs) -> Bloc
     Raises:
       ValueError: if loss_fn calls the model twice, or uses an unbound axis name.
     """
-    functions = StageFunctions(
-        network, loss, 1, training=True, platform="", draws=AsTraced()
-    )
     counts = {section.name: section.num_blocks for section in network.sections}
     division = divide(counts, 1, 1)
-    whole = Sections(functions, division, keeps=False, splits=False)
     found: list[BlockWork] = []
 
     def run(key: jax.Array, rows: Inputs) -> None:
         params, state = network.init(key)
+        given = {"training": True, "platform": "", "draws": AsTraced()}
+        names = frozenset(trained(params))
+        functions = StageFunctions(network, loss, 1, **given, trained=names)
+        whole = Sections(functions, division, keeps=False, splits=False)
         shard_key = ShardKey(key, jax.numpy.int32(0))
         first = jax.numpy.int32(0)
         own = params["embed"], state.get("embed", {})
@@ -67,9 +75,9 @@ def trace_microbatch(network: PipelineNetwork, loss: Loss, rows: Inputs) -> Bloc
                 joint = params[name], state.get(name, {})
                 hidden, _ = own.between(joint, hidden, rows, first, shard_key)
             places, others = own.places(first, rows, first, shard_key)
-            stacks = params[section.name], state.get(section.name, {}), places
-            block, of_block, places = jax.tree.map(lambda x: x[0], stacks)
-            arguments = (block, hidden, of_block, *places, *others)
+            stacks = own.parted(params[section.name]), state.get(section.name, {})
+            first_of = jax.tree.map(lambda x: x[0], (*stacks[0], stacks[1], *places))
+            arguments = (first_of[0], hidden, *first_of[1:], *others)
             block_of = own.block_on(rows)
             forward = jax.make_jaxpr(block_of)(*arguments)
             deferred = trace_pullback(block_of, *arguments).deferred
@@ -116,8 +124,8 @@ def check_split(schedule: Schedule, deferred: float) -> None:
     raise ValueError(
         f"schedule={schedule.name!r}: only {deferred:.0%} of the block's backward can "
         "be deferred, because its weight gradients are not separate matmuls (such as "
-        "inside jax.lax.scan). It would be as slow as '1f1b' and use more memory. Use "
-        "'1f1b', or pass the table to run it anyway: "
+        "inside jax.lax.scan) or its weights are not trained. It would be as slow as "
+        "'1f1b' and use more memory. Use '1f1b', or pass the table to run it anyway: "
         f"schedule=jaxpar.make_schedule({schedule.name!r}, "
         f"{schedule.num_stages}, {schedule.num_microbatches})."
     )

@@ -64,14 +64,14 @@ class Chunks:
         """
         if self.keeps and self.functions.training:
             return self._run_and_keep(blocks, hidden, work)
-        own, shared = self._arguments(work)
+        layers, shared = self._arguments(blocks, work)
         block = self._block(work)
 
         def step(hidden: PyTree, layer: tuple) -> tuple[PyTree, PyTree]:
             params, *rest = layer
             return block(params, hidden, *rest, *shared)
 
-        out, state = jax.lax.scan(step, hidden, (blocks, *own))
+        out, state = jax.lax.scan(step, hidden, layers)
         return out, [], state
 
     def backward(
@@ -92,12 +92,12 @@ class Chunks:
           work: the micro-batch.
 
         Returns:
-          Gradients of the parameters, except those that `weights` computes; the
-          gradient of the input; and the inputs of `weights`.
+          Gradients of the parameters that are trained, except those that `weights`
+          computes; the gradient of the input; and the inputs of `weights`.
         """
         if not self.keeps:
             _, kept, _ = self._run_and_keep(blocks, hidden, work)
-        own, shared = self._arguments(work)
+        (params, *own), shared = self._arguments(blocks, work)
         pullback = self._pullback(blocks, cotangent, work)
 
         def step(cotangent: PyTree, layer: tuple) -> tuple[PyTree, tuple]:
@@ -109,7 +109,7 @@ class Chunks:
             grads, cotangent = pullback.run(kept, arguments, cotangent)
             return cotangent, (grads, [])
 
-        layers = (blocks, kept, *own)
+        layers = (params, kept, *own)
         cotangent, made = jax.lax.scan(step, cotangent, layers, reverse=True)
         return made[0], cotangent, made[1]
 
@@ -128,7 +128,7 @@ class Chunks:
     def _run_and_keep(
         self, blocks: Params, hidden: PyTree, work: ChunkWork
     ) -> tuple[PyTree, PyTree, PyTree]:
-        own, shared = self._arguments(work)
+        layers, shared = self._arguments(blocks, work)
         block = self._block(work)
 
         def step(hidden: PyTree, layer: tuple) -> tuple[PyTree, tuple]:
@@ -136,20 +136,22 @@ class Chunks:
             out, kept, state = run_and_keep(block, params, hidden, *rest, *shared)
             return out, (kept, state)
 
-        out, (kept, state) = jax.lax.scan(step, hidden, (blocks, *own))
+        out, (kept, state) = jax.lax.scan(step, hidden, layers)
         return out, kept, state
 
-    def _arguments(self, work: ChunkWork) -> tuple[tuple, tuple]:
-        """A block's arguments besides parameters and input: its own, and all's."""
+    def _arguments(self, blocks: Params, work: ChunkWork) -> tuple[tuple, tuple]:
+        """A block's arguments besides its input: its own, [n, ...], and all's.
+
+        The first of its own are the parameters that are trained.
+        """
         given = work.virtual, work.inputs, work.index, work.key
         places, shared = self.functions.places(*given)
-        return (work.state, *places), shared
+        return (*self.functions.parted(blocks), work.state, *places), shared
 
     def _pullback(self, blocks: Params, hidden: PyTree, work: ChunkWork) -> Pullback:
-        own, shared = self._arguments(work)
-        first = jax.tree.map(lambda x: x[0], (blocks, own))
-        block = self._block(work)
-        return trace_pullback(block, first[0], hidden, *first[1], *shared)
+        layers, shared = self._arguments(blocks, work)
+        params, *own = jax.tree.map(lambda x: x[0], layers)
+        return trace_pullback(self._block(work), params, hidden, *own, *shared)
 
     def _block(self, work: ChunkWork) -> Callable[..., tuple[PyTree, PyTree]]:
         rows = self.functions.whole.rows(work.inputs, work.index)

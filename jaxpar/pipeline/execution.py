@@ -3,7 +3,7 @@
 The engine gets gradients and evaluation from an `Execution`, chosen by the mesh.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
@@ -86,9 +86,18 @@ class Execution(Protocol):
         ...
 
     def notes(
-        self, zero: ZeroStage, leaf_shardings: Mapping[str, LeafSharding]
+        self,
+        zero: ZeroStage,
+        leaf_shardings: Mapping[str, LeafSharding],
+        frozen: Collection[str] = (),
     ) -> tuple[str, ...]:
-        """Lines about the pipe axis for `Engine.explain`."""
+        """Lines about the pipe axis for `Engine.explain`.
+
+        Args:
+          zero: the row of the ZeRO table.
+          leaf_shardings: name -> sharding, of all parameters.
+          frozen: the names of those that are not trained.
+        """
         ...
 
     @property
@@ -253,10 +262,13 @@ class OneStage:
         return list(leaf_shardings)
 
     def notes(
-        self, zero: ZeroStage, leaf_shardings: Mapping[str, LeafSharding]
+        self,
+        zero: ZeroStage,
+        leaf_shardings: Mapping[str, LeafSharding],
+        frozen: Collection[str] = (),
     ) -> tuple[str, ...]:
         """No lines."""
-        del zero, leaf_shardings
+        del zero, leaf_shardings, frozen
         return ()
 
     def flops(self, counted: int, model: int, shards: int) -> int:

@@ -19,13 +19,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar import tree
 from jaxpar.model.model_state import Variables, with_leaves
 from jaxpar.pipeline.buffers import from_stage, over_pipe, put, take, unused_like
 from jaxpar.pipeline.part_state import of_all_stages, on_each_stage
 from jaxpar.pipeline.schedules.table import IDLE
 from jaxpar.pipeline.sections import Sections
 from jaxpar.pipeline.slots import Buffers, Slots
-from jaxpar.pipeline.stage_functions import StageFunctions
+from jaxpar.pipeline.stage_functions import HeadParams, StageFunctions
 from jaxpar.pipeline.tick_table import TickRows, TickTable
 from jaxpar.step.inputs import Inputs
 from jaxpar.step.loss import Sums
@@ -55,7 +56,7 @@ def run_schedule(
 
     Returns:
       The sums over micro-batches of scale times the gradients of the losses' totals,
-      fp32, in the structure of the parameters; the losses' and metrics' sums; and the
+      fp32, of the parameters that are trained; the losses' and metrics' sums; and the
       state after the last micro-batch.
     """
     sections = sections.of_step(variables, inputs, key)
@@ -65,7 +66,7 @@ def run_schedule(
     assert carry.blocks is not None, "made for training"
     blocks, between = carry.blocks
     # Such a part runs on the first stage alone.
-    between = executor.first_of(between) if between else {}
+    between = executor.first_of(between) if jax.tree.leaves(between) else between
     grads = {"embed": carry.embed, "head": carry.head, **blocks, **between}
     return grads, carry.sums, executor.state_after(carry)
 
@@ -143,7 +144,7 @@ class _Executor:
         return Slots(*given, on_each_stage(self.state, self.sections.names, num_stages))
 
     @property
-    def head_params(self) -> tuple[Params, dict[str, jax.Array]]:
+    def head_params(self) -> HeadParams:
         """The head's own parameters, and those tied to the embedding."""
         return self.params["head"], self.functions.network.tied(self.params["embed"])
 
@@ -158,16 +159,16 @@ class _Executor:
         zeros: dict[str, Any] = {"embed": None, "blocks": None, "head": None}
         if training:
             each = (self.sections.division.num_stages,)
-            zeros = {
-                "embed": jax.tree.map(_fp32_zeros, self.params["embed"]),
-                "blocks": (
-                    jax.tree.map(_fp32_zeros, slots.blocks),
-                    jax.tree.map(
-                        lambda x: over_pipe(jnp.zeros(each + x.shape)), slots.between
-                    ),
+            trained = self.sections.trained
+            apart = {part: self.params[part] for part in ("embed", "head")}
+            zeros = jax.tree.map(_fp32_zeros, trained(apart))
+            zeros["blocks"] = (
+                jax.tree.map(_fp32_zeros, trained(slots.blocks)),
+                jax.tree.map(
+                    lambda x: over_pipe(jnp.zeros(each + x.shape)),
+                    trained(slots.between),
                 ),
-                "head": jax.tree.map(_fp32_zeros, self.params["head"]),
-            }
+            )
         return _Carry(
             buffers=slots.empty_buffers(table, training=training),
             weights=jnp.zeros(self.functions.accumulate, jnp.float32),
@@ -234,14 +235,16 @@ class _Executor:
         self, carry: _Carry, out: PyTree, row: TickRows
     ) -> tuple[_Carry, PyTree]:
         """Add the loss of the micro-batch that leaves; also its hidden's cotangent."""
-        params, before = self.head_params, carry.ends["head"]
+        params, frozen = self.functions.parted_head(self.head_params)
+        before = carry.ends["head"]
 
         def loss() -> tuple:
             hidden = self._last(out)
 
-            def total(params: Any, hidden: PyTree) -> tuple[jax.Array, tuple]:
+            def total(params: HeadParams, hidden: PyTree) -> tuple[jax.Array, tuple]:
+                variables = tuple(map(tree.merged, params, frozen)), before
                 sums, state = self.functions.head(
-                    (params, before), hidden, self.inputs, row.head, self.key
+                    variables, hidden, self.inputs, row.head, self.key
                 )
                 return sums.loss.total, (sums, state)
 
@@ -277,17 +280,20 @@ class _Executor:
         self, carry: _Carry, sent_back: PyTree, row: TickRows
     ) -> Params:
         """Add the embedding's gradient for the first stage's cotangent."""
+        trained, frozen = self.functions.parted("embed", self.params["embed"])
+        if not jax.tree.leaves(trained):
+            return carry.embed
 
         def run() -> Params:
             cotangent = self.first_of(self.sections.first(sent_back))
             seen = take(carry.seen, row.embed_backward)
 
             def embed(params: Params) -> PyTree:
-                return self.functions.embed(
-                    (params, seen), self.inputs, row.embed_backward, self.key
-                )[0]
+                variables = tree.merged(params, frozen), seen
+                given = self.inputs, row.embed_backward, self.key
+                return self.functions.embed(variables, *given)[0]
 
-            _, pull = jax.vjp(embed, self.params["embed"])
+            _, pull = jax.vjp(embed, trained)
             (grads,) = pull(cotangent)
             weight = carry.weights[row.embed_backward]
             return jax.tree.map(lambda x: x.astype(jnp.float32) * weight, grads)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -87,8 +87,7 @@ class Pipeline:
 
         def body(shards, inputs, model_state, key, scale):
             key = partition.shard_key(key)
-            whole = jax.tree.unflatten(structure, self._whole(partition, shards))
-            params = tree.merged(*whole)
+            params = self._whole(partition, structure, shards)
             variables = params, staged_state(self.division, model_state)
             given = sections, table, variables, inputs, key, scale
             grads, sums, state = run_schedule(*given)
@@ -123,8 +122,7 @@ class Pipeline:
             schedule = make_in_groups("forwards", P, parts, v)
             sections = self._sections(partition, loss, parts, training=training)
             sections = dataclasses.replace(sections, keeps=False)
-            whole = jax.tree.unflatten(structure, self._whole(partition, shards))
-            params = tree.merged(*whole)
+            params = self._whole(partition, structure, shards)
             table = make_tick_table(schedule, training=False)
             variables = params, staged_state(self.division, model_state)
             key = partition.shard_key(key)
@@ -153,10 +151,16 @@ class Pipeline:
         return evaluation_on_shards(partition, make_body)
 
     def notes(
-        self, zero: ZeroStage, leaf_shardings: Mapping[str, LeafSharding]
+        self,
+        zero: ZeroStage,
+        leaf_shardings: Mapping[str, LeafSharding],
+        frozen: Collection[str] = (),
     ) -> tuple[str, ...]:
         """The schedule, idle places, and costs of embedding, head and stages."""
         own = self.schedule
+        trained = [name for name in leaf_shardings if name not in frozen]
+        embeds = any(name.startswith("embed/") for name in trained)
+        first = "and its first " if embeds or not frozen else ""
         lines = [
             f"pipe: {own.name}: {own.num_microbatches} micro-batches on "
             f"{own.num_stages} stages take {own.num_ticks} ticks, "
@@ -164,11 +168,11 @@ class Pipeline:
             "counts as two forwards); a stage stores up to "
             f"{kept(own).inputs.max()} inputs.",
             "pipe: every tick sends an activation forwards and a cotangent back; every "
-            "micro-batch all-reduces its last and its first hidden state over pipe, "
+            f"micro-batch all-reduces its last {first}hidden state over pipe, "
             "and two more over the axes that split its vocabulary.",
         ]
         lines += [
-            self._idle_line(cut, leaf_shardings)
+            self._idle_line(cut, leaf_shardings, frozen)
             for cut in self.division.sections
             if cut.idle_places
         ]
@@ -199,20 +203,24 @@ class Pipeline:
         return tuple(lines)
 
     def _idle_line(
-        self, cut: Stages, leaf_shardings: Mapping[str, LeafSharding]
+        self,
+        cut: Stages,
+        leaf_shardings: Mapping[str, LeafSharding],
+        frozen: Collection[str],
     ) -> str:
         """What the idle places of a section cost."""
         leaves = leaf_shardings.values()
         own = [leaf for leaf in leaves if self.division.of(leaf.name) == cut]
-        block = sum(math.prod(leaf.view_shape) for leaf in own) / cut.num_blocks
+        each = cut.idle_places / cut.num_stages / cut.num_blocks
+        sizes = {leaf.name: each * math.prod(leaf.view_shape) for leaf in own}
         # Gradients in fp32 are added up for every place.
-        idle = 4 * block * cut.idle_places / cut.num_stages
+        idle = 4 * sum(n for name, n in sizes.items() if name not in frozen)
         places = cut.num_virtual * cut.places
         return (
             f"pipe: {cut.name}: {cut.num_blocks} blocks on {cut.num_virtual} virtual "
             f"stages leave {cut.idle_places} of {places} places idle; their gradients "
-            f"take {idle:,.0f} bytes of a device, and their copies in the compute "
-            "dtype as many elements."
+            f"take {idle:,.0f} bytes of a device, and their copies for the step "
+            f"{sum(sizes.values()):,.0f} elements."
         )
 
     @property
@@ -252,6 +260,7 @@ class Pipeline:
             training=training,
             platform=partition.platform,
             draws=partition.draws,
+            trained=frozenset(leaf.name for leaf in partition.leaves),
         )
         keeps = self.network.remat == "none"
         splits = self.schedule.splits_backward
@@ -266,13 +275,17 @@ class Pipeline:
             for leaf in leaf_shardings
         ]
 
-    def _whole(self, partition: Partition, shards: Sequence[Any]) -> list[jax.Array]:
+    def _whole(
+        self, partition: Partition, structure: Any, shards: Sequence[Any]
+    ) -> Params:
         """Cast, reorder for the stages, gather: once a step."""
-        whole = []
-        staged = self.communicated_shardings(partition.on_shard)
-        for leaf, own, shard in zip(partition.on_shard, staged, shards, strict=True):
-            view = shard.astype(partition.precision.compute_dtype)
+        whole, views = [], partition.cast(shards)
+        leaves = partition.all_on_shard
+        staged = self.communicated_shardings(leaves)
+        for leaf, own, view in zip(leaves, staged, views, strict=True):
             if stages := self.division.of(leaf.name):
                 view = stages.to_stages(leaf, view)
             whole.append(partition.collectives.gather(own, view))
-        return whole
+        params = tree.merged(*jax.tree.unflatten(structure, whole))
+        # A tree parted in two has no part without parameters.
+        return {part: params.get(part, {}) for part in self.network.part_names}

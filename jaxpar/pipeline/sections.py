@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpar import tree
 from jaxpar.model.model_state import Variables, with_leaves
 from jaxpar.pipeline.buffers import unused_like
 from jaxpar.pipeline.chunks import Chunks, ChunkWork
@@ -177,8 +178,8 @@ class Sections:
           work: the micro-batch.
 
         Returns:
-          Gradients in the structure of `params`, except those that `weights` computes;
-          the gradient of the input; and the inputs of `weights`.
+          Gradients of the parameters that are trained, except those that `weights`
+          computes; the gradient of the input; and the inputs of `weights`.
         """
         runs = [functools.partial(self._backward, own) for own in self.chunks]
         if len(runs) == 1:
@@ -194,7 +195,7 @@ class Sections:
             def run() -> tuple[Params, PyTree, PyTree]:
                 given = params, hidden, _of(number, kept), cotangent, work
                 grads, sent_back, products = runs[number](*given)
-                zeros = jax.tree.map(jnp.zeros_like, params)
+                zeros = jax.tree.map(jnp.zeros_like, self.trained(params))
                 return zeros | grads, sent_back, _among(number, products, made)
 
             return run
@@ -215,10 +216,15 @@ class Sections:
             return run(self.chunks[0], products)
 
         def branch(number: int) -> Callable[[], Params]:
-            zeros = functools.partial(jax.tree.map, jnp.zeros_like, params)
+            trained = self.trained(params)
+            zeros = functools.partial(jax.tree.map, jnp.zeros_like, trained)
             return lambda: zeros() | run(self.chunks[number], _of(number, products))
 
         return self._switch(work, branch)
+
+    def trained(self, params: Params) -> Params:
+        """Of each part, the parameters that are trained."""
+        return {part: self.functions.parted(part, params[part])[0] for part in params}
 
     def chunk_of(self, params: Params, chunk: jax.Array) -> Params:
         """A chunk's parameters or state, from one stage's."""
@@ -287,17 +293,20 @@ class Sections:
             sent_back = self._wrap(kinds[1], cotangent)
             return {section.name: grads}, sent_back, products
 
+        name = section.between_name
+        joint, frozen = self.functions.parted(name, params[name])
+
         def leave() -> tuple[Params, PyTree]:
             def run(params: Params, hidden: PyTree) -> PyTree:
-                variables = params, work.state.get(section.between_name, {})
+                variables = tree.merged(params, frozen), work.state.get(name, {})
                 given = local.inputs, local.index, local.key
                 return own.functions.between(variables, hidden, *given)[0]
 
-            _, pull = jax.vjp(run, params[section.between_name], before)
+            _, pull = jax.vjp(run, joint, before)
             return pull(cotangent)
 
         def stay() -> tuple[Params, PyTree]:
-            return jax.tree.map(jnp.zeros_like, (params[section.between_name], before))
+            return jax.tree.map(jnp.zeros_like, (joint, before))
 
         is_first = local.virtual == 0
         made, first_back = jax.lax.cond(is_first, leave, stay)
@@ -306,7 +315,7 @@ class Sections:
             self._wrap(kinds[0], first_back),
             self._wrap(kinds[1], cotangent),
         )
-        return {section.name: grads, section.between_name: made}, sent_back, products
+        return {section.name: grads, name: made}, sent_back, products
 
     def _entered(
         self, own: Chunks, params: Params, hidden: PyTree, work: ChunkWork

@@ -5,13 +5,14 @@ Pure functions of a micro-batch's index; the caller decides where they run.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpar import tree
 from jaxpar.model.model_state import Variables
 from jaxpar.model.network import PipelineNetwork
 from jaxpar.model.proxies import Call, ModelProxy, inputs_of
@@ -22,6 +23,9 @@ from jaxpar.step.inputs import Inputs, num_rows, twice_the_rows
 from jaxpar.step.loss import Loss, Sums, loss_sums
 from jaxpar.step.row_draws import Draws, Rows, ShardKey
 from jaxpar.types import Params, PyTree
+
+HeadParams = tuple[Params, dict[str, jax.Array]]
+"""The head's own parameters, and path -> array of those tied to the embedding."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +41,7 @@ class StageFunctions:
       training: False to evaluate.
       platform: the mesh's platform.
       draws: how random numbers are drawn.
+      trained: names of the parameters that are trained.
     """
 
     network: PipelineNetwork
@@ -45,6 +50,24 @@ class StageFunctions:
     training: bool
     platform: str
     draws: Draws
+    trained: Collection[str]
+
+    def parted(self, part: str, params: Params) -> tuple[Params, Params]:
+        """A part's parameters that are trained, and the others."""
+        trained, frozen = tree.parted({part: params}, self.trained)
+        return trained.get(part, {}), frozen.get(part, {})
+
+    def parted_head(self, params: HeadParams) -> tuple[HeadParams, HeadParams]:
+        """The head's parameters that are trained, and the others."""
+        (own, frozen), tied = self.parted("head", params[0]), params[1]
+        paths = {
+            path
+            for path, shared in self.network.tied_paths.items()
+            if f"embed/{shared}" in self.trained
+        }
+        trained = {path: tied[path] for path in tied if path in paths}
+        others = {path: tied[path] for path in tied if path not in paths}
+        return (own, trained), (frozen, others)
 
     def rows(self, inputs: Inputs, index: jax.Array) -> Inputs:
         """Select a micro-batch."""
@@ -64,7 +87,7 @@ class StageFunctions:
 
     def head(
         self,
-        variables: tuple[tuple[Params, dict[str, jax.Array]], PyTree],
+        variables: tuple[HeadParams, PyTree],
         hidden: PyTree,
         inputs: Inputs,
         index: jax.Array,
@@ -137,7 +160,7 @@ class StageFunctions:
     def _head(
         self,
         key: jax.Array,
-        variables: tuple[tuple[Params, Any], PyTree],
+        variables: tuple[HeadParams, PyTree],
         hidden: PyTree,
         rows: Inputs,
     ) -> tuple[Sums, PyTree]:
@@ -175,6 +198,10 @@ class SectionFunctions:
         """False to evaluate."""
         return self.whole.training
 
+    def parted(self, blocks: Params) -> tuple[Params, Params]:
+        """The blocks' parameters that are trained, and the others."""
+        return self.whole.parted(self.section.name, blocks)
+
     @property
     def _policy(self) -> str:
         # The backward already recomputes the chunk from its input; "full" on each block
@@ -206,15 +233,18 @@ class SectionFunctions:
     def block_on(self, rows: Inputs) -> Callable[..., tuple[PyTree, PyTree]]:
         """Make one block.
 
-        It is ``(params, hidden, state, number, is_run, call, key) -> (hidden, state)``.
-        In an idle place it returns `hidden` and `state`.
+        It is ``(params, hidden, frozen, state, number, is_run, call, key) -> (hidden,
+        state)``, of the parameters that are trained, and the others. In an idle place
+        it returns `hidden` and `state`.
 
         Args:
           rows: a micro-batch; only its shapes are used.
         """
         whole = self.whole
 
-        def block(params, hidden, state, number, is_run, call, key):
+        def block(params, hidden, frozen, state, number, is_run, call, key):
+            params = tree.merged(params, frozen)
+
             def twice() -> tuple:
                 wide = twice_the_rows(rows)
                 call_of = jax.eval_shape(whole.call_of, key.key, wide)

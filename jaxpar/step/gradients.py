@@ -112,12 +112,15 @@ class Partition:
         """Cast and gather the parameters if that is done once a step."""
         if self.zero.gather == "use":
             return list(shards)
-        dtypes = self._computed_dtypes(shards)
-        cast = [x.astype(dtype) for x, dtype in zip(shards, dtypes, strict=True)]
         return [
             self.collectives.gather(p, x)
-            for p, x in zip(self.all_on_shard, cast, strict=True)
+            for p, x in zip(self.all_on_shard, self.cast(shards), strict=True)
         ]
+
+    def cast(self, shards: Sequence[jax.Array]) -> list[jax.Array]:
+        """The parameters in the dtypes in which they are computed on."""
+        dtypes = self._computed_dtypes(shards)
+        return [x.astype(dtype) for x, dtype in zip(shards, dtypes, strict=True)]
 
     def _computed_dtypes(self, shards: Sequence[jax.Array]) -> list[jnp.dtype]:
         """The dtype in which each leaf is computed on."""

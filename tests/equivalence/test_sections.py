@@ -297,8 +297,8 @@ def test_uneven_sections_say_what_they_cost() -> None:
     explained = " ".join(str(make_engine(Mesh(pipe=2)).explain()).split())
     assert (
         "pipe: decoder: 5 blocks on 2 virtual stages leave 1 of 6 places idle; their "
-        "gradients take 288 bytes of a device, and their copies in the compute dtype "
-        "as many elements."
+        "gradients take 288 bytes of a device, and their copies for the step 72 "
+        "elements."
     ) in explained  # Half of a block of 2 (8 x 8 + 8) parameters.
 
 

@@ -1,5 +1,6 @@
 """The pipeline's functions of the toy model, without an engine, and its plain loss."""
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jaxpar.pipeline.stages import Division, Stages
 from jaxpar.step.inputs import make_inputs
 from jaxpar.step.loss import as_losses
 from jaxpar.step.row_draws import AsTraced, ShardKey
+from jaxpar.tree import named_leaves
 from tests.model.toys import (
     BATCHES,
     HIDDEN,
@@ -37,7 +39,10 @@ def make_functions(num_blocks: int = 3, **change: Any) -> StageFunctions:
     return functions_of(make_network(num_blocks, **change))
 
 
-def functions_of(network: Any, loss: Any = loss_fn) -> StageFunctions:
+def functions_of(
+    network: Any, loss: Any = loss_fn, frozen: Collection[str] = ()
+) -> StageFunctions:
+    params, _ = jax.eval_shape(network.init, KEY.key)
     return StageFunctions(
         network,
         as_losses(loss, None)[0],
@@ -45,6 +50,7 @@ def functions_of(network: Any, loss: Any = loss_fn) -> StageFunctions:
         training=True,
         platform="cpu",
         draws=AsTraced(),
+        trained=named_leaves(params).keys() - frozen,
     )
 
 

@@ -72,7 +72,7 @@ def test_block_runs_in_its_place_and_an_idle_place_passes_on(is_run):
     def run(block, hidden, is_run):
         _, others = functions.places(jnp.int32(1), INPUTS, FIRST, KEY)
         block_of = functions.block_on(functions.whole.rows(INPUTS, FIRST))
-        return block_of(block, hidden, {}, jnp.int32(2), is_run, *others)[0]
+        return block_of(block, hidden, {}, {}, jnp.int32(2), is_run, *others)[0]
 
     hidden = PARAMS["embed"]["table"][microbatch(0)["tokens"]]
     right = plain_block(block, hidden) if is_run else hidden
@@ -107,7 +107,7 @@ def test_full_remat_is_left_to_the_backward_of_the_chunk(remat, again):
     def run(block, hidden):
         own, others = functions.places(FIRST, INPUTS, FIRST, KEY)
         block_of = functions.block_on(functions.whole.rows(INPUTS, FIRST))
-        return block_of(block, hidden, {}, *(x[0] for x in own), *others)
+        return block_of(block, hidden, {}, {}, *(x[0] for x in own), *others)
 
     block = jax.tree.map(lambda x: x[0], PARAMS["blocks"])
     hidden = PARAMS["embed"]["table"][microbatch(0)["tokens"]]
@@ -160,7 +160,7 @@ def masks(own: SectionFunctions, rows: int, shard: int) -> list:
         block = own.block_on(own.whole.rows(inputs, FIRST))
         first = jax.tree.map(lambda x: x[0], places)
         hidden = jnp.ones((*num, NARROW))
-        return entered, block(ones(NARROW), hidden, {}, *first, *others)[0]
+        return entered, block(ones(NARROW), hidden, {}, {}, *first, *others)[0]
 
     return [np.asarray(x) for x in run()]
 
