@@ -5,7 +5,7 @@ Pure functions of a micro-batch's index; the caller decides where they run.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -50,7 +50,7 @@ class StageFunctions:
     training: bool
     platform: str
     draws: Draws
-    trained: Collection[str]
+    trained: frozenset[str]
 
     def parted(self, part: str, params: Params) -> tuple[Params, Params]:
         """A part's parameters that are trained, and the others."""

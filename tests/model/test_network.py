@@ -14,6 +14,7 @@ from flax import nnx
 from jaxpar.model.bridge import Network
 from jaxpar.model.remat import REMAT_POLICIES
 from jaxpar.tree import named_leaves
+from tests.model import two_sections
 from tests.model.toys import (
     BATCHES,
     HIDDEN,
@@ -55,6 +56,13 @@ def test_parameters_of_blocks_are_stacked_and_say_so(parts):
     assert names["blocks/up/bias"] == ("layers",)
     assert names["embed/table"] == ("vocab", "embed")
     assert names["head/table"] is None
+
+
+@pytest.mark.parametrize("make", [make_model, two_sections.make_model])
+def test_names_of_parts_are_those_of_the_parameters(make):
+    network = make().make_network(loss_fn, BATCHES[0])
+    params, _ = jax.eval_shape(network.init, KEY)
+    assert sorted(network.part_names) == sorted(params)
 
 
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)

@@ -50,7 +50,7 @@ def functions_of(
         training=True,
         platform="cpu",
         draws=AsTraced(),
-        trained=named_leaves(params).keys() - frozen,
+        trained=frozenset(named_leaves(params)) - frozenset(frozen),
     )
 
 
@@ -60,9 +60,15 @@ def cut(num_blocks: int = 3, stages: int = 1, chunks: int = 1) -> Division:
 
 
 def make_sections(
-    division: Division, *, keeps: bool = False, splits: bool = False, **change: Any
+    division: Division,
+    *,
+    keeps: bool = False,
+    splits: bool = False,
+    frozen: Collection[str] = (),
+    **change: Any,
 ) -> Sections:
-    functions = make_functions(division.sections[0].num_blocks, **change)
+    network = make_network(division.sections[0].num_blocks, **change)
+    functions = functions_of(network, frozen=frozen)
     return Sections(functions, division, keeps=keeps, splits=splits)
 
 

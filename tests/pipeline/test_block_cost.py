@@ -80,6 +80,23 @@ def test_work_of_two_sections_is_the_mean_of_their_blocks(narrow, deferred):
     assert work.deferred == pytest.approx(deferred)
 
 
+@pytest.mark.parametrize(
+    ("trained", "deferred"),
+    [
+        # Two matmuls for the gradients of inputs, and one for each kernel's.
+        (["blocks/up/kernel", "embed/table"], 1 / 3),
+        (["blocks/up/bias", "blocks/down/bias"], 0.0),
+        (["head/table"], 0.0),
+    ],
+)
+def test_weights_that_are_not_trained_have_no_gradients_to_defer(trained, deferred):
+    network, loss = make_network(), as_losses(loss_fn, None)[0]
+    rows = abstract_inputs(SHAPES)
+    work = trace_microbatch(network, loss, rows, lambda params: trained)
+    assert work.flops == 2 * TOKENS * 2 * WIDTH * HIDDEN
+    assert work.deferred == pytest.approx(deferred)
+
+
 def test_axis_name_that_a_pipeline_does_not_bind_is_refused():
     def loss(model, batch):
         return jax.lax.pmean(loss_fn(model, batch), "batch")

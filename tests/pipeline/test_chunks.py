@@ -99,6 +99,35 @@ def test_backward_gives_the_gradients_of_the_plain_blocks(keeps, splits, stage):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("splits", [False, True])
+def test_backward_gives_gradients_of_trained_leaves_alone(keeps, splits):
+    whole, frozen = functions().whole, {"blocks/up/kernel", "blocks/down/bias"}
+    whole = dataclasses.replace(whole, trained=whole.trained - frozen)
+    own = dataclasses.replace(functions(), whole=whole)
+    chunks, blocks = Chunks(own, keeps=keeps, splits=splits), blocks_of(0)
+
+    @jax.jit
+    def run(blocks):
+        _, kept, _ = chunks.forward(blocks, HIDDEN, work(0))
+        grads, back, products = chunks.backward(
+            blocks, HIDDEN, kept, COTANGENT, work(0)
+        )
+        if splits:
+            late = chunks.weights(blocks, HIDDEN, products, work(0))
+            grads = jax.tree.map(jnp.add, grads, late)
+        return kept, grads, back
+
+    kept, grads, back = run(blocks)
+    assert not {x.shape for x in kept} & {x.shape for x in jax.tree.leaves(blocks)}
+    right, right_back = plain_gradients(0, blocks)
+    np.testing.assert_allclose(back, right_back, rtol=1e-5, atol=1e-6)
+    del right["up"]["kernel"], right["down"]["bias"]
+    assert jax.tree.structure(grads) == jax.tree.structure(right)
+    for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(right), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
 def test_evaluation_keeps_nothing():
     whole = dataclasses.replace(functions().whole, training=False)
     evaluated = dataclasses.replace(functions(), whole=whole)

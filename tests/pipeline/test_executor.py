@@ -16,6 +16,7 @@ from jaxpar.pipeline.schedules.table import IDLE, Schedule, check_schedule
 from jaxpar.pipeline.sections import Sections
 from jaxpar.pipeline.stages import divide
 from jaxpar.pipeline.tick_table import make_tick_table
+from jaxpar.tree import named_leaves
 from tests.model import two_sections
 from tests.model.toys import TIE, Block, cross_entropy, make_mesh
 from tests.pipeline.parts import (
@@ -35,10 +36,11 @@ SCALE = 8.0
 PARAMS, CUT = make_params(2), cut(num_blocks=2, stages=2)
 
 
-def run(name: str, tied: tuple = ()):
+def run(name: str, tied: tuple = (), frozen: tuple = ()):
     """Gradients and sums of both micro-batches, on two stages."""
     schedule = make_schedule(name, 2, ACCUMULATE)
-    sections = make_sections(CUT, splits=schedule.splits_backward, tied=tied)
+    splits = schedule.splits_backward
+    sections = make_sections(CUT, splits=splits, tied=tied, frozen=frozen)
     table = make_tick_table(schedule, training=True)
     params = PARAMS | ({"head": {}} if tied else {})
 
@@ -66,6 +68,24 @@ def test_schedule_gives_the_plain_models_gradients_times_the_scale(name, tied):
     ):
         assert one.dtype == jnp.float32
         np.testing.assert_allclose(one, SCALE * other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "tied", "frozen"),
+    [
+        ("gpipe", TIE, ("embed/table", "blocks/up/kernel")),
+        pytest.param("1f1b", (), ("embed/table",), marks=pytest.mark.slow),
+        pytest.param(
+            "zero_bubble", (), ("head/table", "blocks/up/bias"), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_schedule_gives_gradients_of_trained_parameters_alone(name, tied, frozen):
+    grads, _, right, _ = run(name, tied, frozen)
+    found, right = named_leaves(grads), named_leaves(right)
+    assert found.keys() == right.keys() - set(frozen)
+    for path, grad in found.items():
+        np.testing.assert_allclose(grad, SCALE * right[path], rtol=1e-4, atol=1e-4)
 
 
 def test_forwards_alone_give_the_plain_models_loss():

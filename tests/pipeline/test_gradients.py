@@ -11,6 +11,7 @@ from jaxpar.pipeline.block_cost import BlockWork
 from jaxpar.pipeline.gradients import Pipeline
 from jaxpar.pipeline.schedules.catalog import make_schedule, with_chunks
 from jaxpar.pipeline.stages import divide
+from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.rules import axes_of
 from jaxpar.sharding.zero import ZERO_STAGES
 from tests.model import two_sections
@@ -172,8 +173,28 @@ def test_notes_tell_the_idle_places_of_each_section():
     (told,) = [x for x in pipeline.notes(ZERO_STAGES[0], found) if "idle" in x]
     assert told.startswith(
         "pipe: narrow: 3 blocks on 2 virtual stages leave 1 of 4 places idle; their "
-        "gradients take 12,000 bytes of a device"
+        "gradients take 12,000 bytes of a device, and their copies for the step 3,000 "
+        "elements."
     )
+    frozen = ["narrow/w", "narrowing/w"]
+    (told,) = [x for x in pipeline.notes(ZERO_STAGES[0], found, frozen) if "idle" in x]
+    assert (
+        "gradients take 0 bytes of a device, and their copies for the step 3,000"
+        in (told)
+    )
+
+
+def test_notes_tell_what_an_embedding_that_is_not_trained_saves():
+    """The cotangent of the first hidden state."""
+    pipeline, zero = make_pipeline(), ZERO_STAGES[1]
+    leaf = LeafSharding("", (8, 8), (None, None), None, ((), ()), {}, "")
+    leaves = dict.fromkeys(("embed/table", "head/table"), leaf)
+    whole, saved = (
+        "\n".join(pipeline.notes(zero, leaves, frozen))
+        for frozen in (["head/table"], ["embed/table"])
+    )
+    assert "all-reduces its last and its first hidden state over pipe" in whole
+    assert "all-reduces its last hidden state over pipe" in saved
 
 
 def test_stacks_of_each_section_are_sharded_by_its_own_division():

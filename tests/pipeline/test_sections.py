@@ -5,6 +5,7 @@ has an idle place. What is not of a chunk is NaN: it must not be used.
 """
 
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar import tree
 from jaxpar.pipeline.chunks import ChunkWork
 from jaxpar.pipeline.sections import Sections
 from jaxpar.pipeline.stages import divide
@@ -42,8 +44,10 @@ ROWS_ONCE = ROWS // ACCUMULATE, LENGTH
 SHAPES = {"wide": (*ROWS_ONCE, WIDTH), "narrow": (*ROWS_ONCE, NARROW)}
 
 
-def of_two(*, keeps: bool = False, splits: bool = False) -> Sections:
-    functions = functions_of(two_sections.make_network())
+def of_two(
+    *, keeps: bool = False, splits: bool = False, frozen: Collection[str] = ()
+) -> Sections:
+    functions = functions_of(two_sections.make_network(), frozen=frozen)
     made = Sections(functions, divide(COUNTS, 2, 1), keeps=keeps, splits=splits)
     return made.of_step((PARAMS, {}), INPUTS, KEY)
 
@@ -160,6 +164,46 @@ def test_part_between_gets_its_gradient_on_its_sections_first_stage(
     (_, grads, *_), _ = ran(virtual, keeps=keeps, splits=splits)
     found = [np.any(leaf) for leaf in jax.tree.leaves(grads["narrowing"])]
     assert found == [virtual == ENTRY] * 2
+
+
+OTHERS = [(0, mode) for mode in MODES] + [(ENTRY, mode) for mode in MODES[:-1]]
+
+
+@pytest.mark.parametrize(
+    ("virtual", "mode"),
+    [
+        (ENTRY, MODES[-1]),
+        *(pytest.param(*other, marks=pytest.mark.thorough) for other in OTHERS),
+    ],
+)
+def test_gradients_are_of_trained_leaves_alone(virtual, mode):
+    """Of any section: the part between has none, of the wide blocks a bias alone."""
+    frozen = {"wide/inner/kernel", "narrowing/out/kernel", "narrowing/out/bias"}
+    (first, last), params = kinds_of(virtual), params_of(virtual)
+    keeps, splits = mode
+    own = of_two(keeps=keeps, splits=splits, frozen=frozen)
+    assert own.trained(params).keys() == params.keys()
+
+    @jax.jit
+    def run(params: Any, hidden: Any, cotangent: Any) -> tuple:
+        work = ChunkWork(jnp.int32(virtual), INPUTS, FIRST, KEY)
+        _, kept, _ = own.forward(params, hidden, work)
+        grads, back, products = own.backward(params, hidden, kept, cotangent, work)
+        if splits:
+            late = own.weights(params, back, products, work)
+            grads = jax.tree.map(jnp.add, grads, late)
+        return grads, back
+
+    grads, back = run(params, value_of(first, 0), value_of(last, 1))
+    _, (_, right, right_back) = ran(virtual, keeps=keeps, splits=splits)
+    back = of_kind(first, back)
+    np.testing.assert_allclose(back, right_back, rtol=1e-5, atol=1e-6)
+    for name in frozen:
+        right = tree.without_leaf(right, name.split("/"))
+    right |= {"narrowing": {}}
+    assert jax.tree.structure(grads) == jax.tree.structure(right)
+    for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(right), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_hidden_states_of_two_kinds_are_a_tuple_of_which_one_is_used():

@@ -13,6 +13,7 @@ from jaxpar.pipeline.stage_functions import SectionFunctions
 from jaxpar.pipeline.stages import divide
 from jaxpar.step.inputs import make_inputs
 from jaxpar.step.row_draws import AsTraced, OwnRows, ShardKey
+from jaxpar.tree import merged, named_leaves, parted
 from tests.model import two_sections
 from tests.model.toys import BATCHES, LENGTH, ROWS, TIE, WIDTH
 from tests.model.two_sections import NARROW, PARTS
@@ -26,6 +27,7 @@ from tests.pipeline.parts import (
     functions_of,
     make_block_functions,
     make_functions,
+    make_network,
     microbatch,
     plain_block,
     plain_total,
@@ -174,3 +176,36 @@ def test_sections_draw_on_data_shards_what_one_device_draws():
         np.testing.assert_array_equal(found, right)
         assert set(np.unique(right)) == {0.0, 2.0}
     assert not np.array_equal(*whole)
+
+
+@pytest.mark.parametrize("frozen", [(), ("embed/table",), ("blocks/up/kernel",)])
+def test_parameters_are_parted_into_trained_and_frozen_ones(frozen):
+    functions = functions_of(make_network(tied=TIE), frozen=frozen)
+    for part in ("embed", "blocks", "head"):
+        params = {} if part == "head" else PARAMS[part]
+        trained, others = functions.parted(part, params)
+        names = {f"{part}/{name}" for name in named_leaves(others)}
+        assert names == {name for name in frozen if name.startswith(part)}
+        jax.tree.map(np.testing.assert_array_equal, merged(trained, others), params)
+    table = jnp.asarray(PARAMS["embed"]["table"])
+    tied, other = functions.parted_head(({"scale": table}, {"table": table}))
+    shared = {"table": table}
+    is_frozen = "embed/table" in frozen
+    assert (tied[1], other[1]) == (({}, shared) if is_frozen else (shared, {}))
+
+
+def test_block_has_its_frozen_parameters_as_an_argument_of_their_own():
+    functions = make_block_functions(cut())
+    block = jax.tree.map(lambda x: x[0], PARAMS["blocks"])
+    trained, frozen = parted(block, ["up/bias", "down/kernel"])
+    hidden = PARAMS["embed"]["table"][microbatch(0)["tokens"]]
+
+    @jax.jit
+    def run(trained, frozen):
+        (number, is_run), others = functions.places(FIRST, INPUTS, FIRST, KEY)
+        block_of = functions.block_on(functions.whole.rows(INPUTS, FIRST))
+        given = trained, hidden, frozen, {}, number[0], is_run[0]
+        return block_of(*given, *others)[0]
+
+    right = plain_block(block, hidden)
+    np.testing.assert_allclose(run(trained, frozen), right, rtol=1e-5, atol=1e-6)
