@@ -49,6 +49,40 @@ def of_outputs(jaxpr: core.Jaxpr, wanted: Collection[int]) -> core.Jaxpr:
     return partial_eval.dce_jaxpr(jaxpr, used)[0]
 
 
+def of_first_inputs(
+    closed: core.ClosedJaxpr, count: int
+) -> tuple[list[int], core.ClosedJaxpr]:
+    """The outputs that are computed from the first inputs alone.
+
+    Args:
+      closed: the traced function.
+      count: of the first inputs.
+
+    Returns:
+      Their numbers; and the jaxpr from the first inputs to these outputs.
+
+    Example:
+      >>> import jax
+      >>> closed = jax.make_jaxpr(lambda x, y: (x * y, x + 1.0, y))(2.0, 3.0)
+      >>> numbers, made = of_first_inputs(closed, 1)
+      >>> numbers, [float(x) for x in core.jaxpr_as_fun(made)(2.0)]
+      ([1], [3.0])
+    """
+    jaxpr = closed.jaxpr
+    is_first = [number < count for number in range(len(jaxpr.invars))]
+
+    def of(wanted: Collection[int]) -> tuple[core.Jaxpr, list[bool]]:
+        used = [number in wanted for number in range(len(jaxpr.outvars))]
+        return partial_eval.dce_jaxpr(jaxpr, used, is_first)
+
+    tainted = tainted_outputs(jaxpr, [not first for first in is_first])
+    # An output of a custom derivative's call needs all inputs of the call.
+    found = [
+        n for n, taint in enumerate(tainted) if not taint and of([n])[1] == is_first
+    ]
+    return found, core.ClosedJaxpr(of(found)[0], closed.consts)
+
+
 def _through(eqn: core.JaxprEqn, ins: list[bool]) -> list[bool]:
     name = eqn.primitive.name
     if name in _CALLS:

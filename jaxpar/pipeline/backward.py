@@ -2,9 +2,11 @@
 
 `trace_pullback` runs `jax.vjp` of a block on shapes and reads the pullback as a jaxpr.
 Its constants are the residuals; those that are weights or other arguments need not be
-saved. Its equations form two halves: those that the input's gradient needs, and the
-matmuls that only weight gradients need, with all equations that depend on them. The
-operands of those matmuls are passed between the halves.
+saved, and those that depend on frozen leaves alone, such as a kernel of 8 bits cast to
+the compute dtype, are computed again. Its equations form two halves: those that the
+input's gradient needs, and the matmuls that only weight gradients need, with all
+equations that depend on them. The operands of those matmuls are passed between the
+halves.
 """
 
 import dataclasses
@@ -16,11 +18,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jaxpar.jaxprs.dependence import of_first_inputs
 from jaxpar.jaxprs.evaluate import bind, flops, inlined, read, shape_of
 from jaxpar.types import Params, PyTree
 
 BlockFn = Callable[..., tuple[PyTree, PyTree]]
-"""``(params, hidden, *others) -> (hidden, state)``; the state has no gradient."""
+"""``(params, hidden, frozen, *others) -> (hidden, state)``; of the arguments, `params`
+and `hidden` have gradients, and of the results `hidden` alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Again:
+    """A residual that is computed again, as this output of `Pullback.again`."""
+
+    number: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,15 +41,17 @@ class Pullback:
     Attributes:
       jaxpr: from the constants and the output's cotangents to the gradients of the
         weights and of the input; without calls.
-      given: for each constant its index among the leaves of (params, others); or its
-        value, if it is known at trace time; or None for a residual that the forward
-        pass has to save.
+      given: for each constant its index among the leaves of (params, (frozen,
+        *others)); or its value, if it is known at trace time; or how it is computed
+        again; or None for a residual that the forward pass has to save.
+      again: from the leaves of frozen to the residuals that are computed again.
       params: the tree structure of the parameters.
       hidden: the tree structure of the input.
     """
 
     jaxpr: core.ClosedJaxpr
-    given: tuple[int | np.ndarray | None, ...]
+    given: tuple[int | np.ndarray | Again | None, ...]
+    again: core.ClosedJaxpr
     params: Any
     hidden: Any
 
@@ -119,10 +132,13 @@ class Pullback:
         self, kept: Sequence[jax.Array], arguments: tuple, cotangent: PyTree
     ) -> list[Any]:
         leaves, rest = jax.tree.leaves(arguments), iter(kept)
+        again = core.jaxpr_as_fun(self.again)(*jax.tree.leaves(arguments[1][0]))
 
-        def const(at: int | np.ndarray | None) -> Any:
+        def const(at: int | np.ndarray | Again | None) -> Any:
             if at is None:
                 return next(rest)
+            if isinstance(at, Again):
+                return again[at.number]
             return leaves[at] if isinstance(at, int) else at
 
         return [*map(const, self.given), *jax.tree.leaves(cotangent)]
@@ -154,20 +170,22 @@ class Pullback:
 
 
 def run_and_keep(
-    block: BlockFn, params: Params, hidden: PyTree, *others: Any
+    block: BlockFn, params: Params, hidden: PyTree, frozen: Params, *others: Any
 ) -> tuple[PyTree, list[jax.Array], PyTree]:
     """Run a block forwards.
 
     Returns:
       Its output; the residuals of its `Pullback`; its state.
     """
-    (out, state), _, consts, given = _pulled(block, params, hidden, *others)
+    arguments = params, hidden, frozen, *others
+    (out, state), _, consts, given = _pulled(block, *arguments)
+    given, _ = _with_again(given, block, *arguments)
     kept = [x for x, at in zip(consts, given, strict=True) if at is None]
     return out, kept, state
 
 
 def trace_pullback(
-    block: BlockFn, params: Params, hidden: PyTree, *others: Any
+    block: BlockFn, params: Params, hidden: PyTree, frozen: Params, *others: Any
 ) -> Pullback:
     """Trace a block's backward pass; nothing is computed.
 
@@ -175,6 +193,7 @@ def trace_pullback(
       block: the block.
       params: its parameters, or their shapes.
       hidden: its input, likewise.
+      frozen: its parameters that are not trained, likewise.
       *others: its other arguments, likewise.
 
     Returns:
@@ -188,15 +207,46 @@ def trace_pullback(
         found.append((pull, shapes, given, jax.tree.map(_shape, out)))
         return out
 
-    jax.eval_shape(trace, params, hidden, *others)
+    arguments = params, hidden, frozen, *others
+    jax.eval_shape(trace, *arguments)
     pull, shapes, given, out = found[-1]
+    given, again = _with_again(given, block, *arguments)
 
     def run(consts: list, cotangents: list) -> list[jax.Array]:
         closed = core.ClosedJaxpr(pull, consts)
         return core.jaxpr_as_fun(closed)(*cotangents)
 
     flat = inlined(run, shapes, jax.tree.leaves(out))
-    return Pullback(flat, given, jax.tree.structure(params), jax.tree.structure(hidden))
+    structures = jax.tree.structure(params), jax.tree.structure(hidden)
+    return Pullback(flat, given, again, *structures)
+
+
+def _with_again(
+    given: tuple, block: BlockFn, params: Params, hidden: PyTree, *others: Any
+) -> tuple[tuple, core.ClosedJaxpr]:
+    """`Pullback.given` and `Pullback.again`, from what `_pulled` returns.
+
+    Args:
+      given: as `_pulled` returns it.
+      block: the block.
+      params: its parameters, or their shapes.
+      hidden: its input, likewise.
+      *others: its other arguments, likewise, the frozen leaves first.
+    """
+
+    def kept(frozen: Params, rest: tuple) -> list[jax.Array]:
+        params, hidden, others = rest
+        _, _, consts, given = _pulled(block, params, hidden, frozen, *others)
+        return [x for x, at in zip(consts, given, strict=True) if at is None]
+
+    frozen, *rest = others
+    if not jax.tree.leaves(frozen):
+        return given, jax.make_jaxpr(list)(())
+    closed = jax.make_jaxpr(kept)(frozen, (params, hidden, rest))
+    numbers, again = of_first_inputs(closed, len(jax.tree.leaves(frozen)))
+    places = [place for place, at in enumerate(given) if at is None]
+    made = {places[n]: Again(order) for order, n in enumerate(numbers)}
+    return tuple(made.get(place, at) for place, at in enumerate(given)), again
 
 
 def _pulled(

@@ -335,8 +335,17 @@ def test_notes_count_gradients_of_trained_leaves_alone() -> None:
 FROZEN_DIMS = {(WIDTH, HIDDEN), (HIDDEN, WIDTH), (VOCAB, WIDTH), (WIDTH, VOCAB)}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-@pytest.mark.parametrize("remat", ["dots"])
+@pytest.mark.parametrize(
+    ("remat", "schedule"),
+    [
+        ("none", "zero_bubble"),
+        thorough("none", "1f1b"),
+        thorough("full", "1f1b"),
+        thorough("full", "interleaved"),
+        thorough("full", "zero_bubble"),
+        thorough("dots", "gpipe"),
+    ],
+)
 def test_loops_and_branches_return_nothing_of_a_frozen_kernels_size(
     remat: str, schedule: str
 ) -> None:

@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend import core
 
-from jaxpar.jaxprs.dependence import tainted_outputs
+from jaxpar.jaxprs.dependence import of_first_inputs, tainted_outputs
 
 
 @jax.custom_vjp
@@ -128,3 +129,31 @@ def test_dependence_is_followed_to_each_output(case, wrap):
 def test_nothing_followed_taints_nothing():
     jaxpr = jax.make_jaxpr(late)(1.0, 2.0).jaxpr
     assert tainted_outputs(jaxpr, [False, False]) == [False] * 3
+
+
+def nested(x, y):
+    """Of x alone, in a call and in a checkpoint, beside results of y."""
+    double, both = jax.jit(lambda a, b: (2 * a, a * b))(x, y)
+    return jax.checkpoint(lambda a, b: (a + 1, b))(double, both)
+
+
+@pytest.mark.parametrize(
+    ("fn", "numbers"),
+    [
+        (lambda x, y: (x * y, jnp.sin(x), y, jnp.cos(x), 2.0), [1, 3, 4]),
+        (nested, [0]),
+        (carried, [0, 2]),
+        (branched, []),
+        (late, [0]),
+        # Not pruned by JAX: the call that makes the first output reads y too.
+        (both_vjp, []),
+        (both_jvp, []),
+    ],
+)
+def test_outputs_of_the_first_inputs_are_computed_without_the_others(fn, numbers):
+    found, alone = of_first_inputs(jax.make_jaxpr(fn)(1.0, 2.0), 1)
+    assert found == numbers
+    outs = fn(1.5, 2.5)
+    made = core.jaxpr_as_fun(alone)(jnp.float32(1.5))
+    for number, one in zip(numbers, made, strict=True):
+        assert jnp.array_equal(one, outs[number])
