@@ -17,6 +17,7 @@ from jaxpar.model.model_state import Variables, cast_model_state, with_leaves
 from jaxpar.model.proxies import Call, refuse_reading, run_part
 from jaxpar.model.remat import remat
 from jaxpar.model.section import LAYERS, SectionNetwork
+from jaxpar.model.trainable import Typed
 from jaxpar.sharding.rules import AxisRules
 from jaxpar.types import Batch, LossFn, Params, PyTree
 
@@ -65,10 +66,20 @@ class PipelineNetwork:
         return self.embed.axis_rules
 
     @property
-    def part_names(self) -> tuple[str, ...]:
-        """Of the parts that have parameters: the keys of `init`'s."""
-        between = [x.between_name for x in self.sections if x.between is not None]
-        return ("embed", *between, *(own.name for own in self.sections), "head")
+    def parts(self) -> dict[str, Network]:
+        """Key of the parameters -> a part's network; of a section, a block's."""
+        found = {"embed": self.embed}
+        for own in self.sections:
+            if own.between is not None:
+                found[own.between_name] = own.between
+            found[own.name] = own.blocks[0]
+        return found | {"head": self.head}
+
+    def variable_types(self) -> dict[str, type]:
+        """Leaf name -> the Variable's type, of the parts in NNX."""
+        typed = {name: x for name, x in self.parts.items() if isinstance(x, Typed)}
+        types = [_below(name, own.variable_types()) for name, own in typed.items()]
+        return {path: kind for own in types for path, kind in own.items()}
 
     def init(self, key: jax.Array) -> tuple[Params, PyTree]:
         """Make the parameters and the state; each block has its own key."""

@@ -81,7 +81,7 @@ def trainable_names(
 
 def _fits(entry: Any, name: str, types: Mapping[str, type]) -> bool:
     if isinstance(entry, type):
-        return issubclass(types[name], entry)
+        return issubclass(types.get(name, object), entry)
     return tree.matches(entry, name)
 
 

@@ -288,4 +288,4 @@ class Pipeline:
             whole.append(partition.collectives.gather(own, view))
         params = tree.merged(*jax.tree.unflatten(structure, whole))
         # A tree parted in two has no part without parameters.
-        return {part: params.get(part, {}) for part in self.network.part_names}
+        return {part: params.get(part, {}) for part in self.network.parts}

@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxpar.model.bridge import Network
 from jaxpar.model.remat import REMAT_POLICIES
+from jaxpar.model.trainable import trainable_names
 from jaxpar.tree import named_leaves
 from tests.model import two_sections
 from tests.model.toys import (
@@ -62,7 +63,31 @@ def test_parameters_of_blocks_are_stacked_and_say_so(parts):
 def test_names_of_parts_are_those_of_the_parameters(make):
     network = make().make_network(loss_fn, BATCHES[0])
     params, _ = jax.eval_shape(network.init, KEY)
-    assert sorted(network.part_names) == sorted(params)
+    assert sorted(network.parts) == sorted(params)
+
+
+def test_types_of_variables_are_those_of_the_parts_in_nnx():
+    """Under the names of the parameters; Linen's have none."""
+
+    class Adapter(nnx.Param):
+        """A parameter of an adapter."""
+
+    class Head(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.table = Adapter(jnp.ones((VOCAB, WIDTH)))
+
+        def __call__(self, x):
+            return x @ self.table[...].T
+
+    network = make_model(head=Head, block=LinenBlock()).make_network(
+        loss_fn, BATCHES[0]
+    )
+    found = network.variable_types()
+    assert found == {"embed/table": nnx.Param, "head/table": Adapter}
+    names = list(named_leaves(jax.eval_shape(network.init, KEY)[0]))
+    assert trainable_names(Adapter, names, network) == {"head/table"}
+    with pytest.raises(ValueError, match=r"no parameter is a LoRAParam; the model's"):
+        trainable_names(nnx.LoRAParam, names, network)
 
 
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
