@@ -35,6 +35,7 @@ class Restored:
       meta: the mapping that was saved with it, as JSON returns it.
       data_states: the data state of every process that saved.
       skipped: newer steps that are damaged, with the reasons.
+      anew: paths of the parts that start anew (`jaxpar.checkpoint.shard_parts`).
     """
 
     step: int
@@ -42,6 +43,7 @@ class Restored:
     meta: dict[str, Any]
     data_states: list[Any]
     skipped: dict[int, str]
+    anew: tuple[str, ...] = ()
 
     @property
     def data_state(self) -> Any:

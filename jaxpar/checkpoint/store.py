@@ -25,6 +25,9 @@ from jaxpar.checkpoint.restoring import Restored, load, require_same
 from jaxpar.checkpoint.retention import Keep, as_keep
 from jaxpar.checkpoint.saving import finish, versions
 from jaxpar.checkpoint.selection import select
+from jaxpar.checkpoint.shard_parts import ShardParts, without
+
+_ALL_LOGICAL = ShardParts()
 
 
 class SaveFailedError(OSError):
@@ -48,6 +51,7 @@ class Checkpoints:
         or written yet.
       keep: checkpoints to keep: a `Keep`, how many of the newest, or None for all.
       former: leaf -> its names in older checkpoints (`former_names`).
+      parts: which parts of a state are per shard, or not saved.
 
     Raises:
       ValueError: if keep is below 1, or folder is a URL.
@@ -59,6 +63,7 @@ class Checkpoints:
         *,
         keep: int | Keep | None = 3,
         former: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        parts: ShardParts = _ALL_LOGICAL,
     ):
         if "://" in os.fspath(folder):
             raise ValueError(
@@ -66,7 +71,7 @@ class Checkpoints:
                 "mount the bucket and give the path where it is mounted"
             )
         self._folder = Path(folder).expanduser().absolute()
-        self._keep, self._former = as_keep(keep), former
+        self._keep, self._former, self._parts = as_keep(keep), former, parts
         self._run: str | None = None
         self._damaged: set[int] = set()
         self._writer: stored_arrays.Writer | None = None
@@ -112,10 +117,10 @@ class Checkpoints:
           OSError: if the disk has no room for it. Nothing is written then.
         """
         step = _checked_step(step)
-        leaves = named.array_leaves(tree, "tree")
+        leaves = self._parts.saved(named.array_leaves(tree, "tree"))
         named.require_global(leaves)
         state = as_json("data_state", data_state)
-        content = as_json("meta", dict(meta or {}))
+        content = as_json("meta", {**self._parts.meta(), **(meta or {})})
         self.wait()
         specs = named.leaf_specs(leaves)
         run = from_first(lambda: self._admit(step, specs, force))
@@ -223,7 +228,8 @@ class Checkpoints:
             dtype, or have no sharding. Nothing is loaded then.
 
         Warns:
-          UserWarning: if newer steps were skipped because they are damaged.
+          UserWarning: if newer steps were skipped because they are damaged, or a part
+            that is per shard can't be read here.
         """
         targets = named.array_leaves(target, "target")
         named.require_shardings(targets)
@@ -235,7 +241,14 @@ class Checkpoints:
         manifest = read_manifest(path)
         wanted = as_stored(wanted, self._former, manifest.leaves)
         partly = only is not None or bool(reset)
-        require_same(path, targets, wanted, manifest.leaves, partly=partly)
+        given = named.leaf_specs(targets), manifest.leaves, manifest.meta
+        anew = self._parts.anew(wanted, *given)
+        wanted = without(wanted, anew)
+        stored = self._parts.logical(manifest.leaves, manifest.meta, wanted.values())
+        require_same(path, targets, wanted, stored, partly=partly)
+        for part, why in anew.items():
+            if why:
+                warnings.warn(f"{part} starts anew: {why}.", stacklevel=4)
         if skipped:
             warnings.warn(
                 f"skipped {'; '.join(skipped.values())}: restoring step "
@@ -253,6 +266,7 @@ class Checkpoints:
             meta=manifest.meta,
             data_states=manifest.data_states,
             skipped=skipped,
+            anew=tuple(anew),
         )
 
     def close(self) -> None:
@@ -302,7 +316,8 @@ class Checkpoints:
         content = read_manifest(files.step_path(self._folder, newest))
         there = as_stored({n: n for n in specs}, self._former, content.leaves)
         own = {there[name]: spec for name, spec in specs.items()}
-        difference = named.describe_mismatch(own, content.leaves)
+        logical = (self._parts.logical(x, content.meta) for x in (own, content.leaves))
+        difference = named.describe_mismatch(*logical)
         if difference:
             raise ValueError(
                 f"folder {str(self._folder)!r} holds checkpoints of another model "

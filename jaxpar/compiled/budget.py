@@ -12,23 +12,21 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
-from jaxpar.compiled.explain import Explanation, LeafReport
-from jaxpar.compiled.hlo import Module
-from jaxpar.compiled.source_lines import Operation, read_operations
+from jaxpar.compiled.explain import LeafReport
+from jaxpar.compiled.measured import SMALL_BYTES, Measured, whole_bytes
+from jaxpar.compiled.source_lines import Operation
+from jaxpar.mesh import BATCH_AXES
 
 REDUCTION = "reduction"
 """A kind of collective in a budget: all-reduces and reduce-scatters together."""
 
 _REDUCTIONS = frozenset({"all-reduce", "reduce-scatter", REDUCTION})
 _SHOWN = 5
-_SMALL_BYTES = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """The memory and the communication that a compiled step may use, on one device.
+    """The memory and communication that a compiled step may and must use, on a device.
 
     Attributes:
       state_bytes: bytes of the train state in the device's memory, without padding.
@@ -37,19 +35,24 @@ class Budget:
         is the sum of all-reduces and reduce-scatters. On CPUs they are always counted
         together, because XLA:CPU makes all-reduces where GPUs make reduce-scatters.
       peak_bytes: peak memory; None for no limit.
-      tolerance: fraction by which each number may be exceeded.
+      tolerance: fraction by which each number may be exceeded, or missed.
       small_bytes: bytes allowed beyond each number, for losses and norms.
       unbounded: axes without a limit on communication.
       host_state_bytes: bytes of the train state in the host's memory.
+      at_least: as `communicated`, the bytes that a step must communicate, however few;
+        a step that does not reduce its gradients communicates less. All-reduces and
+        reduce-scatters are counted together. Not checked in a program that has loops
+        of unknown trip counts.
     """
 
     state_bytes: int
     communicated: Mapping[str, Mapping[str, int]]
     peak_bytes: int | None = None
     tolerance: float = 0.05
-    small_bytes: int = _SMALL_BYTES
+    small_bytes: int = SMALL_BYTES
     unbounded: tuple[str, ...] = ()
     host_state_bytes: int = 0
+    at_least: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
 
     def as_json(self) -> str:
         """The budget as a JSON object, to be stored in a file."""
@@ -88,7 +91,7 @@ class Budget:
 
 
 class BudgetExceeded(AssertionError):  # noqa: N818 - states the failure, as pytest does
-    """A compiled step holds or communicates more than its budget.
+    """A compiled step holds or communicates more than its budget, or less than it must.
 
     Args:
       violations: what is exceeded, by how much, and by which leaves or operations.
@@ -97,131 +100,33 @@ class BudgetExceeded(AssertionError):  # noqa: N818 - states the failure, as pyt
     def __init__(self, violations: Sequence[str]):
         self.violations = tuple(violations)
         super().__init__(
-            "verify: the compiled step exceeds its budget.\n\n"
+            "verify: the compiled step does not keep to its budget.\n\n"
             + "\n\n".join(self.violations)
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """What a compiled step holds and communicates, and the causes.
+def record(measured: Measured) -> Budget:
+    """The measured numbers as a budget, without what is below `small_bytes`.
 
-    Attributes:
-      mesh: axis -> devices.
-      leaves: the train state's leaves, with their bytes in the program.
-      operations: the collectives, most bytes first.
-      peak_bytes: peak memory.
-      on_cpu: whether XLA:CPU compiled the program.
+    Its floor is the reductions over batch axes alone, however small.
     """
-
-    mesh: Mapping[str, int]
-    leaves: tuple[LeafReport, ...]
-    operations: tuple[Operation, ...]
-    peak_bytes: int
-    on_cpu: bool
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the train state in the device's memory, without padding."""
-        return sum(leaf.bytes_per_device for leaf in self.leaves)
-
-    @property
-    def host_state_bytes(self) -> int:
-        """Bytes of the train state in the host's memory, without padding."""
-        return sum(leaf.host_bytes_per_device for leaf in self.leaves)
-
-    @property
-    def small_bytes(self) -> int:
-        """Bytes that are ignored: 0.1 % of the parameters' bytes, or 64 KiB."""
-        params = [leaf for leaf in self.leaves if leaf.name.startswith("params/")]
-        return max(_SMALL_BYTES, sum(map(_whole_bytes, params)) // 1000)
-
-    @property
-    def communicated(self) -> dict[str, dict[str, int]]:
-        """Axes -> kind -> bytes, as in `Budget`; most bytes first."""
-        found: dict[str, dict[str, int]] = {}
-        for operation in self.operations:
-            if operation.axes:
-                kinds = found.setdefault(" x ".join(operation.axes), {})
-                total = kinds.get(operation.kind, 0) + operation.bytes
-                kinds[operation.kind] = total
-        return found
-
-    def budget(self) -> Budget:
-        """The measured numbers as a budget, without what is below `small_bytes`."""
-        large = {
-            axes: {kind: n for kind, n in kinds.items() if n > self.small_bytes}
-            for axes, kinds in self.communicated.items()
-        }
-        return Budget(
-            state_bytes=self.state_bytes,
-            communicated={axes: kinds for axes, kinds in large.items() if kinds},
-            peak_bytes=self.peak_bytes,
-            small_bytes=self.small_bytes,
-            host_state_bytes=self.host_state_bytes,
-        )
-
-
-def measure(
-    explanation: Explanation, module: Module, text: str, *, on_cpu: bool
-) -> Measured:
-    """Measure a compiled step.
-
-    Args:
-      explanation: of the step.
-      module: its program, parsed; the state's leaves are ``state[0]``, ``state[1]`` and
-        so on.
-      text: the HLO text of `module`.
-      on_cpu: whether XLA:CPU compiled it.
-
-    Returns:
-      What it holds and communicates.
-    """
-    held: dict[bool, dict[str, int]] = {
-        on_host: collections.defaultdict(int) for on_host in (False, True)
+    small, communicated = measured.small_bytes, measured.communicated
+    large = {
+        axes: {kind: n for kind, n in kinds.items() if n > small}
+        for axes, kinds in communicated.items()
     }
-    for instruction, on_host in module.parameters:
-        held[on_host][instruction.op_name] += sum(a.bytes for a in instruction.types)
-    names = {f"state[{i}]": leaf.name for i, leaf in enumerate(explanation.leaves)}
-    return Measured(
-        mesh=explanation.mesh,
-        leaves=tuple(
-            dataclasses.replace(
-                leaf,
-                bytes_per_device=held[False][argument],
-                host_bytes_per_device=held[True][argument],
-            )
-            for argument, leaf in zip(names, explanation.leaves, strict=True)
-        ),
-        operations=tuple(
-            # A collective of a stored leaf has the name of its argument.
-            dataclasses.replace(found, name=names.get(found.name, found.name))
-            for found in read_operations(module, text, explanation.mesh)
-        ),
-        peak_bytes=explanation.program.memory.peak,
-        on_cpu=on_cpu,
-    )
-
-
-def join_measured(parts: Iterable[Measured]) -> Measured:
-    """Join what the programs of one step hold and communicate.
-
-    Args:
-      parts: at least one; a leaf is held by those that take it.
-    """
-    first, *others = parts
-    if not others:
-        return first
-    every = [first, *others]
-    leaves = [
-        max(same, key=lambda leaf: leaf.bytes_per_device + leaf.host_bytes_per_device)
-        for same in zip(*(part.leaves for part in every), strict=True)
-    ]
-    operations = [operation for part in every for operation in part.operations]
-    return dataclasses.replace(
-        first,
-        leaves=tuple(leaves),
-        operations=tuple(sorted(operations, key=lambda each: -each.bytes)),
+    reduced = {
+        axes: merged_reductions(kinds).get(REDUCTION, 0)
+        for axes, kinds in communicated.items()
+        if set(axes.split(" x ")) <= set(BATCH_AXES) and measured.is_complete
+    }
+    return Budget(
+        state_bytes=measured.state_bytes,
+        communicated={axes: kinds for axes, kinds in large.items() if kinds},
+        peak_bytes=measured.peak_bytes,
+        small_bytes=small,
+        host_state_bytes=measured.host_state_bytes,
+        at_least={axes: {REDUCTION: n} for axes, n in reduced.items() if n},
     )
 
 
@@ -240,6 +145,7 @@ def check(budget: Budget, measured: Measured) -> list[str]:
         *_check_state(budget, measured),
         *_check_host_state(budget, measured),
         *_check_communicated(budget, measured),
+        *_check_at_least(budget, measured),
         *_check_peak(budget, measured),
     ]
 
@@ -249,7 +155,7 @@ def _check_state(budget: Budget, measured: Measured) -> list[str]:
     if held <= allowed * (1 + budget.tolerance):
         return []
     num_devices = math.prod(measured.mesh.values())
-    shares = {leaf: -(-_whole_bytes(leaf) // num_devices) for leaf in measured.leaves}
+    shares = {leaf: -(-whole_bytes(leaf) // num_devices) for leaf in measured.leaves}
     over = {leaf: leaf.bytes_per_device - share for leaf, share in shares.items()}
     worst = sorted(measured.leaves, key=lambda leaf: -over[leaf])[:_SHOWN]
     lines = [
@@ -299,13 +205,27 @@ def _check_communicated(budget: Budget, measured: Measured) -> list[str]:
             continue
         named = dict(budget.communicated.get(axes, {}))
         if measured.on_cpu or REDUCTION in named:
-            named, moved = _merged(named), _merged(moved)
+            named, moved = merged_reductions(named), merged_reductions(moved)
         for kind, number in moved.items():
             allowed = named.get(kind, 0)
             spare = max(budget.tolerance * allowed, budget.small_bytes)
             if number - allowed > spare:
                 causes = _causes(measured.operations, axes, kind)
                 found.append(_over_axis(axes, kind, number, allowed, causes))
+    return found
+
+
+def _check_at_least(budget: Budget, measured: Measured) -> list[str]:
+    if not measured.is_complete:
+        return []
+    found = []
+    for axes, kinds in budget.at_least.items():
+        moved = merged_reductions(measured.communicated.get(axes, {}))
+        for kind, least in merged_reductions(kinds).items():
+            number = moved.get(kind, 0)
+            if number < least * (1 - budget.tolerance):
+                causes = _causes(measured.operations, axes, kind)
+                found.append(_too_little(axes, kind, number, least, causes))
     return found
 
 
@@ -331,14 +251,30 @@ def _over_axis(
         than = f"but the budget is {allowed:,} ({number / allowed:.1f} times as much)."
     else:
         than = "which the budget does not name."
-    collective = "all-reduce and reduce-scatter" if kind == REDUCTION else kind
     return _violation(
-        f"{axes}: {collective} moves {number:,} bytes a step, {than}",
+        f"{axes}: {_named(kind)} moves {number:,} bytes a step, {than}",
         causes,
         "If it is an activation, constrain its sharding where it is computed: "
         'jaxpar.constrain(x, "data"). If it is intended, record a new budget '
         "(engine.budget()).",
     )
+
+
+def _too_little(
+    axes: str, kind: str, number: int, least: int, causes: Sequence[str]
+) -> str:
+    return _violation(
+        f"{axes}: {_named(kind)} moves {number:,} bytes a step, but must move at least "
+        f"{least:,}: gradients are not reduced as they should be.",
+        causes,
+        "Let the optimizer's reduction sum every gradient over data, and name in "
+        "`communicated` what it sends; if it is intended, record a new budget "
+        "(engine.budget()).",
+    )
+
+
+def _named(kind: str) -> str:
+    return "all-reduce and reduce-scatter" if kind == REDUCTION else kind
 
 
 def _causes(operations: Iterable[Operation], axes: str, kind: str) -> list[str]:
@@ -360,12 +296,11 @@ def _causes(operations: Iterable[Operation], axes: str, kind: str) -> list[str]:
     return [*map(str, rows[:_SHOWN]), *more]
 
 
-def _merged(kinds: Mapping[str, int]) -> dict[str, int]:
-    """All-reduces and reduce-scatters as one kind."""
+def merged_reductions(kinds: Mapping[str, int]) -> dict[str, int]:
+    """All-reduces and reduce-scatters as one kind, if there are any."""
     others = {kind: n for kind, n in kinds.items() if kind not in _REDUCTIONS}
-    return others | {
-        REDUCTION: sum(n for kind, n in kinds.items() if kind in _REDUCTIONS)
-    }
+    number = sum(n for kind, n in kinds.items() if kind in _REDUCTIONS)
+    return others | ({REDUCTION: number} if number else {})
 
 
 def _violation(said: str, causes: Sequence[str], remedy: str) -> str:
@@ -379,10 +314,3 @@ def _why(leaf: LeafReport, leaves: Iterable[LeafReport]) -> str:
         if row.why and mirrored and row.shape == leaf.shape:
             return f" ({row.why})"
     return ""
-
-
-def _whole_bytes(leaf: LeafReport) -> int:
-    """Bytes of an unsharded leaf; jax's keys have no itemsize, and are small."""
-    if leaf.dtype.startswith("key<"):
-        return leaf.bytes_per_device
-    return math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize

@@ -3,21 +3,23 @@
 With Psi parameters, gathering all of them moves Psi elements of the compute dtype, and
 reducing the gradients Psi elements of the reduction dtype. Each leaf's sharding says
 how it is split: pipe and tensor shards are gathered and reduced over data separately.
-Between replicas the shards of the gradients are all-reduced once a step.
+Between replicas the shards of the gradients are all-reduced once a step. A reduction
+that is not the plain one says itself what it communicates.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import jax.numpy as jnp
 
-from jaxpar.compiled.budget import REDUCTION, Budget
+from jaxpar.compiled.budget import REDUCTION, Budget, merged_reductions
 from jaxpar.mesh import BATCH_AXES, DATA, EXPERT, PIPE, TENSOR
 from jaxpar.sharding.collectives import wire_dtype
 from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.zero import ZeroStage
 from jaxpar.step.precision import Precision, frozen_dtype
+from jaxpar.step.reduction import PLAIN, Reduction, Traffic, Wire
 
 COUPLED_TOLERANCE = 0.3
 """For a step whose collectives the compiler inserts: some are split, some repeated."""
@@ -79,6 +81,10 @@ class ClosedForm:
         # With data automatic, the compiler reduces gradients as they are computed.
         return self._wire_bytes(own.compute_dtype if self.coupled else own.reduce_dtype)
 
+    def wire(self, times: int) -> Wire:
+        """What a reduction's closed form depends on, for so many reductions a step."""
+        return Wire(self.sizes, self.reduce_bytes, times)
+
     @property
     def adds_up(self) -> bool:
         """Whether gradients of several micro-batches are summed, in fp32."""
@@ -99,6 +105,8 @@ def closed_form_budget(
     state_bytes: int,
     host_state_bytes: int = 0,
     frozen: Sequence[tuple[LeafSharding, jnp.dtype]] = (),
+    reduction: Reduction = PLAIN,
+    without_gradient: Collection[str] = (),
 ) -> Budget:
     """Compute a step's budget in closed form.
 
@@ -112,10 +120,14 @@ def closed_form_budget(
       state_bytes: bytes of the state in a device's memory, from its shardings.
       host_state_bytes: likewise, in the host's.
       frozen: the other parameters' shardings and dtypes; they are gathered only.
+      reduction: how gradients are reduced.
+      without_gradient: names of trained parameters that the loss has no gradient of.
 
     Returns:
-      The budget. Reduce-scatters and all-reduces are counted separately on GPUs only:
-      XLA:TPU turns some reduce-scatters into all-reduces, XLA:CPU many. With coupled
+      The budget. Its floor is one reduction a step of every gradient; there is none
+      where the compiler inserts the collectives. Reduce-scatters and all-reduces are
+      counted separately on GPUs only: XLA:TPU turns some reduce-scatters into
+      all-reduces, XLA:CPU many. With coupled
       examples the largest leaf may be reduced once more, as a table is that both embeds
       tokens and computes logits.
     """
@@ -129,7 +141,8 @@ def closed_form_budget(
     return Budget(
         state_bytes=state_bytes,
         host_state_bytes=host_state_bytes,
-        communicated=_communicated(leaf_shardings, frozen, closed_form),
+        communicated=_communicated(leaf_shardings, frozen, closed_form, reduction),
+        at_least=_at_least(leaf_shardings, closed_form, reduction, without_gradient),
         tolerance=COUPLED_TOLERANCE if closed_form.coupled else Budget.tolerance,
         small_bytes=max(Budget.small_bytes, whole // 1000),
         unbounded=unbounded,
@@ -181,58 +194,54 @@ def _communicated(
     leaf_shardings: Sequence[LeafSharding],
     frozen: Sequence[tuple[LeafSharding, jnp.dtype]],
     closed_form: ClosedForm,
-) -> dict[str, dict[str, int]]:
+    reduction: Reduction,
+) -> Traffic:
     """Axes -> kind of collective -> bytes of the unsharded arrays, in a step."""
-    inside: dict[str, list[LeafSharding]] = {}
-    between: dict[str, list[LeafSharding]] = {}
-    for leaf in leaf_shardings:
-        for own, axes in (
-            (inside, leaf.reduced_inside),
-            (between, leaf.reduced_between),
-        ):
-            over = _over(axes, closed_form)
-            own.setdefault(over, []).append(leaf)
-    found = {axes: _inside(own, closed_form) for axes, own in inside.items() if axes}
-    for leaf, dtype in frozen:
-        axes = _over(leaf.reduced_inside, closed_form)
+    reduced = _of_compiler if closed_form.coupled else reduction.communicated
+    wire = closed_form.wire(closed_form.reductions)
+    sent = reduced(leaf_shardings, wire).items()
+    found = {axes: dict(own) for axes, own in sent if axes}
+    if closed_form.platform != "gpu":
+        found = {axes: merged_reductions(own) for axes, own in found.items()}
+    of_trained = [(leaf, None) for leaf in leaf_shardings]
+    for leaf, dtype in (*of_trained, *frozen):
+        axes = wire.over(leaf.reduced_inside)
         each = closed_form.gathers * closed_form.gather_bytes(dtype) * _piece(leaf)
         if axes and leaf.is_split and each:
             kinds = found.setdefault(axes, {})
             kinds["all-gather"] = kinds.get("all-gather", 0) + each
-    kind = "all-reduce" if closed_form.platform == "gpu" else REDUCTION
-    for axes, own in between.items():
-        if axes:
-            kinds = found.setdefault(axes, {})
-            sent = closed_form.reduce_bytes * sum(map(_shard, own))
-            kinds[kind] = kinds.get(kind, 0) + sent
     return found
 
 
-def _over(axes: Iterable[str], closed_form: ClosedForm) -> str:
-    """How a budget names the axes of several devices."""
-    return " x ".join(axis for axis in axes if closed_form.sizes[axis] > 1)
+def _at_least(
+    leaf_shardings: Sequence[LeafSharding],
+    closed_form: ClosedForm,
+    reduction: Reduction,
+    without_gradient: Collection[str],
+) -> Traffic:
+    """What reduces every gradient once a step; the compiler may join micro-batches."""
+    if closed_form.coupled:
+        return {}
+    moved = [leaf for leaf in leaf_shardings if leaf.name not in without_gradient]
+    found = reduction.communicated(moved, closed_form.wire(1)).items()
+    return {axes: merged_reductions(own) for axes, own in found if axes}
 
 
-def _inside(
-    leaf_shardings: Sequence[LeafSharding], closed_form: ClosedForm
-) -> dict[str, int]:
-    """Kind -> bytes, over the axes that ZeRO shards the leaves over."""
-    split = [leaf for leaf in leaf_shardings if leaf.is_split]
-    kept = [leaf for leaf in leaf_shardings if not leaf.is_split]
-    gathered = (
-        closed_form.gathers * closed_form.gather_bytes() * sum(map(_piece, split))
-    )
-    each = closed_form.reductions * closed_form.reduce_bytes
-    if closed_form.coupled or closed_form.platform != "gpu":
-        # The compiler reduces a gradient where it is computed, at its compute spec.
-        made = _computed if closed_form.coupled else _piece
-        again = max(map(made, leaf_shardings)) if closed_form.coupled else 0
-        reduced = {REDUCTION: each * (sum(map(made, leaf_shardings)) + again)}
-    else:
-        scattered, summed = (each * sum(map(_piece, x)) for x in (split, kept))
-        reduced = {"reduce-scatter": scattered, "all-reduce": summed}
-    named = {"all-gather": gathered, **reduced}
-    return {kind: number for kind, number in named.items() if number}
+def _of_compiler(leaf_shardings: Sequence[LeafSharding], wire: Wire) -> Traffic:
+    """What the compiler reduces: gradients where they are computed, the largest twice.
+
+    Shards between replicas are named once more: what one of both has to spare.
+    """
+    found = PLAIN.communicated(leaf_shardings, dataclasses.replace(wire, times=0))
+    each, inside = wire.times * wire.itemsize, {}
+    for leaf in leaf_shardings:
+        inside.setdefault(wire.over(leaf.reduced_inside), []).append(leaf)
+    for axes, own in inside.items():
+        made = list(map(_computed, own))
+        if axes:
+            kinds = found.setdefault(axes, {})
+            kinds[REDUCTION] = each * (sum(made) + max(made))
+    return found
 
 
 def _computed(leaf: LeafSharding) -> int:
@@ -243,8 +252,3 @@ def _computed(leaf: LeafSharding) -> int:
 def _piece(leaf: LeafSharding) -> int:
     """Elements of a leaf that one pipe and tensor index stores."""
     return math.prod(leaf.shape) // leaf.ways_placed
-
-
-def _shard(leaf: LeafSharding) -> int:
-    """Elements of a leaf that one device stores."""
-    return math.prod(leaf.shape) // leaf.ways_stored

@@ -10,14 +10,13 @@ import jax
 from jaxpar.compiled.budget import (
     Budget,
     BudgetExceeded,
-    Measured,
     check,
-    join_measured,
-    measure,
+    record,
 )
 from jaxpar.compiled.closed_form import ClosedForm, closed_form_budget
 from jaxpar.compiled.explain import Explanation, make_explanation, state_bytes, total
 from jaxpar.compiled.hlo import parse
+from jaxpar.compiled.measured import Measured, join_measured, measure
 from jaxpar.compiled.program import CompiledProgram, join_programs, read_program
 from jaxpar.compiled.source_lines import todays_lines
 from jaxpar.compiled.xla_flags import Setting
@@ -40,6 +39,7 @@ class StepSpec:
       coupled: whether the loss couples examples.
       averages: whether a loss function averages over a micro-batch's shards.
       settings: the compiler's options.
+      without_gradient: the trained parameters that the loss has no gradient of.
       forward_flops: FLOPs of a step's forward passes, on all devices.
       remarks: lines about the loss for `CompiledStep.explain`.
     """
@@ -50,6 +50,7 @@ class StepSpec:
     coupled: bool
     averages: bool
     settings: tuple[Setting, ...]
+    without_gradient: frozenset[str]
     forward_flops: int
     remarks: tuple[str, ...]
 
@@ -156,13 +157,14 @@ class CompiledStep(abc.ABC):
         Returns:
           A budget to store in a file (`Budget.as_json`) and to `verify` against.
         """
-        return self.measure(self.lowered()).budget()
+        return record(self.measure(self.lowered()))
 
     def verify(self, budget: Budget | None = None) -> Budget:
         """Compile the step, and compare it with a budget.
 
         Compares state bytes, bytes communicated over each axis by kind of collective,
-        and peak memory. A loop of unknown trip count is counted once.
+        and peak memory. A loop of unknown trip count is counted once. A step that
+        reduces its gradients less than once fails too (`Budget.at_least`).
 
         Args:
           budget: the most that the step may hold and communicate, such as `budget`
@@ -174,20 +176,20 @@ class CompiledStep(abc.ABC):
           What the step holds and communicates now, as `budget` returns it.
 
         Raises:
-          BudgetExceeded: if the step exceeds it; the message names the leaves, or the
-            operations by their source lines.
+          BudgetExceeded: if the step does not keep to it; the message names the leaves,
+            or the operations by their source lines.
         """
         measured = self.measure(self.lowered())
         violations = check(budget or self.closed_form_budget(), measured)
         if violations:
             raise BudgetExceeded(violations)
-        return measured.budget()
+        return record(measured)
 
     def closed_form_budget(self) -> Budget:
         """What the step should hold and communicate, by the closed form."""
         own, spec = self.placement, self.spec
         ruled = own.abstract, own.leaves, own.zero, own.mesh, own.update
-        shardings = state_shardings(*ruled)
+        shardings = state_shardings(*ruled, own.carried)
         stored = state_bytes(packed_structs(own.update, own.abstract, shardings))
         communicated = spec.execution.communicated_shardings(self.seen.trained)
         on_device, on_host = total(stored)
@@ -197,7 +199,9 @@ class CompiledStep(abc.ABC):
         frozen = self.seen.frozen
         others, dtypes = [leaf for leaf, _ in frozen], [dtype for _, dtype in frozen]
         moved = spec.execution.communicated_shardings(others)
-        return closed_form_budget(*given, list(zip(moved, dtypes, strict=True)))
+        named = list(zip(moved, dtypes, strict=True))
+        reduction = self.seen.update.reduction
+        return closed_form_budget(*given, named, reduction, spec.without_gradient)
 
     def measure(self, lowered: Mapping[str, jax.stages.Lowered]) -> Measured:
         """Compile the step, and measure what it holds and moves, by source line.

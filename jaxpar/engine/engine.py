@@ -324,7 +324,8 @@ class Engine(CompiledStep):
           ValueError: if the checkpoint is another model's.
 
         Warns:
-          UserWarning: if newer steps are damaged.
+          UserWarning: if newer steps are damaged, or a part of the state that is per
+            data shard starts anew, for it was saved on other batch axes.
         """
         self.placement.require_devices("restore")
         with self._alone("restore"):
@@ -341,7 +342,7 @@ class Engine(CompiledStep):
             state = restored.tree
             if only is not None or reset:
                 state = filled_in(state, self.placement.unpack(self._packed))
-            self._take(state)
+            self._take(self.placement.begin_parts(state, restored.anew))
             self._ahead = RunAhead(skipped=skipped_steps(self._losses, state))
             self._number = restored.step
             return restored.step
@@ -377,7 +378,8 @@ class Engine(CompiledStep):
     def _opened(self, folder: str | os.PathLike[str]) -> Checkpoints:
         path = os.path.abspath(folder)
         if path not in self._checkpoints:
-            self._checkpoints[path] = Checkpoints(path, former=self.placement.former)
+            own = {"former": self.placement.former, "parts": self.placement.parts}
+            self._checkpoints[path] = Checkpoints(path, **own)
         return self._checkpoints[path]
 
     def _placed(self, params: Params) -> Params:

@@ -4,6 +4,7 @@ An engine has one loss, or several, each with a step of its own. Nothing is comp
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxpar.compiled.xla_flags import Value, choose_settings
 from jaxpar.engine.batches import BatchSpec, make_batch_spec
 from jaxpar.engine.check_programs import make_loss_checks
 from jaxpar.engine.checks import check_arguments, check_elements
+from jaxpar.engine.choose_reduction import choose_reduction
 from jaxpar.engine.compiled_step import StepSpec
 from jaxpar.engine.focus import Focus
 from jaxpar.engine.placement import Placement
@@ -36,8 +38,9 @@ from jaxpar.step.loss import Loss, as_losses
 from jaxpar.step.loss_check import NoCheck, why_not
 from jaxpar.step.loss_scale import LossScaler
 from jaxpar.step.precision import Precision
+from jaxpar.step.reduction import reduction_parts
 from jaxpar.step.row_draws import AsTraced, OwnRows
-from jaxpar.step.state import TrainState
+from jaxpar.step.state import TrainState, with_shard_parts
 from jaxpar.step.train_step import TrainStep, make_train_step
 from jaxpar.step.update import Update, UpdateSpec
 from jaxpar.types import PyTree
@@ -180,8 +183,8 @@ def make_step(run: RunSpec, own: LossSpec, network: Network) -> MadeStep:
     execution = make_execution(network, mesh, *asked)
     leaves = _leaf_shardings(traced, execution, run, own.averages)
     partition = _partition(traced, leaves, run)
-    update = _update(own.optimizer, partition, traced.abstract)
-    placement = _placement(traced, leaves, partition, update, parts)
+    given = traced, leaves, partition, parts, execution
+    placement, partition = _placement(own.optimizer, *given)
     check = run.check_loss
     reasons = _why_not_checked(traced, own.rows, partition, splits, asked=check)
     spec = StepSpec(
@@ -191,6 +194,7 @@ def make_step(run: RunSpec, own: LossSpec, network: Network) -> MadeStep:
         coupled=partition.coupled,
         averages=any(trace.averages for trace in traced.losses.values()),
         settings=choose_settings(mesh, run.xla_options),
+        without_gradient=traced.losses["loss_fn"].without_gradient,
         forward_flops=traced.losses["loss_fn"].flops * splits,
         remarks=_remarks(traced, partition, reasons),
     )
@@ -246,16 +250,24 @@ def _partition(
 
 
 def _placement(
+    optimizer: Optimizer,
     traced: ModelTrace,
     leaves: dict[str, LeafSharding],
     partition: Partition,
-    update: Update,
     parts: Sequence[Carried],
-) -> Placement:
-    """How the run's state is stored."""
-    former = traced.network.former_names
-    stored = traced.abstract, leaves, partition.zero, update, parts, former
-    return Placement(partition.mesh, *stored)
+    execution: Execution,
+) -> tuple[Placement, Partition]:
+    """How the run's state is stored, and the partition with the update's reduction."""
+    former, mesh = traced.network.former_names, partition.mesh
+    update = _update(optimizer, partition, traced.abstract)
+    reduced = execution.communicated_shardings(partition.on_shard)
+    reduction = choose_reduction(update.reduction, partition, reduced)
+    parts = (*parts, *reduction_parts(reduction, reduced))
+    complete = functools.partial(with_shard_parts, carried=parts, mesh=mesh)
+    abstract = jax.eval_shape(complete, traced.abstract)
+    stored = abstract, leaves, partition.zero, update, parts, former
+    partition = dataclasses.replace(partition, reduction=reduction)
+    return Placement(mesh, *stored), partition
 
 
 def _update(optimizer: Optimizer, partition: Partition, abstract: TrainState) -> Update:

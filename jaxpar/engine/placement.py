@@ -2,27 +2,30 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpar.checkpoint.former_names import former_names
-from jaxpar.mesh import are_present
+from jaxpar.checkpoint.shard_parts import ShardParts
+from jaxpar.mesh import are_present, batch_axes
 from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.memory_kinds import in_memory_of
 from jaxpar.sharding.zero import ZeroStage
-from jaxpar.step.carried import Carried
+from jaxpar.step.carried import Carried, init_logical_parts, init_shard_parts
 from jaxpar.step.state import (
     TrainState,
     pack_state,
     packed_structs,
     state_shardings,
     unpack_state,
+    with_shard_parts,
 )
 from jaxpar.step.update import Update
 from jaxpar.tree import named_leaves
+from jaxpar.types import Params, PyTree
 
 _BEFORE_CARRIED = ("carried/loss_scale/*", "loss_scale/*")
 """The loss scale was a field of the state."""
@@ -61,6 +64,17 @@ class Placement:
         pairs = (*self.renamed, _BEFORE_CARRIED, *_TRAINED_OR_NOT)
         return former_names(names, [*self.leaves, *names], pairs)
 
+    @functools.cached_property
+    def parts(self) -> ShardParts:
+        """Which parts of the state are per shard, and which are not saved."""
+        sizes, axes = self.mesh.shape, batch_axes(self.mesh)
+        named = {f"carried/{part.name}": part for part in self.carried}
+        return ShardParts(
+            axes={axis: sizes[axis] for axis in axes if sizes[axis] > 1},
+            per_shard=tuple(path for path, part in named.items() if part.per_shard),
+            unsaved=tuple(path for path, part in named.items() if not part.saved),
+        )
+
     @property
     def trained(self) -> list[LeafSharding]:
         """The shardings of the parameters that are trained."""
@@ -76,7 +90,7 @@ class Placement:
     def shardings(self) -> TrainState:
         """The shardings of the logical state."""
         ruled = self.abstract, self.leaves, self.zero, self.mesh
-        return state_shardings(*ruled, self.update)
+        return state_shardings(*ruled, self.update, self.carried)
 
     @functools.cached_property
     def can_run(self) -> bool:
@@ -111,6 +125,20 @@ class Placement:
             return self.structs()
         return in_memory_of(unpack_state(self.update, packed), self.shardings)
 
+    def begin_parts(self, state: TrainState, paths: Collection[str]) -> TrainState:
+        """A logical state whose parts at some paths, "carried/...", start anew."""
+        own = [part for part in self.carried if f"carried/{part.name}" in paths]
+        if not own:
+            return state
+
+        def begin(params: Params) -> dict[str, PyTree]:
+            parts = init_shard_parts(own, params, self.mesh)
+            return parts | init_logical_parts(own, params)
+
+        places = {part.name: self.shardings.carried[part.name] for part in own}
+        begun = jax.jit(begin, out_shardings=places)(state.params)
+        return dataclasses.replace(state, carried=state.carried | begun)
+
     def initial_state(
         self, init: Callable[[jax.Array], TrainState], seed: int
     ) -> TrainState:
@@ -119,7 +147,8 @@ class Placement:
             return self.packed
 
         def packed(key: jax.Array) -> TrainState:
-            return pack_state(self.update, init(key))
+            state = with_shard_parts(init(key), self.carried, self.mesh)
+            return pack_state(self.update, state)
 
         return jax.jit(packed, out_shardings=self.packed_shardings)(
             jax.random.key(seed)

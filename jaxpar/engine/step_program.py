@@ -21,6 +21,7 @@ from jaxpar.engine.placement import Placement
 from jaxpar.engine.state_view import discard
 from jaxpar.mesh import on_abstract_mesh
 from jaxpar.optim.check_update import require_same
+from jaxpar.step.reduction import PART
 from jaxpar.step.state import TrainState
 from jaxpar.step.train_step import Reduced, TrainStep
 from jaxpar.step.update import HostUpdate
@@ -172,6 +173,7 @@ def make_step_program(
         factor=replicated,
         model_state=placement.packed_shardings.model_state,
         results=replicated,
+        carry=placement.packed_shardings.carried.get(PART, ()),
     )
     return HostBetween(
         jitted(gradients, in_shardings=taken, out_shardings=places),

@@ -16,7 +16,7 @@ from jax.extend import core, source_info_util
 from jaxpar import tree
 from jaxpar.engine.checks import check_trainable, of_trained
 from jaxpar.engine.coupled_state import check_uncoupled, coupled_state
-from jaxpar.jaxprs.dependence import tainted_outputs
+from jaxpar.jaxprs.dependence import differentiable_inputs, tainted_outputs
 from jaxpar.jaxprs.draws import Draw, find_draws
 from jaxpar.jaxprs.evaluate import arrays_in, equations, flops
 from jaxpar.model.axis_names import bind_axes
@@ -68,6 +68,8 @@ class LossTrace:
       draws: its random draws.
       random_notes: which of them depend on the mesh.
       averages: whether it averages over a micro-batch's shards (`jaxpar.batch_mean`).
+      without_gradient: names of trained parameters that it has no gradient of: it does
+        not use them, or stops their gradients.
     """
 
     loss: Loss
@@ -77,6 +79,7 @@ class LossTrace:
     draws: tuple[Draw, ...]
     random_notes: tuple[str, ...]
     averages: bool
+    without_gradient: frozenset[str]
 
     @property
     def flops(self) -> int:
@@ -195,6 +198,9 @@ def trace_loss(
     if training:
         _check_weights(jaxpr, names, len(jax.tree.leaves(abstract.params)))
     draws = tuple(find_draws(jaxpr))
+    has_gradient = differentiable_inputs(jaxpr, names.index("loss/total"))[1:]
+    trained = tree.named_leaves(abstract.params)
+    unused = frozenset(n for n, has in zip(trained, has_gradient) if not has)  # noqa: B905
     if isinstance(rows.batch, OnePack) and means:
         raise ValueError(
             "loss: it calls jaxpar.batch_mean, but is given one pack of a "
@@ -219,11 +225,12 @@ def trace_loss(
     states = list(tree.named_leaves(abstract.model_state))
     coupled = coupled_state(jaxpr, states, is_row, of_twice)
     if isinstance(rows.batch, OnePack):  # A pack has its own key on any mesh.
-        return LossTrace(loss, training, jaxpr, coupled, draws, (), averages=False)
+        found = loss, training, jaxpr, coupled, draws, ()
+        return LossTrace(*found, averages=False, without_gradient=unused)
     dims = row_dims(draws, keyed, key, Rows(num_rows(rows), twice))
     notes = random_notes(draws, dims)
     averages = bool(means)
-    return LossTrace(loss, training, jaxpr, coupled, draws, notes, averages)
+    return LossTrace(loss, training, jaxpr, coupled, draws, notes, averages, unused)
 
 
 def _of_key(

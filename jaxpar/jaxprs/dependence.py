@@ -2,11 +2,14 @@
 
 The engine checks once, before compiling, that a loss's weight does not depend on the
 parameters: the gradient of sum(total) / sum(weight) assumes a constant weight. It also
-finds the mutable state that depends on the rows of the batch.
+finds the mutable state that depends on the rows of the batch, and the parameters that a
+loss has no gradient of.
 """
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
+import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import partial_eval
 
@@ -83,6 +86,69 @@ def of_first_inputs(
     return found, core.ClosedJaxpr(of(found)[0], closed.consts)
 
 
+def differentiable_inputs(jaxpr: core.Jaxpr, output: int) -> list[bool]:
+    """Find the inputs that an output may have a gradient of.
+
+    Calls, scans and branches are followed inside; in any other equation every floating
+    output has a gradient of every input, but for `jax.lax.stop_gradient`.
+
+    Args:
+      jaxpr: the traced function.
+      output: the number of the output.
+
+    Returns:
+      By input; False where the gradient is zero by structure.
+    """
+    wanted = [number == output for number in range(len(jaxpr.outvars))]
+    return _back_through(jaxpr, wanted)
+
+
+def _back_through(jaxpr: core.Jaxpr, wanted: Sequence[bool]) -> list[bool]:
+    """By input, whether a wanted output may have a gradient of it."""
+    reached: set[core.Var] = set()
+
+    def reach(atoms: Sequence[Any], flags: Sequence[bool]) -> None:
+        for atom, flag in zip(atoms, flags, strict=True):
+            if flag and not isinstance(atom, core.Literal):
+                reached.add(atom)
+
+    reach(jaxpr.outvars, wanted)
+    for eqn in reversed(jaxpr.eqns):
+        outs = [
+            var in reached and jnp.issubdtype(_dtype(var), jnp.inexact)
+            for var in eqn.outvars
+        ]
+        if any(outs):
+            reach(eqn.invars, _back(eqn, outs))
+    return [var in reached for var in jaxpr.invars]
+
+
+def _back(eqn: core.JaxprEqn, outs: list[bool]) -> list[bool]:
+    name = eqn.primitive.name
+    if name == "stop_gradient":
+        return [False] * len(eqn.invars)
+    if name in _CALLS:
+        return _back_through(_open(eqn.params[_CALLS[name]]), outs)
+    if name == "scan":
+        return _back_through_scan(eqn, outs)
+    if name == "cond":
+        found = [_back_through(b.jaxpr, outs) for b in eqn.params["branches"]]
+        return [False, *(any(flags) for flags in zip(*found, strict=True))]
+    return [True] * len(eqn.invars)
+
+
+def _back_through_scan(eqn: core.JaxprEqn, outs: list[bool]) -> list[bool]:
+    num_consts, num_carry = scan_counts(eqn.params)
+    carry, ys = outs[:num_carry], outs[num_carry:]
+    while True:
+        ins = _back_through(eqn.params["jaxpr"].jaxpr, [*carry, *ys])
+        before = ins[num_consts : num_consts + num_carry]
+        grown = [a or b for a, b in zip(carry, before, strict=True)]
+        if grown == carry:
+            return [*ins[:num_consts], *carry, *ins[num_consts + num_carry :]]
+        carry = grown
+
+
 def _through(eqn: core.JaxprEqn, ins: list[bool]) -> list[bool]:
     name = eqn.primitive.name
     if name in _CALLS:
@@ -105,6 +171,10 @@ def _through_scan(eqn: core.JaxprEqn, ins: list[bool]) -> list[bool]:
         if grown == carry:
             return [*carry, *outs[num_carry:]]
         carry = grown
+
+
+def _dtype(var: core.Var) -> Any:
+    return getattr(var.aval, "dtype", None)  # A token has none.
 
 
 def _open(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> core.Jaxpr:

@@ -3,13 +3,25 @@
 from .fused import fused_adamw, fused_lamb, fused_lion
 from .fused_update import FusedOptimizer
 from .make_update import HostUpdate, MakesUpdate, Update, UpdateSpec
+from .with_reduction import (
+    LocalGradients,
+    PlainReduction,
+    Reduction,
+    Wire,
+    WithReduction,
+)
 
 __all__ = [
     "FusedOptimizer",
     "HostUpdate",
+    "LocalGradients",
     "MakesUpdate",
+    "PlainReduction",
+    "Reduction",
     "Update",
     "UpdateSpec",
+    "Wire",
+    "WithReduction",
     "fused_adamw",
     "fused_lamb",
     "fused_lion",

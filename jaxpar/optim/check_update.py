@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import tree
 from jaxpar.mesh import on_abstract_mesh
+from jaxpar.step.reduction import Reduction
 from jaxpar.step.update import HostUpdate, Update, UpdateSpec
 from jaxpar.types import PyTree
 
@@ -36,6 +37,11 @@ def check_update(update: Any, spec: UpdateSpec) -> None:
             f"optimizer: its make_update returned a {name}, which is not an update; "
             "derive its class from jaxpar.optim.Update, and give it apply."
         )
+    if not isinstance(update.reduction, Reduction):
+        raise TypeError(
+            f"optimizer: {name}.reduction is {update.reduction!r}, which is not a "
+            "reduction; derive its class from jaxpar.optim.Reduction, or leave it out."
+        )
     logical = spec.params, spec.opt_state
     with on_abstract_mesh(spec.mesh):
         packed = jax.eval_shape(update.pack, *logical)
@@ -49,11 +55,18 @@ def check_update(update: Any, spec: UpdateSpec) -> None:
         computes = f"{name}.compute_params", "the model has"
         require_same(*computes, {"params": spec.params}, {"params": anyhow})
         stepped = jax.eval_shape(
-            lambda *given: _step(update, *given), logical[0], *packed
+            lambda *given: _step(update, *given), _gradients(update, spec), *packed
         )
     applies = f"{name}.apply", "it takes"
     require_same(*applies, _named_parts(packed), _named_parts(stepped))
     _check_shardings(name, update, spec, packed)
+
+
+def _gradients(update: Update, spec: UpdateSpec) -> PyTree:
+    """The shapes of the gradients that it gets."""
+    shapes = map(update.reduction.gradient_shape, spec.leaf_shardings)
+    structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return jax.tree.unflatten(jax.tree.structure(spec.params), structs)
 
 
 def _step(update: Update, grads: PyTree, params: PyTree, opt_state: PyTree) -> PyTree:
@@ -76,7 +89,7 @@ def _check_shardings(
     places = _named_parts(update.shardings(*logical))
     _require_places(f"{name}.shardings", _named_parts(packed), places)
     if isinstance(update, HostUpdate):
-        grads = jax.eval_shape(update.pack_grads, spec.params)
+        grads = jax.eval_shape(update.pack_grads, _gradients(update, spec))
         places = {"grads": update.grads_shardings(logical[0])}
         _require_places(f"{name}.grads_shardings", {"grads": grads}, places)
 

@@ -5,12 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxpar.step.carried import Stepped
+from jaxpar.step.carried import Carried, Stepped
 from jaxpar.types import Params
 
 
 @dataclasses.dataclass(frozen=True)
-class Ema:
+class Ema(Carried):
     """An exponential moving average of the parameters, carried in the state.
 
     It starts as the initial parameters; after each applied step it becomes

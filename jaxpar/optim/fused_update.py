@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.optim.buckets import Bucket, Buckets
 from jaxpar.sharding.leaf_sharding import LeafSharding
+from jaxpar.step.reduction import PLAIN, Reduction
 from jaxpar.step.update import Update, UpdateSpec
 from jaxpar.types import Metrics, Params, PyTree
 from kernels_pallas.fused_optimizers import (
@@ -101,12 +102,14 @@ class FusedUpdate(Update):
       buckets: the parameters' buckets.
       like: the parameters' shapes.
       compute_dtype: the copies' dtype.
+      reduction: how the gradients that it gets are reduced.
     """
 
     optimizer: FusedOptimizer
     buckets: Buckets
     like: Params
     compute_dtype: Any
+    reduction: Reduction = PLAIN
 
     @property
     def _has_copies(self) -> bool:

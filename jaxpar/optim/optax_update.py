@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.optim.loops import with_divided_loops
+from jaxpar.step.reduction import PLAIN, Reduction
 from jaxpar.step.update import Update
 from jaxpar.types import Metrics, PyTree
 
@@ -22,11 +23,13 @@ class OptaxUpdate(Update):
         gradients that it is given).
       loops_over: data shards that divide its loops of matmuls; 1 to leave the update
         unchanged.
+      reduction: how the gradients that it gets are reduced.
     """
 
     optimizer: optax.GradientTransformation
     extras: tuple[str, ...]
     loops_over: int
+    reduction: Reduction = PLAIN
 
     def apply(
         self,

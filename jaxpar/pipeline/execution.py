@@ -58,7 +58,7 @@ class Execution(Protocol):
         loss: Loss,
         like: tuple[Params, Params],
         accumulate: int,
-    ) -> Callable[..., tuple[Params, Sums, PyTree]]:
+    ) -> Callable[..., tuple[Params, Sums, PyTree, PyTree]]:
         """See `jaxpar.step.gradients.make_gradients`."""
         ...
 

@@ -75,7 +75,7 @@ class Pipeline:
         loss: Loss,
         like: tuple[Params, Params],
         accumulate: int,
-    ) -> Callable[..., tuple[Params, Sums, PyTree]]:
+    ) -> Callable[..., tuple[Params, Sums, PyTree, PyTree]]:
         """Compute gradients by the schedule.
 
         At every ZeRO stage parameters are gathered, and gradients reduced, once a step.
@@ -85,7 +85,7 @@ class Pipeline:
         table = make_tick_table(self.schedule, training=True, keeps=sections.keeps)
         leaf_shardings = self.communicated_shardings(partition.on_shard)
 
-        def body(shards, inputs, model_state, key, scale):
+        def body(shards, inputs, model_state, key, scale, carry):
             key = partition.shard_key(key)
             params = self._whole(partition, structure, shards)
             variables = params, staged_state(self.division, model_state)
@@ -95,14 +95,15 @@ class Pipeline:
             weight = sums.loss.weight
             inverse = jax.numpy.where(weight > 0, 1.0 / weight, 0.0)
             grads = [grad * inverse for grad in jax.tree.leaves(grads)]
-            reduced = partition.reduced_once(leaf_shardings, grads)
+            given = leaf_shardings, grads, carry, partition.collectives
+            reduced, carry = partition.reduction.reduce_soundly(*given)
             stored = [
                 stages.from_stages(own, view)
                 if (stages := self.division.of(own.name))
                 else view
                 for own, view in zip(partition.on_shard, reduced, strict=True)
             ]
-            return stored, sums, stored_state(self.division, state)
+            return stored, sums, stored_state(self.division, state), carry
 
         return gradients_on_shards(partition, jax.tree.structure(like[0]), body)
 

@@ -10,7 +10,7 @@ passed as the *view* of their sharding (see `LeafSharding`).
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -81,11 +81,11 @@ class ManualCollectives:
         gather = functools.partial(
             jax.lax.all_gather, axis_name=leaf.data_axes, axis=dim, tiled=True
         )
-        return _as_computed(leaf, _on_placed_shards(gather, leaf)(shard))
+        return _as_computed(leaf, on_placed_shards(gather, leaf)(shard))
 
     def reduce(self, leaf: LeafSharding, whole: jax.Array) -> jax.Array:
         """Reduce-scatter along the view's data dim; all-reduce an unsharded leaf."""
-        view = constrain(_as_made(leaf, whole), *leaf.view_spec(data=False))
+        view = local_view(leaf, whole)
         view = view.astype(self.communicated_dtype(view.dtype))
         dim = leaf.view_data_dim
         over = leaf.reduced_inside
@@ -97,7 +97,7 @@ class ManualCollectives:
             reduce = functools.partial(
                 jax.lax.psum_scatter, axis_name=over, scatter_dimension=dim, tiled=True
             )
-        return self._as_kept(_on_placed_shards(reduce, leaf)(view))
+        return self._as_kept(on_placed_shards(reduce, leaf)(view))
 
     def reduce_replicas(self, leaf: LeafSharding, view: jax.Array) -> jax.Array:
         """All-reduce; once a step, and of a shard."""
@@ -106,7 +106,7 @@ class ManualCollectives:
             return view
         reduce = functools.partial(jax.lax.psum, axis_name=over)
         sent = view.astype(self.communicated_dtype(view.dtype))
-        return self._as_kept(_on_placed_shards(reduce, leaf)(sent))
+        return self._as_kept(on_placed_shards(reduce, leaf)(sent))
 
     def _as_kept(self, reduced: jax.Array) -> jax.Array:
         """Give a reduced gradient the memory layout of its parameter.
@@ -182,20 +182,30 @@ def wire_dtype(dtype: jnp.dtype, platform: str) -> jnp.dtype:
     return jnp.dtype(jnp.float32) if platform == "cpu" else jnp.dtype(dtype)
 
 
-def _on_placed_shards(
-    collectives: Callable[[jax.Array], jax.Array], leaf: LeafSharding
-) -> Callable[[jax.Array], jax.Array]:
-    """Run a manual collective over data on each pipe and tensor shard of a view.
+def local_view(leaf: LeafSharding, grad: jax.Array) -> jax.Array:
+    """Reshape a data shard's own gradient to the leaf's view, before data splits it."""
+    return constrain(_as_made(leaf, grad), *leaf.view_spec(data=False))
+
+
+def on_placed_shards(
+    collectives: Callable[..., Any], leaf: LeafSharding
+) -> Callable[..., Any]:
+    """Run manual collectives over data on each pipe and tensor shard of views.
 
     The compiler does not look into a manual collective: where another axis is
     automatic, it first gathers the operand over that axis (jax 0.10.2 to 0.12.0.1).
+
+    Args:
+      collectives: a function of arrays that are sharded as the leaf's view is, such as
+        a `local_view`; its results have the same dims.
+      leaf: the leaf.
     """
     if not any(leaf.placed):
         return collectives
     spec = leaf.view_spec(data=False)
     return jax.shard_map(
         collectives,
-        in_specs=(spec,),
+        in_specs=spec,
         out_specs=spec,
         axis_names={PIPE, TENSOR},
         check_vma=False,

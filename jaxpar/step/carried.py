@@ -1,8 +1,12 @@
 """What do techniques keep in the train state: named parts, each with its own update.
 
-A part is a tree of arrays under ``state.carried[name]``. It has the same leaves on
-every mesh, so that a checkpoint of it restores on any. A leaf whose name ends with a
-parameter's, of the same shape, is sharded as that parameter is stored.
+A part is a tree of arrays under ``state.carried[name]``. A logical part has the same
+leaves on every mesh, so that a checkpoint of it restores on any. A leaf whose name ends
+with a parameter's, of the same shape, is sharded as that parameter is stored.
+
+A part may also be of each data shard (``per_shard``), as the error that a compressed
+reduction left out. Its arrays have the data shards as dim 0. A checkpoint restores it
+exactly where the batch axes are the same, and elsewhere it starts anew, with a warning.
 """
 
 import dataclasses
@@ -10,7 +14,12 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from jaxpar import tree
+from jaxpar.mesh import num_batch_shards, rows_spec
 from jaxpar.types import Params, PyTree
 
 
@@ -23,11 +32,13 @@ class Stepped:
       finite: whether all gradients were finite; a boolean scalar.
       applied: whether the step was applied; a boolean scalar. A step that was not
         applied has the parameters of before.
+      carry: what the step's reduction carried (`jaxpar.step.reduction`).
     """
 
     params: Params
     finite: jax.Array
     applied: jax.Array
+    carry: PyTree = ()
 
 
 @runtime_checkable
@@ -36,20 +47,67 @@ class Carried(Protocol):
 
     Attributes:
       name: the key in ``state.carried``.
+      per_shard: whether every data shard has its own.
+      saved: whether checkpoints hold it; if not, it starts anew at a restore.
     """
 
-    @property
-    def name(self) -> str:
-        """See above."""
-        ...
+    name: str
+    per_shard: bool = False
+    saved: bool = True
 
     def init(self, params: Params) -> PyTree:
-        """Make the part for the initial parameters, fp32; traceable."""
+        """Make the part for the initial parameters, fp32; traceable.
+
+        Of a part that is per shard, what one shard has, without the dim of the shards.
+        """
         ...
+
+    def spec(self, name: str, shape: tuple[int, ...]) -> P:
+        """How pipe and tensor split an array of one shard; used if it is per shard."""
+        del name, shape
+        return P()
 
     def after(self, part: PyTree, stepped: Stepped) -> PyTree:
         """The part after a training step; in automatic mode, on global arrays."""
         ...
+
+
+def init_logical_parts(parts: Sequence[Carried], params: Params) -> dict[str, PyTree]:
+    """Make the parts that are not per shard; traceable."""
+    return {part.name: part.init(params) for part in parts if not part.per_shard}
+
+
+def init_shard_parts(
+    parts: Sequence[Carried], params: Params, mesh: Mesh
+) -> dict[str, PyTree]:
+    """Make the parts that are per shard; all shards begin with the same; traceable."""
+
+    def on_shards(x: Any) -> jax.Array:
+        return jnp.broadcast_to(x, (num_batch_shards(mesh), *jnp.shape(x)))
+
+    return {
+        part.name: jax.tree.map(on_shards, part.init(params))
+        for part in parts
+        if part.per_shard
+    }
+
+
+def shard_part_shardings(part: Carried, arrays: PyTree, mesh: Mesh) -> PyTree:
+    """The shardings of a part that is per shard: over the batch axes, and by its spec.
+
+    Args:
+      part: the part.
+      arrays: its arrays or shapes; dim 0 is the data shards.
+      mesh: the mesh.
+    """
+
+    def place(name: str, shape: tuple[int, ...]) -> NamedSharding:
+        spec = P(*rows_spec(mesh), *part.spec(name, shape[1:]))
+        return NamedSharding(mesh, spec)
+
+    named = tree.named_leaves(arrays).items()
+    places = [place(name, tuple(x.shape)) for name, x in named]
+    return jax.tree.unflatten(jax.tree.structure(arrays), places)
 
 
 def check_carried(parts: Sequence[Any]) -> None:
@@ -59,12 +117,13 @@ def check_carried(parts: Sequence[Any]) -> None:
       TypeError: if one is not a `Carried`.
       ValueError: if a name is taken twice, or isn't a name.
     """
-    names = {"loss_scale"}  # The engine's own.
+    names = {"loss_scale", "reduction"}  # The engine's own.
     for part in parts:
         if not isinstance(part, Carried):
             raise TypeError(
                 f"carried: {part!r} must have a name, init(params) and after(part, "
-                "stepped), as jaxpar.Ema(0.999) has."
+                "stepped), as jaxpar.Ema(0.999) has; derive it from "
+                "jaxpar.step.carried.Carried."
             )
         if not part.name or "/" in part.name:
             raise ValueError(

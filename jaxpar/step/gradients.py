@@ -23,7 +23,6 @@ from jaxpar.sharding.collectives import (
     AutomaticCollectives,
     Collectives,
     ManualCollectives,
-    from_view,
     manual_spec,
     to_view,
 )
@@ -35,6 +34,7 @@ from jaxpar.step.gather_at_use import GatheredAtUse, call_gathering_at_use
 from jaxpar.step.inputs import Inputs, map_rows, specs_of, with_keys
 from jaxpar.step.loss import Loss, Sums, make_loss
 from jaxpar.step.precision import Precision, frozen_dtype
+from jaxpar.step.reduction import PLAIN, Reduction, of_own_part
 from jaxpar.step.row_draws import AsTraced, Draws, ShardKey
 from jaxpar.step.weighted import merged, of_no_examples
 from jaxpar.types import Params, PyTree
@@ -53,6 +53,7 @@ class Partition:
       mesh: the mesh.
       coupled: whether the loss couples examples, so that it needs full micro-batches.
       draws: how the loss function's random numbers are drawn.
+      reduction: how gradients are reduced over data.
     """
 
     network: Network
@@ -63,6 +64,7 @@ class Partition:
     mesh: Mesh
     coupled: bool
     draws: Draws
+    reduction: Reduction = PLAIN
 
     @property
     def automatic(self) -> bool:
@@ -159,49 +161,48 @@ class Partition:
         dtype = self.collectives.communicated_dtype(self.precision.compute_dtype)
         return [jnp.zeros(shard.shape, dtype) for shard in shards[:count]]
 
-    def reduced(self, grads: Sequence[jax.Array]) -> list[jax.Array]:
+    def reduced(
+        self, grads: Sequence[jax.Array], carry: PyTree
+    ) -> tuple[list[jax.Array], PyTree]:
         """Reduce gradients over the axes that the backward pass has not."""
         if self.zero.reduce == "step":
-            return self.reduced_once(self.on_shard, grads)
+            given = self.on_shard, grads, carry, self.collectives
+            return self.reduction.reduce_soundly(*given)
         pairs = zip(self.on_shard, grads, strict=True)
-        return [self.collectives.reduce_replicas(*pair) for pair in pairs]
-
-    def reduced_once(
-        self, leaves: Sequence[LeafSharding], grads: Sequence[jax.Array]
-    ) -> list[jax.Array]:
-        """Reduce gradients over all of their axes, inside replicas first."""
-        inside = map(self.collectives.reduce, leaves, grads)
-        return list(map(self.collectives.reduce_replicas, leaves, inside))
+        return [self.collectives.reduce_replicas(*pair) for pair in pairs], carry
 
     def mapped(
-        self, body: Callable, out_specs: Any, *, whole: bool = False
+        self, body: Callable, out_specs: Any, *, whole: bool = False, carried: int = 0
     ) -> Callable:
         """Run ``body(shards, inputs, *replicated)`` on every data shard's views.
 
-        A shard is given its own rows, or with `whole` all rows.
+        A shard is given its own rows, or with `whole` all rows. The last `carried`
+        arguments are split along dim 0, the data shards.
         """
         if self.automatic:
             return body
         specs = [manual_spec(leaf) for leaf in (*self.leaves, *self.frozen)]
+        rows = rows_spec(self.mesh)
 
-        def run(shards: list, inputs: Inputs, *replicated: Any) -> Any:
-            own = P() if whole else specs_of(inputs, rows_spec(self.mesh))
+        def run(shards: list, inputs: Inputs, *others: Any) -> Any:
+            own = P() if whole else specs_of(inputs, rows)
+            rest = *[P()] * (len(others) - carried), *[rows] * carried
             return jax.shard_map(
                 body,
                 mesh=self.mesh,
-                in_specs=(specs, own, *(P() for _ in replicated)),
+                in_specs=(specs, own, *rest),
                 out_specs=out_specs,
                 axis_names=set(batch_axes(self.mesh)),
                 check_vma=False,
-            )(shards, inputs, *replicated)
+            )(shards, inputs, *others)
 
         return run
 
 
 def make_gradients(
     partition: Partition, loss: Loss, like: tuple[Params, Params], accumulate: int
-) -> Callable[..., tuple[Params, Sums, PyTree]]:
-    """Make ``(weights, model_state, inputs, key, scale) -> (grads, sums, state)``.
+) -> Callable[..., tuple[Params, Sums, PyTree, PyTree]]:
+    """Make ``(weights, model_state, inputs, key, scale, carry) -> (grads, sums, ...)``.
 
     Args:
       partition: how the loss function is run from shards.
@@ -212,7 +213,8 @@ def make_gradients(
     Returns:
       A pure function, to be traced under the mesh. It returns the gradients of scale *
       sum(total) / sum(weight), at the storage specs, in the dtype of the reduction;
-      the step's sums; and the model's new state.
+      the step's sums; the model's new state; and what the partition's reduction
+      carries, as `carry`: a tree of arrays whose dim 0 is the data shards.
     """
     loss_of = make_loss(
         partition.network,
@@ -238,7 +240,7 @@ def make_gradients(
         grads = [grad.astype(jnp.float32) * weight for grad in grads]
         return grads, sums, state
 
-    def body(shards, inputs, model_state, key, scale):
+    def body(shards, inputs, model_state, key, scale, carry):
         prepared = partition.prepare(shards)
         key = partition.shard_key(key)
 
@@ -250,34 +252,37 @@ def make_gradients(
         sums = sums.over_data(partition.collectives)
         weight = sums.loss.weight
         inverse = jnp.where(weight > 0, 1.0 / weight, 0.0)
-        grads = partition.reduced([grad * inverse for grad in grads])
-        return grads, sums, state
+        grads, carry = partition.reduced([grad * inverse for grad in grads], carry)
+        return grads, sums, state, carry
 
     return gradients_on_shards(partition, jax.tree.structure(like[0]), body)
 
 
 def gradients_on_shards(
     partition: Partition, structure: Any, body: Callable[..., tuple]
-) -> Callable[..., tuple[Params, Sums, PyTree]]:
-    """Run ``body(shards, inputs, model_state, key, scale)`` on every shard's views.
+) -> Callable[..., tuple[Params, Sums, PyTree, PyTree]]:
+    """Run ``body(shards, inputs, model_state, key, scale, carry)`` on every shard.
 
     Args:
       partition: the leaves' shardings.
       structure: of the trained parameters.
-      body: returns gradients as stored views, sums over all data, and the model's
-        state.
+      body: is given views, and what this shard carries. It returns gradients as the
+        reduction does, sums over all data, the model's state, and what is carried.
 
     Returns:
       The same as `make_gradients`.
     """
-    views = [manual_spec(leaf) for leaf in partition.leaves]
-    run = partition.mapped(body, out_specs=(views, P(), P()))
+    reduction, leaves = partition.reduction, partition.leaves
 
-    def gradients(weights, model_state, inputs, key, scale):
+    views = [reduction.out_spec(leaf) for leaf in leaves]
+    out_specs = views, P(), P(), rows_spec(partition.mesh)
+    run = partition.mapped(of_own_part(body), out_specs, carried=1)
+
+    def gradients(weights, model_state, inputs, key, scale, carry):
         shards, inputs = partition.views(weights), with_keys(inputs, key)
-        grads, sums, state = run(shards, inputs, model_state, key, scale)
-        grads = [from_view(*x) for x in zip(partition.leaves, grads, strict=True)]
-        return jax.tree.unflatten(structure, grads), sums, state
+        grads, *rest = run(shards, inputs, model_state, key, scale, carry)
+        grads = [reduction.as_gradient(*x) for x in zip(leaves, grads, strict=True)]
+        return jax.tree.unflatten(structure, grads), *rest
 
     return gradients
 

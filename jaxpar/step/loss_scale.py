@@ -14,7 +14,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxpar.step.carried import Stepped
+from jaxpar.step.carried import Carried, Stepped
 from jaxpar.types import Leaf, Params
 
 START, WINDOW, HYSTERESIS, MINIMUM = 2.0**16, 1000, 2, 1.0
@@ -95,7 +95,7 @@ def update_loss_scale(
 
 
 @dataclasses.dataclass(frozen=True)
-class LossScaler:
+class LossScaler(Carried):
     """The loss scale as a part of the state (`jaxpar.step.carried.Carried`).
 
     Attributes:

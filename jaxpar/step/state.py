@@ -20,7 +20,12 @@ from jaxpar.model.bridge import Network
 from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.memory_kinds import to_device
 from jaxpar.sharding.zero import ZeroStage, shard_leaves
-from jaxpar.step.carried import Carried
+from jaxpar.step.carried import (
+    Carried,
+    init_logical_parts,
+    init_shard_parts,
+    shard_part_shardings,
+)
 from jaxpar.step.update import Update
 from jaxpar.types import Leaf, Params, PyTree
 
@@ -66,7 +71,7 @@ def make_init(
     Args:
       network: the model.
       init_opt_state: of the parameters that are trained.
-      carried: the parts of ``state.carried``.
+      carried: the parts of ``state.carried``; those per shard are added later.
       trained: the names of the parameters that are trained, from all parameters.
     """
 
@@ -84,10 +89,18 @@ def make_init(
                 _as_array, init_opt_state(params)
             ),
             key=run_key,
-            carried={part.name: part.init(params) for part in carried},
+            carried=init_logical_parts(carried, params),
         )
 
     return init
+
+
+def with_shard_parts(
+    state: TrainState, carried: Sequence[Carried], mesh: Mesh
+) -> TrainState:
+    """Add what every data shard carries to what `make_init` made; traceable."""
+    parts = init_shard_parts(carried, state.params, mesh)
+    return dataclasses.replace(state, carried=state.carried | parts)
 
 
 def _as_array(path: tuple, leaf: Any) -> jax.Array:
@@ -144,6 +157,7 @@ def state_shardings(
     zero: ZeroStage,
     mesh: Mesh,
     update: Update | None = None,
+    carried: Sequence[Carried] = (),
 ) -> TrainState:
     """Choose the sharding of every leaf of the state.
 
@@ -158,6 +172,7 @@ def state_shardings(
       zero: the row of the ZeRO table.
       mesh: the mesh.
       update: the optimizer, which may choose other memory kinds; None for the device.
+      carried: the parts of ``state.carried``, of which some may be per shard.
 
     Returns:
       A TrainState of NamedShardings.
@@ -183,12 +198,19 @@ def state_shardings(
     replicated = jax.tree.map(lambda _: NamedSharding(mesh, P()), abstract)
     ruled = placed(abstract.params), placed(abstract.opt_state)
     params, opt_state = update.logical_shardings(*ruled) if update else ruled
+    held = abstract.carried
+    per_shard = {
+        part.name: shard_part_shardings(part, held[part.name], mesh)
+        for part in carried
+        if part.per_shard
+    }
+    logical = {name: part for name, part in held.items() if name not in per_shard}
     return dataclasses.replace(
         replicated,
         params=params,
         frozen=placed(abstract.frozen),
         opt_state=opt_state,
-        carried=placed(abstract.carried),
+        carried=placed(logical) | per_shard,
     )
 
 

@@ -16,6 +16,7 @@ import optax
 from jaxpar.step.carried import Carried, Stepped
 from jaxpar.step.inputs import make_inputs
 from jaxpar.step.loss import Sums
+from jaxpar.step.reduction import PART
 from jaxpar.step.state import TrainState
 from jaxpar.step.update import Update
 from jaxpar.types import Batch, Metrics, PyTree
@@ -35,6 +36,7 @@ class Reduced:
       factor: what the update multiplies the gradients by.
       model_state: the model's new state.
       results: the loss and the user's metrics.
+      carry: what the reduction carries after it.
     """
 
     grads: PyTree
@@ -45,6 +47,7 @@ class Reduced:
     factor: Any
     model_state: PyTree
     results: Any
+    carry: PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +68,7 @@ class TrainStep:
 
 
 def make_train_step(
-    gradients: Callable[..., tuple[PyTree, Sums, PyTree]],
+    gradients: Callable[..., tuple[PyTree, Sums, PyTree, PyTree]],
     update: Update,
     carried: Sequence[Carried],
     *,
@@ -95,17 +98,17 @@ def make_train_step(
         if scales_loss:
             scale = state.carried["loss_scale"].scale
         weights = update.compute_params(state.params), state.frozen
-        grads, sums, model_state = gradients(
-            weights, state.model_state, make_inputs(batch, state.step), key, scale
-        )
+        inputs, carry = make_inputs(batch, state.step), state.carried.get(PART, ())
+        given = weights, state.model_state, inputs, key, scale, carry
+        grads, sums, model_state, carry = gradients(*given)
         grads = update.pack_grads(grads)
-        norm = _global_norm(grads) / scale
+        norm = update.reduction.norm(grads) / scale
         finite = jnp.isfinite(norm)
         applied = finite & (sums.loss.weight > 0)
         results = sums.results()
         factor = _clip_factor(norm, clip_norm) / scale
         known = norm, finite, applied, scale, factor
-        return Reduced(grads, *known, model_state, results)
+        return Reduced(grads, *known, model_state, results, carry)
 
     def updated(state: TrainState, before: Reduced) -> tuple[TrainState, Metrics]:
         applied = before.applied
@@ -118,7 +121,7 @@ def make_train_step(
             loss=before.results["loss"],
         )
         logical, _ = update.unpack(params, opt_state)
-        stepped = Stepped(logical, before.finite, applied)
+        stepped = Stepped(logical, before.finite, applied, before.carry)
         parts = {p.name: p.after(state.carried[p.name], stepped) for p in carried}
         new = dataclasses.replace(
             state,
@@ -138,11 +141,6 @@ def make_train_step(
         return new, before.results | counters | reported
 
     return TrainStep(reduced, updated)
-
-
-def _global_norm(grads: PyTree) -> jax.Array:
-    """The norm in fp32, for gradients of any dtype."""
-    return optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), grads))
 
 
 def _clip_factor(norm: jax.Array, clip_norm: float | None) -> jax.Array | float:

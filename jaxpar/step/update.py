@@ -15,6 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpar.sharding.leaf_sharding import LeafSharding
+from jaxpar.step.reduction import PLAIN, Reduction
 from jaxpar.types import Metrics, Params, PyTree
 
 
@@ -24,7 +25,14 @@ class Update(Protocol):
 
     Its functions are traced and run on global arrays: the compiler divides them as the
     arrays are sharded.
+
+    Attributes:
+      reduction: how the gradients that it gets are reduced over data. With a
+        `jaxpar.step.reduction.LocalGradients` it gets those of every data shard, and
+        exchanges them itself.
     """
+
+    reduction: Reduction = PLAIN
 
     def pack(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
         """Convert the logical parameters and optimizer state to the packed form."""
@@ -70,7 +78,7 @@ class Update(Protocol):
         """Take a step.
 
         Args:
-          grads: from `pack_grads`, of any floating dtype.
+          grads: from `pack_grads`, of any floating dtype; reduced as `reduction` does.
           params: packed.
           opt_state: packed.
           factor: multiplies the gradients: the clipping factor over the loss scale.

@@ -13,9 +13,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
-from jaxpar.compiled.budget import Budget, Measured, check, measure
+from jaxpar.compiled.budget import Budget, check, record
 from jaxpar.compiled.explain import LeafReport
-from jaxpar.compiled.hlo import parse
+from jaxpar.compiled.measured import Measured
 from jaxpar.compiled.source_lines import Operation
 from jaxpar.engine.placement import Placement
 from jaxpar.step.state import state_shardings
@@ -193,7 +193,7 @@ def test_record_leaves_out_what_is_small():
         gather(2 * MB, axes=("tensor",)),
         leaves=(params, leaf("key", 8, shape=(), dtype="key<fry>")),
     )
-    assert step.budget() == Budget(
+    assert record(step) == Budget(
         state_bytes=16,
         communicated={
             "data": {"all-gather": 3 * MB, "all-reduce": MB},
@@ -201,8 +201,9 @@ def test_record_leaves_out_what_is_small():
         },
         peak_bytes=1000,
         small_bytes=400_000,
+        at_least={"data": {"reduction": MB}},
     )
-    assert not check(step.budget(), step)
+    assert not check(record(step), step)
 
 
 class Net(nnx.Module):
@@ -239,6 +240,33 @@ def make_engine(**change) -> jaxpar.Engine:
 def strict(engine: jaxpar.Engine) -> Budget:
     """What the design names, and besides it nothing but scalars."""
     return dataclasses.replace(engine.closed_form_budget(), small_bytes=100)
+
+
+@pytest.mark.parametrize(
+    ("number", "misses"), [(960, False), (949, True), (0, True), (10**6, False)]
+)
+def test_reductions_are_at_least_what_is_named_small_ones_too(number, misses):
+    floor = {"data": {"reduction": 1000}}
+    budget = allowed({"data": {"reduction": MB}}, at_least=floor)
+    halves = [gather(number // 2, kind=k) for k in ("all-reduce", "reduce-scatter")]
+    step = measured(*halves, gather(500))
+    said = check(budget, step)
+    assert bool(said) == misses
+    if misses:
+        assert said[0].startswith(
+            f"data: all-reduce and reduce-scatter moves {number // 2 * 2:,} bytes a "
+            "step, but must move at least 1,000: gradients are not reduced as they"
+        )
+    unknown = dataclasses.replace(step, is_complete=False)
+    assert not check(budget, unknown)
+    assert record(unknown).at_least == {}
+
+
+def test_other_kinds_have_a_floor_of_their_own():
+    budget = allowed(at_least={"data": {"all-to-all": 1000}})
+    assert not check(budget, measured(gather(1000, kind="all-to-all")))
+    (said,) = check(budget, measured(gather(1000, kind="all-reduce")))
+    assert said.startswith("data: all-to-all moves 0 bytes a step, but must move")
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -297,43 +325,6 @@ def test_coupled_batch_keeps_to_its_stage_where_leaves_rest_over_tensor_too():
     make_engine(mesh=mesh, zero=1, coupled_batch=True).verify()
 
 
-def test_bytes_of_leaves_are_those_of_the_program():
-    """Not those that were asked for."""
-    engine = make_engine()
-    compiled = engine.lower().compile()
-    text = compiled.as_text()
-    explanation = engine.explain()
-    wrong = tuple(
-        dataclasses.replace(leaf, bytes_per_device=7) for leaf in explanation.leaves
-    )
-    explanation = dataclasses.replace(explanation, leaves=wrong)
-    step = measure(explanation, parse(text), text, on_cpu=True)
-    assert step.state_bytes == compiled.memory_analysis().alias_size_in_bytes
-    assert {leaf.name: leaf.bytes_per_device for leaf in step.leaves}[
-        "params/up/kernel"
-    ] == IN * MIDDLE * 4 // 8
-
-
-GATHERED_ARGUMENT = """\
-ENTRY %main (p: f32[8]) -> f32[32] {
-  %p = f32[8]{0} parameter(0), metadata={op_name="state[0]"}
-  ROOT %g = f32[32]{0} all-gather(%p), replica_groups={{0,1,2,3}}, dimensions={0}, \
-metadata={op_name="state[0]"}
-}
-"""
-
-
-def test_gather_of_a_leaf_as_it_rests_is_named_by_the_leaf():
-    mesh = {"data": 4, "pipe": 1, "tensor": 1}
-    explanation = dataclasses.replace(
-        make_engine().explain(), mesh=mesh, leaves=(leaf("params/w", 0),)
-    )
-    module = parse(GATHERED_ARGUMENT)
-    step = measure(explanation, module, GATHERED_ARGUMENT, on_cpu=True)
-    assert [found.name for found in step.operations] == ["params/w"]
-    assert step.state_bytes == 32
-
-
 @pytest.mark.usefixtures("unchecked_types")
 def test_step_is_compiled_for_todays_lines():
     class Lowered:
@@ -351,7 +342,7 @@ def test_planted_collective_is_named_by_its_line(zero):
     with pytest.raises(jaxpar.BudgetExceeded) as caught:
         engine.verify()
     said = str(caught.value)
-    assert said.startswith("verify: the compiled step exceeds its budget.")
+    assert said.startswith("verify: the compiled step does not keep to its budget.")
     (violation,) = caught.value.violations
     assert "data: all-gather moves" in violation
     assert f"1 x all-gather of f32[{ROWS},{MIDDLE}], " in violation

@@ -45,7 +45,7 @@ def take(
 ) -> tuple[TrainState, Any]:
     """One step whose gradients are given; their other arguments go to `seen`."""
 
-    def gradients(params, model_state, inputs, key, scale):
+    def gradients(params, model_state, inputs, key, scale, carry):
         if seen is not None:
             seen.update(step=inputs.step.value, key=key, scale=scale)
         scaled = jax.tree.map(
@@ -54,7 +54,7 @@ def take(
         sums = Sums(
             Weighted(jnp.float32(6), jnp.float32(weight)), {"n": Sum(jnp.float32(8))}
         )
-        return scaled, sums, {"mean": model_state["mean"] + 1}
+        return scaled, sums, {"mean": model_state["mean"] + 1}, carry
 
     update = OptaxUpdate(optax.sgd(RATE), (), 1)
     carried = [loss_scale.LossScaler(scales_loss), *parts]

@@ -1,0 +1,311 @@
+"""How are the gradients of data shards reduced, and what does that carry and send?
+
+A `Reduction` runs inside ``shard_map``, where every data shard has gradients of its own
+rows. It returns their sum as it is stored; a compressed one returns nearly their sum,
+and may carry what it left out to the next step (error feedback), an array a shard. An
+optimizer brings one by `jaxpar.step.update.Update.reduction`; the others use
+`PlainReduction`.
+
+Source of error feedback: Seide et al. 2014, "1-Bit Stochastic Gradient Descent".
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.mesh import BATCH_AXES, entry_of
+from jaxpar.sharding.collectives import Collectives, from_view, manual_spec
+from jaxpar.sharding.leaf_sharding import LeafSharding
+from jaxpar.sharding.rules import axes_of
+from jaxpar.step.carried import Carried, Stepped
+from jaxpar.types import Params, PyTree
+
+PART = "reduction"
+"""The name in ``state.carried`` of what a reduction carries."""
+
+Traffic = dict[str, dict[str, int]]
+"""Axes, such as "data" -> kind of collective -> bytes of unsharded arrays, a step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """What a closed form of a reduction's traffic depends on, besides the leaves.
+
+    Attributes:
+      sizes: mesh axis -> devices on it.
+      itemsize: bytes of an element of a gradient that is reduced as it is.
+      times: how often a step reduces every gradient; 1 except by `PlainReduction`.
+    """
+
+    sizes: Mapping[str, int]
+    itemsize: int
+    times: int = 1
+
+    def over(self, axes: Iterable[str]) -> str:
+        """How a budget names the axes of several devices; empty for none."""
+        return " x ".join(axis for axis in axes if self.sizes[axis] > 1)
+
+
+@runtime_checkable
+class Reduction(Protocol):
+    """How gradients are reduced over data. Only `reduce` and `communicated` are needed.
+
+    It reduces once a step: at ZeRO 0 and 1, and in a pipeline at any stage. It is
+    refused, before anything compiles, where the backward pass reduces (ZeRO 2 and 3) or
+    the compiler does (coupled examples). On one data shard there is nothing to reduce,
+    and `PlainReduction` runs.
+
+    Attributes:
+      saved: whether checkpoints hold what it carries.
+    """
+
+    saved: bool = True
+
+    def init(self, leaves: Sequence[LeafSharding]) -> PyTree:
+        """Make what one data shard carries before the first step; traceable.
+
+        Args:
+          leaves: the trained leaves as a data shard sees them.
+
+        Returns:
+          A tree of arrays; by default none. One whose name ends with a leaf's, of its
+          view's shape, is stored sharded over tensor and pipe as that view is.
+        """
+        del leaves
+        return ()
+
+    def reduce(
+        self,
+        leaves: Sequence[LeafSharding],
+        grads: Sequence[jax.Array],
+        carry: PyTree,
+        collectives: Collectives,
+    ) -> tuple[list[jax.Array], PyTree]:
+        """Sum gradients over data; runs inside ``shard_map`` on every data shard.
+
+        Args:
+          leaves: the trained leaves as a data shard sees them. A gradient is summed
+            over its ``reduce_axes``; where it ``is_split``, a shard of the sum is kept,
+            along ``view_data_dim`` of its view, over its ``data_axes``.
+          grads: this shard's gradients, fp32, of the leaves' shapes; `local_view` makes
+            views of them. They add up to the step's gradient.
+          carry: from `init`, or from the step before.
+          collectives: the plain ones.
+
+        Returns:
+          The sums, of any floating dtype, as views that data splits; and what is
+          carried. A step that is skipped keeps the old one.
+        """
+        ...
+
+    def reduce_soundly(
+        self,
+        leaves: Sequence[LeafSharding],
+        grads: Sequence[jax.Array],
+        carry: PyTree,
+        collectives: Collectives,
+    ) -> tuple[list[jax.Array], PyTree]:
+        """As `reduce`, but NaN if any shard's gradients are not finite.
+
+        Codes of a few bits may hold no NaN: a step would be applied that must not be.
+        """
+        sums, carry = self.reduce(leaves, grads, carry, collectives)
+        finite = [jnp.all(jnp.isfinite(grad)) for grad in grads]
+        wrong = collectives.total(1.0 - jnp.all(jnp.stack(finite)).astype(jnp.float32))
+        return [jnp.where(wrong > 0, jnp.nan, x).astype(x.dtype) for x in sums], carry
+
+    def norm(self, grads: PyTree) -> jax.Array:
+        """The global norm of packed gradients; a scalar, traced on global arrays.
+
+        Clipping, and whether the step is applied, depend on it alone.
+        """
+        return optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), grads))
+
+    def communicated(self, leaves: Sequence[LeafSharding], wire: Wire) -> Traffic:
+        """What `reduce` communicates a step: `Engine.verify` holds the program to it.
+
+        Args:
+          leaves: the trained leaves, or some of them.
+          wire: the mesh, and the dtype of plain gradients.
+        """
+        ...
+
+    def out_spec(self, leaf: LeafSharding) -> P:
+        """The batch axes' part of the spec of what `reduce` returns for a leaf."""
+        return manual_spec(leaf)
+
+    def as_gradient(self, leaf: LeafSharding, reduced: jax.Array) -> jax.Array:
+        """The gradient that the update gets, from what `reduce` returned; global."""
+        return from_view(leaf, reduced)
+
+    def gradient_shape(self, leaf: LeafSharding) -> tuple[int, ...]:
+        """The shape of the gradient that the update gets."""
+        return leaf.shape
+
+    def notes(self) -> tuple[str, ...]:
+        """Lines for `Engine.explain`."""
+        return ()
+
+
+class PlainReduction(Reduction):
+    """All-reduces, and reduce-scatters of leaves that data splits.
+
+    At ZeRO 2 and 3 the backward pass makes those inside a replica.
+    """
+
+    def reduce(
+        self,
+        leaves: Sequence[LeafSharding],
+        grads: Sequence[jax.Array],
+        carry: PyTree,
+        collectives: Collectives,
+    ) -> tuple[list[jax.Array], PyTree]:
+        """Over all axes, inside replicas first."""
+        inside = map(collectives.reduce, leaves, grads)
+        return list(map(collectives.reduce_replicas, leaves, inside)), carry
+
+    def reduce_soundly(
+        self,
+        leaves: Sequence[LeafSharding],
+        grads: Sequence[jax.Array],
+        carry: PyTree,
+        collectives: Collectives,
+    ) -> tuple[list[jax.Array], PyTree]:
+        """As `reduce`: a sum of what is not finite is not finite."""
+        return self.reduce(leaves, grads, carry, collectives)
+
+    def communicated(self, leaves: Sequence[LeafSharding], wire: Wire) -> Traffic:
+        """Every gradient inside a replica, and its shards between replicas."""
+        found: Traffic = {}
+
+        def add(axes: Iterable[str], kind: str, number: int) -> None:
+            if number and (over := wire.over(axes)):
+                kinds = found.setdefault(over, {})
+                kinds[kind] = kinds.get(kind, 0) + number
+
+        each = wire.itemsize
+        for leaf in leaves:
+            number, kind = math.prod(leaf.shape), "all-reduce"
+            inside = "reduce-scatter" if leaf.is_split else kind
+            piece = wire.times * each * (number // leaf.ways_placed)
+            add(leaf.reduced_inside, inside, piece)
+            add(leaf.reduced_between, kind, each * (number // leaf.ways_stored))
+        return found
+
+
+PLAIN = PlainReduction()
+
+
+class LocalGradients(Reduction):
+    """No reduction: the update gets every data shard's gradients, and exchanges them.
+
+    A gradient then has a leading dim, the data shards, and their sum along it is the
+    step's gradient. The dim is sharded over the batch axes, the others as the leaf is
+    computed on. An update derives from this class to name what it communicates.
+    """
+
+    def reduce(
+        self,
+        leaves: Sequence[LeafSharding],
+        grads: Sequence[jax.Array],
+        carry: PyTree,
+        collectives: Collectives,
+    ) -> tuple[list[jax.Array], PyTree]:
+        """A leading dim of one shard."""
+        del leaves, collectives
+        return [grad[None] for grad in grads], carry
+
+    def norm(self, grads: PyTree) -> jax.Array:
+        """A bound of the norm of the sum: its norm if all shards' gradients were equal.
+
+        The root of the number of shards times the sum of the squares. An update that
+        clips by the norm of what it exchanges overrides it.
+        """
+        shards = next(iter(jax.tree.leaves(grads))).shape[0]
+        return math.sqrt(shards) * super().norm(grads)
+
+    def communicated(self, leaves: Sequence[LeafSharding], wire: Wire) -> Traffic:
+        """Nothing; the update's own traffic is to be named here."""
+        del leaves, wire
+        return {}
+
+    def out_spec(self, leaf: LeafSharding) -> P:
+        """Dim 0 is the data shards."""
+        return P(_all_batch(leaf))
+
+    def as_gradient(self, leaf: LeafSharding, reduced: jax.Array) -> jax.Array:
+        """As it is."""
+        del leaf
+        return reduced
+
+    def gradient_shape(self, leaf: LeafSharding) -> tuple[int, ...]:
+        """With the data shards as dim 0."""
+        shards = math.prod(leaf.sizes[axis] for axis in axes_of(_all_batch(leaf)))
+        return (shards, *leaf.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReductionPart(Carried):
+    """What a reduction carries, as a part of the state.
+
+    Attributes:
+      reduction: the reduction.
+      leaves: the trained leaves as a data shard sees them.
+      saved: as the reduction says.
+    """
+
+    reduction: Reduction
+    leaves: tuple[LeafSharding, ...]
+    saved: bool
+    name: str = PART
+    per_shard: bool = True
+
+    def init(self, params: Params) -> PyTree:
+        """See `Reduction.init`."""
+        del params
+        return self.reduction.init(self.leaves)
+
+    def spec(self, name: str, shape: tuple[int, ...]) -> P:
+        """That of the leaf's view whose name and shape the array has."""
+        for leaf in self.leaves:
+            if f"/{name}".endswith(f"/{leaf.name}") and shape == leaf.view_shape:
+                return leaf.view_spec(data=False)
+        return P()
+
+    def after(self, part: PyTree, stepped: Stepped) -> PyTree:
+        """What the step's reduction carried, if the step was applied."""
+        return optax.tree.where(stepped.applied, stepped.carry, part)
+
+
+def reduction_parts(
+    reduction: Reduction, leaves: Sequence[LeafSharding]
+) -> tuple[ReductionPart, ...]:
+    """What a reduction carries, as parts of the state: one, or none if it is empty."""
+    part = ReductionPart(reduction, tuple(leaves), reduction.saved)
+    carried = jax.eval_shape(lambda: reduction.init(leaves))
+    return (part,) if jax.tree.leaves(carried) else ()
+
+
+def of_own_part(body: Callable[..., tuple]) -> Callable[..., tuple]:
+    """Give a function on a data shard its own part of what is carried, and take it.
+
+    It is the last argument and the last result; dim 0, the data shards, is left out.
+    """
+
+    def run(*given: Any) -> tuple:
+        *others, carry = given
+        *found, carry = body(*others, jax.tree.map(lambda x: x[0], carry))
+        return *found, jax.tree.map(lambda x: x[None], carry)
+
+    return run
+
+
+def _all_batch(leaf: LeafSharding) -> Any:
+    """The entry of a dim that all batch axes of the mesh split."""
+    return entry_of([axis for axis in BATCH_AXES if axis in leaf.sizes])
