@@ -239,9 +239,17 @@ class CompiledStep(abc.ABC):
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes on the schedule and the optimizer, a line each."""
-        own, execution = self.placement, self.spec.execution
-        frozen = [leaf.name for leaf, _ in own.frozen]
-        return (*execution.notes(own.zero, own.leaves, frozen), *own.update.notes())
+        return (*self._of_execution, *self._of_update)
+
+    @property
+    def _of_execution(self) -> tuple[str, ...]:
+        own, frozen = self.placement, [leaf.name for leaf, _ in self.seen.frozen]
+        return self.spec.execution.notes(own.zero, own.leaves, frozen)
+
+    @property
+    def _of_update(self) -> tuple[str, ...]:
+        update = self.placement.update
+        return (*update.notes(), *update.reduction.notes())
 
     def _explanation(self, programs: Mapping[str, CompiledProgram]) -> Explanation:
         """Explain the compiled step."""
@@ -253,8 +261,6 @@ class CompiledStep(abc.ABC):
             coupled=spec.coupled,
             program=join_programs(programs),
             settings=spec.settings,
-            notes=spec.execution.notes(
-                own.zero, own.leaves, [leaf.name for leaf, _ in own.frozen]
-            ),
-            remarks=(*own.update.notes(), *spec.remarks),
+            notes=self._of_execution,
+            remarks=(*self._of_update, *spec.remarks),
         )

@@ -87,7 +87,7 @@ def make_several(run: RunSpec, arguments: Mapping[str, Any]) -> MadeRun:
         for loss, own in specs.items()
     }
     update = UpdateByLoss({k: m.placement.update for k, m in made.items()}, names)
-    _check_updates(update)
+    _check_updates(made)
     focuses: dict[str | None, Focus] = {
         loss: OneOfSeveral(name=loss, index=index, update=update, averages=averages)
         for index, loss in enumerate(made)
@@ -269,14 +269,24 @@ def _networks(
     }
 
 
-def _check_updates(update: UpdateByLoss) -> None:
-    for loss, own in update.updates.items():
-        if isinstance(own, HostUpdate):
+def _check_updates(made: Mapping[str, MadeStep]) -> None:
+    """Raise for what a state of several losses can't hold."""
+    for loss, own in made.items():
+        placement = own.placement
+        if isinstance(placement.update, HostUpdate):
             raise ValueError(
-                f"optimizer: {type(own).__name__} of the loss {loss!r} works on the "
-                "host between two programs, which an engine with several losses does "
-                "not do; give it another one, or an engine of its own."
+                f"optimizer: {type(placement.update).__name__} of the loss {loss!r} "
+                "works on the host between two programs, which an engine with several "
+                "losses does not do; give it another one, or an engine of its own."
             )
+        for part in placement.carried:
+            if part.per_shard or not part.saved:
+                raise ValueError(
+                    f"carried: {part.name!r} of the loss {loss!r} is of each data "
+                    "shard, or not saved, which an engine with several losses does not "
+                    "keep; reduce its gradients plainly, or give it an engine of its "
+                    "own."
+                )
 
 
 def _placement(

@@ -5,7 +5,11 @@ import jax.numpy as jnp
 import pytest
 from jax.extend import core
 
-from jaxpar.jaxprs.dependence import of_first_inputs, tainted_outputs
+from jaxpar.jaxprs.dependence import (
+    differentiable_inputs,
+    of_first_inputs,
+    tainted_outputs,
+)
 
 
 @jax.custom_vjp
@@ -157,3 +161,61 @@ def test_outputs_of_the_first_inputs_are_computed_without_the_others(fn, numbers
     made = core.jaxpr_as_fun(alone)(jnp.float32(1.5))
     for number, one in zip(numbers, made, strict=True):
         assert jnp.array_equal(one, outs[number])
+
+
+def stopped(x, y):
+    return jax.lax.stop_gradient(x) * y
+
+
+def stopped_in_a_call(x, y):
+    return jax.jit(stopped)(x, y)
+
+
+def stopped_in_a_branch(x, y):
+    return jax.lax.cond(y > 0, stopped, stopped, x, y)
+
+
+def used_in_one_branch(x, y):
+    return jax.lax.cond(y > 0, stopped, lambda x, y: x * y, x, y)
+
+
+def counted(x, y):
+    return jnp.argmax(jnp.stack([x, -x])) * y
+
+
+def stopped_in_a_scan(x, y):
+    return jax.lax.scan(lambda c, _: (stopped(x, c), None), y, None, length=2)[0]
+
+
+def later_in_a_scan(x, y):
+    """x reaches the result only after two rounds."""
+    return late(x, y)[2]
+
+
+def checkpointed(x, y):
+    return jax.checkpoint(stopped)(x, y)
+
+
+@pytest.mark.parametrize(
+    ("function", "has"),
+    [
+        (lambda x, y: y * 2, [False, True]),
+        (lambda x, y: x + y, [True, True]),
+        (stopped, [False, True]),
+        (stopped_in_a_call, [False, True]),
+        (stopped_in_a_branch, [False, True]),
+        (used_in_one_branch, [True, True]),
+        (counted, [False, True]),
+        (stopped_in_a_scan, [False, True]),
+        (later_in_a_scan, [True, True]),
+        (lambda x, y: scanned_over(x, y)[1].sum(), [False, True]),
+        (lambda x, y: constant_of_scan(x, y)[0], [True, False]),
+        (lambda x, y: both_vjp(x, y)[1], [False, True]),
+        (checkpointed, [False, True]),
+    ],
+)
+def test_inputs_that_an_output_has_a_gradient_of_are_found(function, has):
+    jaxpr = jax.make_jaxpr(function)(2.0, 3.0).jaxpr
+    assert differentiable_inputs(jaxpr, 0) == has
+    moved = [bool(grad) for grad in jax.grad(function, (0, 1))(2.0, 3.0)]
+    assert all(given or not own for given, own in zip(has, moved, strict=True))

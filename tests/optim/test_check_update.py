@@ -144,3 +144,10 @@ def test_defaults_are_those_of_a_packed_state_that_is_the_logical_one():
     assert update.pack("params", "state") == ("params", "state")
     assert update.with_shardings(leaf_shardings(zero=0)) is update
     assert update.notes() == ()
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_reduction_that_is_none_is_refused_by_name():
+    said = r"Wrong\.reduction is 'int8', which is not a reduction; derive"
+    with pytest.raises(TypeError, match=said):
+        make(replaced(reduction="int8"))

@@ -80,6 +80,42 @@ def test_reduction_that_does_not_reduce_is_seen_in_the_program(zero, width):
             engine.probe()
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+def test_leaves_without_a_gradient_need_not_be_reduced(zero):
+    """XLA joins the reductions of zeros that are equal, or drops them."""
+
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.used = nnx.Linear(16, 32, rngs=rngs)
+            self.stopped = nnx.Linear(32, 32, rngs=rngs)
+            self.unused = nnx.List([nnx.Linear(64, 64, rngs=rngs) for _ in range(4)])
+
+        def __call__(self, x):
+            return self.stopped.kernel[...].sum() * self.used(x)
+
+    def loss_fn(model, batch):
+        graph, params = nnx.split(model)
+        stopped = jax.tree.map(jax.lax.stop_gradient, params["stopped"])
+        model = nnx.merge(graph, nnx.State({**params, "stopped": stopped}))
+        return jnp.mean(model(batch["x"]) ** 2)
+
+    engine = jaxpar.initialize(
+        model=lambda rngs: Net(rngs),
+        loss_fn=loss_fn,
+        optimizer=SGD,
+        sample_batch=batches()[0],
+        mesh=jaxpar.MeshShape(data=8),
+        zero=zero,
+    )
+    assert {name.split("/")[0] for name in engine.spec.without_gradient} == {
+        "stopped",
+        "unused",
+    }
+    engine.verify()
+    least = engine.closed_form_budget().at_least["data"]["reduction"]
+    assert least == 4 * 17 * 32
+
+
 SIZES = {"replica": 2, "data": 4, "expert": 1, "pipe": 1, "tensor": 2}
 
 
