@@ -47,8 +47,7 @@ class Engine(CompiledStep):
     Attributes:
       mesh: the mesh.
       placement: as given.
-      spec: what is known about the (first) loss's step.
-      batch_spec: the shapes of its global batch.
+      spec, batch_spec: those of the (first) loss.
     """
 
     def __init__(
@@ -148,8 +147,7 @@ class Engine(CompiledStep):
                 lambda: own.focus.get(self._packed), placed, self._ahead
             )
             # First drop the view: with a fused optimizer it holds arrays of its own.
-            self._view, self._number = None, self._number + 1
-            before = self._leaves
+            self._view, self._number, before = None, self._number + 1, self._leaves
             self._leaves, metrics, exhausted = own.program.step(before, placed)
             discard(before)
             watched = (metrics["loss"], metrics["skipped"], *exhausted)
@@ -324,8 +322,7 @@ class Engine(CompiledStep):
           ValueError: if the checkpoint is another model's.
 
         Warns:
-          UserWarning: if newer steps are damaged, or a part of the state that is per
-            data shard starts anew, for it was saved on other batch axes.
+          UserWarning: if newer steps are damaged, or a part per data shard starts anew.
         """
         self.placement.require_devices("restore")
         with self._alone("restore"):

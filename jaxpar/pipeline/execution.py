@@ -23,12 +23,8 @@ from jaxpar.pipeline.stages import Division, divide
 from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.rules import Spec
 from jaxpar.sharding.zero import ZeroStage, shard_leaves
-from jaxpar.step.gradients import (
-    Partition,
-    make_evaluation,
-    make_forward,
-    make_gradients,
-)
+from jaxpar.step.evaluation import make_evaluation, make_forward
+from jaxpar.step.gradients import Partition, make_gradients
 from jaxpar.step.loss import Loss, Sums
 from jaxpar.tree import named_leaves, num_elements
 from jaxpar.types import Params, PyTree
@@ -65,7 +61,7 @@ class Execution(Protocol):
     def make_evaluation(
         self, partition: Partition, loss: Loss, like: tuple[Params, Params]
     ) -> Callable[..., Sums]:
-        """See `jaxpar.step.gradients.make_evaluation`."""
+        """See `jaxpar.step.evaluation.make_evaluation`."""
         ...
 
     def make_forward(
@@ -76,7 +72,7 @@ class Execution(Protocol):
         *,
         training: bool,
     ) -> Callable[..., Sums]:
-        """See `jaxpar.step.gradients.make_forward`."""
+        """See `jaxpar.step.evaluation.make_forward`."""
         ...
 
     def communicated_shardings(

@@ -26,9 +26,9 @@ from jaxpar.pipeline.tick_table import make_tick_table
 from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.rules import Spec, axes_of
 from jaxpar.sharding.zero import ZeroStage, shard_leaves
+from jaxpar.step.evaluation import evaluation_on_shards
 from jaxpar.step.gradients import (
     Partition,
-    evaluation_on_shards,
     gradients_on_shards,
 )
 from jaxpar.step.inputs import num_rows

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 
 import jaxpar
+from jaxpar.optim import WithReduction
 from jaxpar.tree import named_leaves
 from tests.equivalence.several_losses import (
     RUNS,
@@ -19,6 +21,8 @@ from tests.equivalence.several_losses import (
     make_engine,
     perceptron,
 )
+from tests.optim.int8_reduction import Int8Reduction
+from tests.optim.numpy_adam import NumpyAdam
 
 ADAM = optax.adam(1e-3)
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -61,6 +65,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "init_from: 'dis' is none of the models (gen, disc).",
     ),
     "copy of itself": ({"init_from": {"gen": "gen"}}, "init_from: 'gen' copies 'gen'"),
+    "host": (
+        {"optimizer": {"gen": ADAM, "disc": NumpyAdam(1e-3)}},
+        "optimizer: NumpyUpdate of the loss 'disc' works on the host between two",
+    ),
+    "per shard": (
+        {"optimizer": {"gen": ADAM, "disc": WithReduction(ADAM, Int8Reduction())}},
+        "carried: 'reduction' of the loss 'disc' is of each data shard, or not saved",
+    ),
     "average": (
         {"carried": {"gen": [jaxpar.Ema(0.9, name="disc")]}},
         "carried: the average 'disc' of the loss 'gen' has the name of a model",
@@ -124,6 +136,37 @@ def test_each_loss_knows_what_it_trains_and_what_it_communicates():
     assert {leaf.name.split("/")[0] for leaf in engine.placement.trained} == set(
         RUNS["adversarial"].models
     )
+
+
+def test_what_another_loss_trains_is_stored_in_fp32_whatever_its_own_dtype():
+    def half(rngs: nnx.Rngs) -> nnx.Module:
+        return nnx.Linear(STATE, STATE, param_dtype=jnp.bfloat16, rngs=rngs)
+
+    models = {**RUNS["adversarial"].models, "gen": half}
+    shape = jaxpar.MeshShape(data=8)
+    engine = make_engine("adversarial", shape, 1, model=models, rules={})
+    assert {dtype for _, dtype in engine.loss("disc").seen.frozen} == {
+        jnp.dtype("float32")
+    }
+    engine.loss("disc").verify()
+
+
+def test_overflows_at_the_least_scale_are_each_losss_own():
+    shape = jaxpar.MeshShape(data=4)
+    engine = make_engine("adversarial", shape, 1, precision="fp16")
+    own = engine.loss("gen")
+    shown = jax.eval_shape(
+        own.program.step.step, jax.tree.leaves(engine.placement.packed), batches()[0]
+    )
+    assert [flag.shape for flag in shown[2]] == [()]
+    bad = {**batches()[0], "noise": batches()[0]["noise"] * float("inf")}
+
+    def overflow() -> None:
+        for _ in range(60):
+            engine.step(bad, loss="gen")
+
+    with pytest.raises(FloatingPointError, match="least scale|loss scale"):
+        overflow()
 
 
 def test_an_average_is_stored_and_gathered_as_what_it_averages():

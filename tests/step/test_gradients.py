@@ -10,66 +10,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-import jaxpar
-from jaxpar.mesh import MeshShape, make_mesh, on_abstract_mesh
-from jaxpar.model.bridge import make_network
+from jaxpar.mesh import MeshShape, on_abstract_mesh
 from jaxpar.sharding.collectives import AutomaticCollectives, ManualCollectives
 from jaxpar.sharding.zero import shard_leaves, zero_stage
 from jaxpar.step.gradients import (
-    Partition,
-    make_evaluation,
-    make_forward,
     make_gradients,
     microbatch_rows,
 )
 from jaxpar.step.inputs import Replicated, make_inputs
-from jaxpar.step.loss import as_losses
 from jaxpar.step.precision import make_precision
-from jaxpar.step.row_draws import AsTraced
-from jaxpar.tree import named_leaves
-
-ROWS, WIDTH = 16, 32
-RNG = np.random.default_rng(0)
-X = RNG.normal(size=(ROWS, WIDTH)).astype(np.float32)
-MASK = (RNG.uniform(size=ROWS) > 0.4).astype(np.float32)
-BATCH = {"x": X, "mask": MASK}
-
-
-def weighted(model, batch):
-    """A mean over rows that are not masked: its weight differs by shard."""
-    squares = (model(batch["x"]) ** 2).sum(1)
-    n = jaxpar.Sum(batch["mask"].sum())
-    return jaxpar.Weighted((squares * batch["mask"]).sum(), batch["mask"].sum()), {
-        "n": n
-    }
-
-
-LOSS = as_losses(weighted, None)[0]
-
-
-def make_partition(
-    shape: MeshShape, zero: int, *, coupled: bool = False
-) -> tuple[Partition, Any]:
-    """A linear model's, and its parameters."""
-    mesh = make_mesh(shape, jax.devices()[: shape.num_devices])
-    network = make_network(
-        lambda rngs: nnx.Linear(WIDTH, 16, rngs=rngs),
-        LOSS.on_sample,
-        make_inputs(BATCH, jnp.int32(0)),
-    )
-    params, _ = network.init(jax.random.key(0))
-    whole = {name: (None,) * leaf.ndim for name, leaf in named_leaves(params).items()}
-    structs = jax.eval_shape(lambda: params)
-    leaves = shard_leaves(structs, whole, zero_stage(zero), mesh.shape)
-    given = tuple(leaves.values()), (), zero_stage(zero), make_precision("fp32"), mesh
-    return Partition(network, *given, coupled, AsTraced()), params
-
-
-def plain_loss(params: Any, x: np.ndarray, mask: np.ndarray) -> Any:
-    out = x @ params["kernel"] + params["bias"]
-    return ((out**2).sum(1) * mask).sum() / mask.sum()
+from tests.step.linear import (
+    BATCH,
+    LOSS,
+    MASK,
+    ROWS,
+    X,
+    make_partition,
+    plain_loss,
+)
 
 
 @pytest.mark.parametrize(
@@ -108,35 +67,6 @@ def test_batch_without_weight_has_gradients_of_zero():
     given = {}, inputs, jax.random.key(0), jnp.float32(1), ()
     grads, *_ = jax.jit(gradients)((params, {}), *given)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(grads))
-
-
-def test_forward_adds_up_its_parts():
-    partition, params = make_partition(MeshShape(data=1), 0)
-    forward = make_forward(partition, LOSS, (params, {}), training=True)
-    inputs = make_inputs(BATCH, jnp.int32(0))
-    given = inputs, {}, jax.random.key(0)
-    sums = jax.jit(forward, static_argnums=4)(partition.views((params, {})), *given, 4)
-    right = plain_loss(params, X, MASK)
-    assert float(sums.loss.total / sums.loss.weight) == pytest.approx(float(right))
-    assert float(sums.metrics["n"].value) == MASK.sum()
-
-
-@pytest.mark.parametrize("rows", [ROWS, 3])
-def test_evaluation_takes_rows_over_data_or_left_over_ones_once(rows):
-    """Left-over rows are on all four shards and count once."""
-    partition, params = make_partition(MeshShape(data=4), 1)
-    evaluation = make_evaluation(partition, LOSS, (params, {}))
-
-    @jax.jit
-    def run(params: Any, batch: Any) -> Any:
-        with on_abstract_mesh(partition.mesh):
-            given = {}, make_inputs(batch, jnp.int32(0)), jax.random.key(0)
-            return evaluation((params, {}), *given, rows < ROWS)
-
-    sums = run(params, {name: leaf[:rows] for name, leaf in BATCH.items()})
-    right = plain_loss(params, X[:rows], MASK[:rows])
-    assert float(sums.loss.total / sums.loss.weight) == pytest.approx(float(right))
-    assert float(sums.loss.weight) == MASK[:rows].sum()
 
 
 def test_microbatch_takes_every_so_manieth_row():
