@@ -1,13 +1,16 @@
 """Which errors in the arguments can be found before tracing?"""
 
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpar import tree
+from jaxpar.mesh import EXPERT
+from jaxpar.sharding.leaf_sharding import LeafSharding
+from jaxpar.sharding.rules import axes_of
 from jaxpar.step.carried import check_carried
 from jaxpar.types import Params, PyTree
 
@@ -125,3 +128,25 @@ def check_elements(params: Params, mesh: Mesh) -> None:
                 "XLA crashes on it in programs of several devices (jax 0.11.2). "
                 "Leave it out of the model, or train on one device."
             )
+
+
+def check_expert_axis(leaves: Mapping[str, LeafSharding], mesh: Mesh) -> None:
+    """Raise for an expert axis that splits no expert.
+
+    Args:
+      leaves: parameter name -> sharding.
+      mesh: the mesh.
+
+    Raises:
+      ValueError: if the mesh has several devices on it, and no rule uses it.
+    """
+    size = mesh.shape.get(EXPERT, 1)
+    used = (
+        EXPERT in axes_of(axes) for leaf in leaves.values() for axes in leaf.compute
+    )
+    if size > 1 and not any(used):
+        raise ValueError(
+            f"mesh: expert={size}, but no rule splits a parameter over it; name the "
+            "experts' dim, rules={'expert': 'expert'} or {'*/experts/*': "
+            "jax.P('expert')}, or give these devices to data."
+        )

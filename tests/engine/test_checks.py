@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
+import jaxpar
 from jaxpar.engine.checks import check_arguments, check_elements, check_trainable
 from jaxpar.mesh import MeshShape, as_mesh, make_mesh
 from tests.optim.sign_momentum import SignMomentum
@@ -153,3 +154,37 @@ def test_parameter_without_elements_is_taken_on_one_device_only():
     message = r"model: parameter w has shape \(0, 6\) and no elements; .* on one device"
     with pytest.raises(ValueError, match=message):
         check_elements(params, make_mesh(MeshShape(data=2), jax.devices()[:2]))
+
+
+def make_linear(**change: Any) -> Any:
+    given = {
+        "model": lambda rngs: nnx.Linear(4, 8, rngs=rngs),
+        "loss_fn": lambda model, batch: jnp.mean(model(batch["x"]) ** 2),
+        "optimizer": optax.sgd(0.1),
+        "sample_batch": {"x": np.ones((8, 4), np.float32)},
+    }
+    return jaxpar.initialize(**(given | change))
+
+
+def test_expert_axis_that_no_rule_uses_is_refused():
+    mesh = MeshShape(data=4, expert=2)
+    message = (
+        r"^mesh: expert=2, but no rule splits a parameter over it; name the experts' "
+        r"dim, rules=\{'expert': 'expert'\} or .*or give these devices to data\.$"
+    )
+    with pytest.raises(ValueError, match=message):
+        make_linear(mesh=mesh)
+    make_linear(mesh=mesh, rules={"kernel": jax.P(None, "expert")})
+
+
+def test_rule_that_gives_an_axis_twice_is_refused():
+    rules = {"kernel": jax.P("tensor", "tensor")}
+    with pytest.raises(ValueError, match=r"kernel.*tensor"):
+        make_linear(mesh=MeshShape(data=4, tensor=2), rules=rules)
+
+
+@pytest.mark.parametrize("roles", [{"x": "data"}, {"x": "data", "y": "rows"}], ids=str)
+def test_axis_without_a_role_is_refused(roles):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    with pytest.raises(ValueError, match=r"must give each axis of the mesh, \('x', 'y"):
+        make_mesh(mesh, roles=roles)
