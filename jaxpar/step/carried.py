@@ -6,7 +6,8 @@ with a parameter's, of the same shape, is sharded as that parameter is stored.
 
 A part may also be of each data shard (``per_shard``), as the error that a compressed
 reduction left out. Its arrays have the data shards as dim 0. A checkpoint restores it
-exactly where the batch axes are the same, and elsewhere it starts anew, with a warning.
+exactly where the batch axes are the same; elsewhere its `init` makes it anew from the
+restored parameters, with a warning.
 """
 
 import dataclasses

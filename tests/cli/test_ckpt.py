@@ -86,6 +86,26 @@ def test_parameters_are_exported_and_imported(folder, capsys, tmp_path):
     assert Checkpoints(tmp_path / "back").steps() == [0]
 
 
+def test_adapters_are_exported_by_their_name(folder, capsys, tmp_path):
+    leaves = {"lora": jnp.ones((2, 3))}
+    checkpoints = Checkpoints(tmp_path / "tuned")
+    checkpoints.save(1, {"params": leaves, "frozen": {"base": jnp.ones(4)}})
+    checkpoints.close()
+
+    def exported(source: Path, name: str, *flags: str) -> list[str]:
+        out = tmp_path / name
+        called(capsys, "ckpt", "export", str(source), str(out), *flags)
+        return sorted(load_file(out / "model.safetensors"))
+
+    tuned = tmp_path / "tuned"
+    assert exported(tuned, "adapters", "--only", "adapters") == ["lora"]
+    assert exported(tuned, "all") == ["base", "lora"]
+    assert exported(tuned, "base", "--only", "frozen/*") == ["base"]
+    none = str(tmp_path / "none")
+    said = refused(capsys, "ckpt", "export", str(folder), none, "--only", "adapters")
+    assert "no frozen parameters" in " ".join(said.split())
+
+
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify"])
 def test_folder_that_is_none_is_refused(command, capsys, tmp_path):
     assert "is not a folder" in refused(capsys, "ckpt", command, str(tmp_path / "none"))
