@@ -28,7 +28,7 @@ def traffic(zero: int, tensor: int) -> dict[str, tuple[Budget, Budget]]:
     }.items():
         shape = MeshShape(data=-1, tensor=tensor)
         engine = jaxpar.initialize(
-            model=lambda rngs: Perceptron(LAYERS, WIDTH, rngs),
+            model=lambda rngs: Perceptron(LAYERS, WIDTH, rank=0, rngs=rngs),
             loss_fn=squared,
             optimizer=optimizer,
             sample_batch=jax.ShapeDtypeStruct((GPUS, WIDTH), jnp.float32),
