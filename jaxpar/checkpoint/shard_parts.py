@@ -7,7 +7,6 @@ the part ignores it.
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from jaxpar.checkpoint.leaves import LeafSpec
@@ -27,7 +26,7 @@ class ShardParts:
       unsaved: paths of parts that checkpoints don't hold.
     """
 
-    axes: Mapping[str, int] = MappingProxyType({})
+    axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     per_shard: tuple[str, ...] = ()
     unsaved: tuple[str, ...] = ()
 
