@@ -124,11 +124,6 @@ def _check_several(
             f"has {len(models)} ({', '.join(models)}); use pipe=1 (data, tensor, and "
             "ZeRO 3 for large models)."
         )
-    for name in models:
-        if not isinstance(name, str) or not name or "/" in name:
-            raise ValueError(
-                f"model: the name {name!r} must have letters and no slash."
-            )
     if arguments["trainable"] is not None:
         raise ValueError(
             "trainable: with several models each loss says what it trains: "
@@ -139,6 +134,15 @@ def _check_several(
             f"loss_fn: with several models ({', '.join(models)}) it must be a dict of "
             "losses by name, such as loss_fn={'" + next(iter(models), "a") + "': f}."
         )
+    for argument in ("model", "loss_fn"):
+        names = list(arguments[argument])
+        wrong = [n for n in names if not isinstance(n, str) or not n or "/" in n]
+        if wrong or not names:
+            raise ValueError(
+                f"{argument}: the name {wrong[0]!r} must be a word without a slash."
+                if wrong
+                else f"{argument}={{}} is empty; give at least one, by name."
+            )
 
 
 def _by_loss(arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jaxpar import tree
-from jaxpar.model.bridge import Network, make_network
+from jaxpar.model.bridge import Network, UnderAxisRules, make_network
 from jaxpar.model.linen import uninitialised
 from jaxpar.model.model_state import with_leaves
 from jaxpar.model.trainable import Typed
@@ -212,7 +212,7 @@ def _calling(
     """``(model, samples)``: calls all losses with one model, and the others' initial
     parameters."""
 
-    def fn(model: Any, samples: Sequence[Batch]) -> None:
+    def fn(called: Any, samples: Sequence[Batch]) -> None:
         def within(names: Sequence[str], given: Models) -> None:
             if not names:
                 for loss, sample in zip(losses, samples, strict=True):
@@ -223,7 +223,9 @@ def _calling(
             def call(found: Any, _: Any = None) -> None:
                 within(names[1:], Models({**given, other: found}))
 
-            linen = uninitialised(models[other], key)
+            model = models[other]
+            own = model.model if isinstance(model, UnderAxisRules) else model
+            linen = uninitialised(own, key)
             if linen is not None:
                 call(linen)
             elif other in made:
@@ -232,6 +234,6 @@ def _calling(
             else:
                 call(_NotMade())
 
-        within([other for other in models if other != name], Models({name: model}))
+        within([other for other in models if other != name], Models({name: called}))
 
     return fn

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import jaxpar
 from jaxpar.optim import WithReduction
@@ -31,6 +31,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "mesh: pipe=2 cuts one model into stages, but model has 2 (gen, disc)",
     ),
     "one loss": ({"loss_fn": disc_loss}, "loss_fn: with several models (gen, disc)"),
+    "no loss at all": ({"loss_fn": {}}, "loss_fn={} is empty; give at least one"),
+    "no model at all": ({"model": {}}, "model={} is empty; give at least one"),
+    "slash": (
+        {"loss_fn": {"gen/one": gen_loss}},
+        "loss_fn: the name 'gen/one' must be a word without a slash.",
+    ),
     "no optimizer": (
         {"optimizer": {"gen": ADAM}},
         "optimizer: it has none for the loss 'disc'",
@@ -167,6 +173,15 @@ def test_overflows_at_the_least_scale_are_each_losss_own():
 
     with pytest.raises(FloatingPointError, match=r"least scale|loss scale"):
         overflow()
+
+
+def test_linen_models_are_planned_too():
+    """They are initialised by the losses again, in the process that compiles."""
+    models = {"gen": linen.Dense(STATE), "disc": linen.Dense(1)}
+    shape = jaxpar.MeshShape(data=8)
+    engine = make_engine("adversarial", shape, 1, model=models, rules={})
+    again = jaxpar.initialize(**{**engine.arguments, "mesh": engine.mesh})
+    assert again.placement.abstract == engine.placement.abstract
 
 
 def test_an_average_is_stored_and_gathered_as_what_it_averages():
