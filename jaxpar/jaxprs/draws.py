@@ -13,21 +13,15 @@ import jax.numpy as jnp
 from jax.extend import core, source_info_util
 
 from jaxpar.jaxprs.compat import scan_counts
-from jaxpar.jaxprs.evaluate import bind, inner_jaxprs, read, shape_of
+from jaxpar.jaxprs.evaluate import bind, equations, inner_jaxprs, read, shape_of
 
 Path = tuple[int, ...]
 """An equation's index in its jaxpr, after the indices of the enclosing equations."""
 
-_DRAWS = frozenset(
-    {
-        "random_bits",
-        "random_split",
-        "random_fold_in",
-        "random_gamma",
-        "rng_bit_generator",
-        "rng_uniform",
-    }
+_OF_NUMBERS = frozenset(
+    {"random_bits", "random_gamma", "rng_bit_generator", "rng_uniform"}
 )
+_DRAWS = _OF_NUMBERS | {"random_split", "random_fold_in"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +66,20 @@ Rule = Callable[[Draw, Sequence[Any]], Sequence[Any] | None]
 
 
 def find_draws(jaxpr: core.Jaxpr) -> list[Draw]:
-    """List the draws of a jaxpr, in its order."""
+    """List the draws of a jaxpr, in its order.
+
+    Keys that no number is made of are none: a model without dropout, whose layers each
+    get a key, draws nothing.
+    """
+    names = {eqn.primitive.name for eqn in equations(jaxpr)}
+    returns_keys = any(_is_key(atom) for atom in jaxpr.outvars)
+    if names.isdisjoint(_OF_NUMBERS | {"random_unwrap"}) and not returns_keys:
+        return []
     return list(_draws_in(jaxpr, ()))
+
+
+def _is_key(atom: core.Var | core.Literal) -> bool:
+    return jax.dtypes.issubdtype(shape_of(atom).dtype, jax.dtypes.prng_key)
 
 
 def _draws_in(jaxpr: core.Jaxpr, path: Path) -> Iterator[Draw]:

@@ -176,3 +176,34 @@ def test_constant_result_is_an_array():
     got = evaluated(lambda key, x: (3, x), jnp.ones(2, jnp.uint32), ones)
     assert isinstance(got[0], jax.Array)
     assert int(got[0]) == 3
+
+
+def split_for_nobody(key, x):
+    """As a scan over layers without dropout, each of which gets a key."""
+    return jax.lax.scan(lambda x, key: (x + 1, None), x, jax.random.split(key, 3))[0]
+
+
+def split_and_drawn(key, x):
+    return jax.lax.scan(lambda x, key: (x + bits(key), None), x, jax.random.split(key))
+
+
+def split_and_read(key, x):
+    return x + jax.random.key_data(jax.random.split(key))[0]
+
+
+def split_and_returned(key, x):
+    return x, jax.random.split(key)
+
+
+@pytest.mark.parametrize(
+    ("fn", "found"),
+    [
+        (split_for_nobody, []),
+        (split_and_drawn, ["random_split", "random_bits"]),
+        (split_and_read, ["random_split"]),
+        (split_and_returned, ["random_split"]),
+    ],
+)
+def test_keys_that_no_number_is_made_of_are_no_draws(fn, found):
+    jaxpr = jax.make_jaxpr(fn)(KEY, jnp.ones(2, jnp.uint32)).jaxpr
+    assert [draw.eqn.primitive.name for draw in find_draws(jaxpr)] == found
