@@ -1,6 +1,7 @@
 """Which errors in the arguments can be found before tracing?"""
 
 import numbers
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -8,9 +9,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpar import tree
-from jaxpar.mesh import EXPERT
+from jaxpar.mesh import EXPERT, TENSOR
 from jaxpar.sharding.leaf_sharding import LeafSharding
-from jaxpar.sharding.rules import axes_of
+from jaxpar.sharding.rules import AxisRules, axes_of
+from jaxpar.sharding.tensor import AXIS_NAMES
 from jaxpar.step.carried import check_carried
 from jaxpar.types import Params, PyTree
 
@@ -130,23 +132,40 @@ def check_elements(params: Params, mesh: Mesh) -> None:
             )
 
 
-def check_expert_axis(leaves: Mapping[str, LeafSharding], mesh: Mesh) -> None:
-    """Raise for an expert axis that splits no expert.
+def check_axes(
+    leaves: Mapping[str, LeafSharding], mesh: Mesh, flax_rules: AxisRules
+) -> None:
+    """Check that each axis of the mesh splits something.
+
+    A tensor axis that no rule uses only stores shards and gathers them, which may be
+    meant where a batch has few rows; it is warned of.
 
     Args:
       leaves: parameter name -> sharding.
       mesh: the mesh.
+      flax_rules: the model's, which may split activations alone.
 
     Raises:
-      ValueError: if the mesh has several devices on it, and no rule uses it.
+      ValueError: if the mesh has several devices on expert, and no rule uses it.
     """
-    size = mesh.shape.get(EXPERT, 1)
-    used = (
-        EXPERT in axes_of(axes) for leaf in leaves.values() for axes in leaf.compute
-    )
-    if size > 1 and not any(used):
+    split = {
+        axis
+        for leaf in leaves.values()
+        for own in leaf.compute
+        for axis in axes_of(own)
+    }
+    ruled = {AXIS_NAMES.get(axis) for _, own in flax_rules for axis in axes_of(own)}
+    experts, ways = mesh.shape.get(EXPERT, 1), mesh.shape[TENSOR]
+    if experts > 1 and EXPERT not in split:
         raise ValueError(
-            f"mesh: expert={size}, but no rule splits a parameter over it; name the "
+            f"mesh: expert={experts}, but no rule splits a parameter over it; name the "
             "experts' dim, rules={'expert': 'expert'} or {'*/experts/*': "
             "jax.P('expert')}, or give these devices to data."
+        )
+    if ways > 1 and TENSOR not in split | ruled:
+        warnings.warn(
+            f"mesh: tensor={ways}, but no rule splits a parameter over it, so that its "
+            "devices store shards and all compute the same; split some, "
+            "rules={'*/kernel': jax.P(None, 'tensor')}, or give these devices to data.",
+            stacklevel=6,
         )

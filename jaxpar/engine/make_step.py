@@ -15,7 +15,7 @@ from jaxpar import tree
 from jaxpar.compiled.xla_flags import Value, choose_settings
 from jaxpar.engine.batches import BatchSpec, make_batch_spec
 from jaxpar.engine.check_programs import make_loss_checks
-from jaxpar.engine.checks import check_arguments, check_elements, check_expert_axis
+from jaxpar.engine.checks import check_arguments, check_axes, check_elements
 from jaxpar.engine.choose_reduction import choose_reduction
 from jaxpar.engine.compiled_step import StepSpec
 from jaxpar.engine.focus import Focus
@@ -225,7 +225,7 @@ def _leaf_shardings(
         if model in averages:
             beside = found[f"{averages[model]}/{path}"]
             found[name] = dataclasses.replace(beside, name=leaf.name)
-    check_expert_axis(found, run.mesh)
+    check_axes(found, run.mesh, flax_rules)
     return found
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType
 
@@ -175,6 +176,32 @@ def test_expert_axis_that_no_rule_uses_is_refused():
     with pytest.raises(ValueError, match=message):
         make_linear(mesh=mesh)
     make_linear(mesh=mesh, rules={"kernel": jax.P(None, "expert")})
+
+
+def test_tensor_axis_that_no_rule_uses_is_warned_of():
+    mesh = MeshShape(data=4, tensor=2)
+    message = (
+        r"^mesh: tensor=2, but no rule splits a parameter over it, .* compute the "
+        r"same; split some, rules=\{'\*/kernel': .*or give these devices to data\.$"
+    )
+    with pytest.warns(UserWarning, match=message):
+        make_linear(mesh=mesh)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mesh": MeshShape(data=8)},
+        {"rules": {"kernel": jax.P(None, "tensor")}},
+        {"model": nn.Dense(8), "flax_rules": [("activations", "tensor")]},
+    ],
+    ids=["no axis", "a parameter", "activations"],
+)
+def test_tensor_axis_that_is_not_there_or_splits_something_is_not(change):
+    flax_rules = change.pop("flax_rules", ())
+    with nn.logical_axis_rules(flax_rules):
+        make_linear(**({"mesh": MeshShape(data=4, tensor=2)} | change))
 
 
 def test_rule_that_gives_an_axis_twice_is_refused():
