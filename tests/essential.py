@@ -40,8 +40,6 @@ ESSENTIAL: dict[str, tuple[str, ...]] = {
     "tests/equivalence/test_evaluation.py": (),
     "tests/equivalence/test_experts.py": (
         "*one_device[[]d2e2t2-3*",
-        "*one_device[[]r2e4-2*",
-        "*one_device[[]zero_bubble*",
         "*split_and*",
         "*any_number*",
         "*refused*",

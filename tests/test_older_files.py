@@ -81,7 +81,7 @@ def test_older_budget_still_holds_a_step() -> None:
     [
         ("plain", 2),
         pytest.param("plain", 1, marks=pytest.mark.thorough),
-        ("pipeline", 1),
+        pytest.param("pipeline", 1, marks=pytest.mark.thorough),
         pytest.param("pipeline", 2, marks=pytest.mark.thorough),
     ],
 )

@@ -175,6 +175,7 @@ def test_overflows_at_the_least_scale_are_each_losss_own():
         overflow()
 
 
+@pytest.mark.thorough
 def test_linen_models_are_planned_too():
     """They are initialised by the losses again, in the process that compiles."""
     models = {"gen": linen.Dense(STATE), "disc": linen.Dense(1)}

@@ -43,7 +43,7 @@ def thorough(*case: Any) -> Any:
 
 CASES = [
     ("nnx", PIPE, {"zero": 0}),
-    ("nnx", Mesh(data=4), {"zero": 3}),
+    thorough("nnx", Mesh(data=4), {"zero": 3}),
     thorough("nnx", Mesh(data=1), {}),
     thorough("nnx", Mesh(data=2), {"zero": 1, "unroll": 4, "remat": "none"}),
     thorough("nnx", PIPE, {"schedule": "gpipe", "remat": "none"}),

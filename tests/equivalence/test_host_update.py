@@ -68,6 +68,7 @@ def test_trains_like_optax_in_one_program(zero: int, options: dict) -> None:
     assert kinds == {"pinned_host"}
 
 
+@pytest.mark.thorough
 def test_trains_like_optax_on_a_pipe() -> None:
     engine, plain = map(make_piped_engine, (NumpyAdam(RATE), optax.adam(RATE)))
     for batch in batches():
@@ -152,6 +153,7 @@ def test_over_a_budget_names_what_any_program_sends() -> None:
         engine.verify(budget)
 
 
+@pytest.mark.thorough
 def test_plan_says_what_it_leaves_out() -> None:
     engine, plain = pair()
     plan, right = (jaxpar.plan(each, "cpu:8") for each in (engine, plain))

@@ -73,6 +73,7 @@ def test_checkpoint_moves_between_the_two(before, after, kind, tmp_path: Path) -
     assert kinds(other.state.opt_state) == {kind}
 
 
+@pytest.mark.thorough
 def test_calls_that_take_a_state_keep_its_memory() -> None:
     engine, plain = run(MomentsOnHost(INNER), 1), run(INNER, 1)
     params = jax.device_get(engine.state.params)
@@ -154,6 +155,7 @@ def test_budget_has_the_hosts_bytes_apart() -> None:
     assert "params/" not in said
 
 
+@pytest.mark.thorough
 def test_plan_counts_host_bytes_apart() -> None:
     found = [
         jaxpar.plan(trained(optimizer, 1), "cpu:8")

@@ -118,6 +118,7 @@ def plain_model(params: dict, x: jax.Array) -> jax.Array:
     return x @ params["head"]["kernel"] + params["head"]["bias"]
 
 
+@pytest.mark.thorough
 def test_trains_like_the_plain_rule_on_a_pipe() -> None:
     engine = make_piped_engine(OPTIMIZER)
     optimizer, params = plain(1e-2), jax.device_get(engine.state.params)

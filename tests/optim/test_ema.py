@@ -82,6 +82,7 @@ def loss_of_no_weight(model, batch):
     return jaxpar.Weighted(loss_fn(model, batch) * 0, jax.numpy.float32(0))
 
 
+@pytest.mark.thorough
 def test_state_of_an_average_is_counted_and_kept_to_its_budget():
     engine = make_engine(Mesh(data=8), zero=1, accumulate=1)
     plain = make_engine(Mesh(data=8), zero=1, accumulate=1, carried=[])

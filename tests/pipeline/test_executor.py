@@ -138,7 +138,10 @@ def plain_total_of_two(params):
 
 @pytest.mark.parametrize(
     ("keeps", "splits"),
-    [(False, True), pytest.param(True, False, marks=pytest.mark.slow)],
+    [
+        pytest.param(False, True, marks=pytest.mark.thorough),
+        pytest.param(True, False, marks=pytest.mark.slow),
+    ],
 )
 def test_schedule_of_two_sections_gives_the_plain_models_gradients(
     keeps, splits, monkeypatch
