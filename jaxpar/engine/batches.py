@@ -242,7 +242,7 @@ def make_batch_spec(sample_batch: Batch, mesh: Mesh, accumulate: int) -> BatchSp
         of rows, data x accumulate does not divide the rows, or accumulate is not
         positive.
     """
-    if not isinstance(accumulate, int) or accumulate < 1:
+    if not isinstance(accumulate, numbers.Integral) or accumulate < 1:
         raise ValueError(
             f"accumulate={accumulate!r} must be a positive number of micro-batches."
         )

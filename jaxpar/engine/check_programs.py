@@ -130,7 +130,7 @@ def make_loss_check(
 
     fits = spec.accumulate == 1 and mesh.shape[PIPE] == 1
     return LossCheck(
-        "loss_fn" if training else "eval_fn",
+        loss.argument(training=training),
         jax.jit(compare, out_shardings=replicated),
         jax.jit(whole, out_shardings=replicated) if fits else None,
         tolerance,

@@ -87,8 +87,8 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
         sharded in their own dtypes, without gradients and moments.
       trains: with several losses: loss -> what it trains, as `trainable`, of paths that
         begin with the model's name; the model of its own name by default.
-      init_from: with several models: model -> the one whose initial parameters it
-        copies, such as a frozen reference of a policy.
+      init_from: with several models: model -> the one whose initial parameters and
+        mutable state it copies, such as a frozen reference of a policy.
       seed: of parameters, dropout and all other random numbers.
       rules: logical name -> mesh axis, path pattern -> PartitionSpec; they override
         Flax's ``logical_axis_rules`` in context.

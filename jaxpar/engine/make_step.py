@@ -147,12 +147,20 @@ class MadeRun:
     arguments: Mapping[str, Any]
 
 
-def read_loss(run: RunSpec, given: Mapping[str, Any]) -> LossSpec:
-    """Read and check the arguments of `jaxpar.initialize` for one loss."""
+def read_loss(
+    run: RunSpec, given: Mapping[str, Any], name: str | None = None
+) -> LossSpec:
+    """Read and check the arguments of `jaxpar.initialize` for one loss.
+
+    Args:
+      run: what all losses share.
+      given: the arguments.
+      name: of the loss among several.
+    """
     own = {name: given[name] for name in ("optimizer", "clip_norm", "carried")}
     check_arguments(seed=given["seed"], **own)
     sample_batch, accumulate = given["sample_batch"], given["accumulate"]
-    losses = as_losses(given["loss_fn"], given["eval_fn"])
+    losses = as_losses(given["loss_fn"], given["eval_fn"], name)
     pipe, coupled = run.mesh.shape[PIPE], run.coupled_batch
     check_packed(sample_batch, pipe, coupled_batch=coupled)
     return LossSpec(

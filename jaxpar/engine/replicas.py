@@ -135,6 +135,9 @@ def _hash(piece: jax.Array) -> jax.Array:
 def _words(piece: jax.Array) -> jax.Array:
     if piece.dtype == jnp.bool_:
         return piece.astype(jnp.uint32)
+    if _bits(piece.dtype) < 8:  # Several share a byte.
+        is_float = jnp.issubdtype(piece.dtype, jnp.floating)
+        piece = piece.astype(jnp.float32 if is_float else jnp.int8)
     size = piece.dtype.itemsize
     if jnp.issubdtype(piece.dtype, jnp.complexfloating):
         return _words(jnp.stack([piece.real, piece.imag]))
@@ -142,6 +145,13 @@ def _words(piece: jax.Array) -> jax.Array:
         return jax.lax.bitcast_convert_type(piece, jnp.uint32)
     unsigned = {1: jnp.uint8, 2: jnp.uint16}[size]
     return jax.lax.bitcast_convert_type(piece, unsigned).astype(jnp.uint32)
+
+
+def _bits(dtype: Any) -> int:
+    """The bits of an element."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.finfo(dtype).bits
+    return jnp.iinfo(dtype).bits
 
 
 def _minority(hashes: np.ndarray) -> list[int]:

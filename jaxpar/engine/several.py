@@ -44,6 +44,9 @@ _BY_LOSS: dict[str, Any] = {
 in the dict; ... if it must be."""
 
 
+_OF_A_BATCH = " (a batch with a loss's name among its keys: {{{0!r}: batch, ...}})"
+
+
 def check_one(arguments: Mapping[str, Any]) -> None:
     """Check that an engine of one model has no argument for several.
 
@@ -72,7 +75,7 @@ def make_several(run: RunSpec, arguments: Mapping[str, Any]) -> MadeRun:
     models = dict(arguments["model"])
     _check_several(run, arguments, models)
     given = _by_loss(arguments)
-    specs = {loss: read_loss(run, own) for loss, own in given.items()}
+    specs = {loss: read_loss(run, own, loss) for loss, own in given.items()}
     network = _network(models, specs, arguments["init_from"] or {})
     names = _trained(network, arguments["trains"] or {}, specs)
     averages = _averages(specs, names, network)
@@ -158,9 +161,11 @@ def _by_loss(arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             elif loss in value:
                 found[loss][argument] = value[loss]
             elif default is ...:
+                batch = argument == "sample_batch"
                 raise ValueError(
                     f"{argument}: it has none for the loss {loss!r}; give one for each "
-                    f"of {', '.join(losses)}, or one for all."
+                    f"of {', '.join(losses)}, or one for all"
+                    f"{_OF_A_BATCH.format(losses[0]) if batch else ''}."
                 )
             else:
                 found[loss][argument] = default
@@ -214,7 +219,7 @@ def _trained(
                 f"trains={{{loss!r}: ['{next(iter(network.networks))}/*']}}."
             )
         patterns = trains.get(loss, [f"{loss}/*"])
-        own = trainable_names(patterns, names, network, all_allowed=True)
+        own = trainable_names(patterns, names, network, argument=f"trains[{loss!r}]")
         for other, taken in found.items():
             if own & taken:
                 raise ValueError(
@@ -249,7 +254,8 @@ def _averages(
                 raise ValueError(
                     f"carried: the average {part.name!r} of the loss {loss!r} has the "
                     "name of a model or of another average, by which losses call it; "
-                    "give Ema(..., name=) one of its own."
+                    "give each loss its own, by another name: carried={"
+                    f"{loss!r}: [jaxpar.Ema(..., name='{loss}_average')]}}."
                 )
             (model,) = models
             found[part.name] = (loss, model)

@@ -79,7 +79,7 @@ def find_draws(jaxpr: core.Jaxpr) -> list[Draw]:
 
 
 def _is_key(atom: core.Var | core.Literal) -> bool:
-    return jax.dtypes.issubdtype(shape_of(atom).dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(shape_of(atom).dtype, jax.dtypes.prng_key)
 
 
 def _draws_in(jaxpr: core.Jaxpr, path: Path) -> Iterator[Draw]:

@@ -132,8 +132,12 @@ def make_network(model: Any, loss_fn: LossFn, sample_batch: Batch) -> Network:
 
 
 def pure_params(params: Params) -> Params:
-    """Parameters as nested dicts of arrays; converts an ``nnx.State``."""
-    return nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
+    """Parameters as nested dicts of arrays; converts every ``nnx.State``."""
+    if isinstance(params, nnx.State):
+        return nnx.to_pure_dict(params)
+    if isinstance(params, dict):  # By model.
+        return {name: pure_params(own) for name, own in params.items()}
+    return params
 
 
 class _NnxNetwork:

@@ -26,6 +26,11 @@ from jaxpar.sharding.constrain import placed_rules
 from jaxpar.sharding.rules import AxisRules, flat_names
 from jaxpar.types import Batch, LossFn, Params, PyTree
 
+
+class NotCalledError(TypeError):
+    """A loss function never called the model that tracing it should initialise."""
+
+
 Filter = bool | str | Collection[str] | DenyList
 """A selection of collections, as Linen's ``mutable=`` takes it."""
 
@@ -147,7 +152,7 @@ class LinenNetwork:
         model = LinenModel(self._module, None, key, training=True, kept=kept)
         self._loss_fn(model, batch)
         if model.variables is None:
-            raise TypeError(
+            raise NotCalledError(
                 "loss_fn: it never called model(...), so a Linen model cannot be "
                 "initialised by tracing it; call the model with the batch's inputs."
             )

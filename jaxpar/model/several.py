@@ -12,7 +12,7 @@ import jax
 
 from jaxpar import tree
 from jaxpar.model.bridge import Network, UnderAxisRules, make_network
-from jaxpar.model.linen import uninitialised
+from jaxpar.model.linen import NotCalledError, uninitialised
 from jaxpar.model.model_state import with_leaves
 from jaxpar.model.trainable import Typed
 from jaxpar.sharding.rules import AxisRules
@@ -25,7 +25,8 @@ class Models(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         raise KeyError(
             f"loss_fn: there is no model {name!r}; the models are "
-            f"{', '.join(map(repr, self))}.{tree.near_match(name, self)}"
+            f"{', '.join(map(repr, self))}.{tree.near_match(name, self)} An average "
+            "(jaxpar.Ema) can be called if its loss trains one model, and all of it."
         )
 
 
@@ -37,7 +38,8 @@ class SeveralNetworks:
 
     Attributes:
       networks: name -> the model.
-      copies: name of a model -> that whose parameters it begins with.
+      copies: name of a model -> that whose parameters and mutable state it begins
+        with.
       averages: name of a moving average -> the model that it averages; it has
         parameters of its own, and that model's mutable state.
       in_training: models that some loss trains. They run in training mode in a training
@@ -72,7 +74,7 @@ class SeveralNetworks:
             params[name], state[name] = network.init(jax.random.fold_in(key, index))
         for name, source in self.copies.items():
             params[name] = _copied(name, params[name], source, params[source])
-            state[name] = state[source]
+            state[name] = _copied(name, state[name], source, state[source])
         for name, source in self.averages.items():
             params[name] = params[source]
         return params, with_leaves(state)
@@ -117,7 +119,8 @@ class SeveralNetworks:
             def call(model: Any, _: Any) -> Any:
                 return within(names[1:], Models({**models, name: model}))
 
-            own = params[name], state.get(self.averages.get(name, name), {})
+            # A model without parameters is not among those that others are split from.
+            own = params.get(name, {}), state.get(self.averages.get(name, name), {})
             given = own, jax.random.fold_in(key, len(names)), None
             mode = training and name in self.in_training
             how = {"training": mode, "step": step}
@@ -133,8 +136,8 @@ class SeveralNetworks:
         return {**self.networks, **averages}
 
 
-def _copied(name: str, own: Params, source: str, params: Params) -> Params:
-    """A copy of another model's parameters, in the model's own dtypes."""
+def _copied(name: str, own: PyTree, source: str, params: PyTree) -> PyTree:
+    """A copy of another model's parameters or state, in the model's own dtypes."""
     found, wanted = tree.named_leaves(params), tree.named_leaves(own)
     other = [
         path
@@ -192,6 +195,8 @@ def make_networks(
                 jax.eval_shape(network.init, jax.random.key(0))
             except _NotMadeError:
                 continue
+            except NotCalledError as error:
+                raise TypeError(f"model {name!r}: {error}") from None
             made[name] = network
             break
         else:

@@ -24,7 +24,7 @@ def trainable_names(
     names: Sequence[str],
     network: Any,
     *,
-    all_allowed: bool = False,
+    argument: str = "trainable",
 ) -> frozenset[str]:
     """Choose the parameters that are trained.
 
@@ -32,7 +32,8 @@ def trainable_names(
       trainable: as given to `jaxpar.initialize`; None for all.
       names: of all parameters.
       network: the model.
-      all_allowed: whether it may choose all of them.
+      argument: "trainable", or "trains[...]" of one of several losses, which may
+        choose all of them.
 
     Returns:
       Their names.
@@ -51,29 +52,37 @@ def trainable_names(
         return trainable
     if isinstance(trainable, str):
         raise ValueError(
-            f"trainable={trainable!r} must be a list of path patterns; pass "
-            f"trainable=[{trainable!r}]."
+            f"{argument}={trainable!r} must be a list of path patterns; pass "
+            f"{argument}=[{trainable!r}]."
         )
-    if not isinstance(trainable, type) and not trainable:
+    entries = [trainable] if isinstance(trainable, type) else trainable
+    kinds = type, str
+    if not isinstance(entries, Sequence) or not all(
+        isinstance(entry, kinds) for entry in entries
+    ):
+        raise TypeError(
+            f"{argument}={trainable!r} must be path patterns, such as ['*/lora_a'], or "
+            "types of NNX Variables, such as nnx.LoRAParam."
+        )
+    if not entries:
         raise ValueError(
-            f"trainable={trainable!r} chooses no parameter; leave it out to train all."
+            f"{argument}={trainable!r} chooses no parameter; leave it out to train all."
         )
     types = network.variable_types() if isinstance(network, Typed) else {}
-    entries = [trainable] if isinstance(trainable, type) else list(trainable)
     if any(isinstance(entry, type) for entry in entries) and not types:
         raise ValueError(
-            f"trainable={trainable!r}: only the parameters of an NNX module have "
+            f"{argument}={trainable!r}: only the parameters of an NNX module have "
             "Variable types; pass path patterns, such as ['*/lora_a']."
         )
     found: set[str] = set()
     for entry in entries:
         own = {name for name in names if _fits(entry, name, types)}
         if not own:
-            raise ValueError(_unmatched(entry, names, types))
+            raise ValueError(f"{argument}: {_unmatched(entry, names, types)}")
         found |= own
-    if len(found) == len(names) and not all_allowed:
+    if len(found) == len(names) and argument == "trainable":
         raise ValueError(
-            f"trainable={trainable!r} matches all {len(names)} parameters, so nothing "
+            f"{argument}={trainable!r} matches all {len(names)} parameters, so nothing "
             "is frozen. Leave it out, or match fewer."
         )
     return frozenset(found)
@@ -89,10 +98,10 @@ def _unmatched(entry: Any, names: Sequence[str], types: Mapping[str, type]) -> s
     if isinstance(entry, type):
         known = sorted({kind.__name__ for kind in types.values()})
         return (
-            f"trainable: no parameter is a {entry.__name__}; the model's types are "
+            f"no parameter is a {entry.__name__}; the model's types are "
             f"{', '.join(known)}."
         )
     return (
-        f"trainable: {entry!r} matches no parameter; known paths: "
+        f"{entry!r} matches no parameter; known paths: "
         f"{', '.join(list(names)[:8])}.{tree.near_match(entry, names)}"
     )

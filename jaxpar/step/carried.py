@@ -118,7 +118,7 @@ def check_carried(parts: Sequence[Any]) -> None:
       TypeError: if one is not a `Carried`.
       ValueError: if a name is taken twice, or isn't a name.
     """
-    names = {"loss_scale", "reduction"}  # The engine's own.
+    names = {"loss_scale", "reduction", "step"}  # The engine's own.
     for part in parts:
         if not isinstance(part, Carried):
             raise TypeError(
@@ -133,7 +133,8 @@ def check_carried(parts: Sequence[Any]) -> None:
             )
         if part.name in names:
             raise ValueError(
-                f"carried: {part.name!r} is the name of two parts; name one otherwise, "
-                "such as Ema(0.99, name='ema_fast')."
+                f"carried: {part.name!r} is the name of two parts (loss_scale, "
+                "reduction and step are the engine's own); name one otherwise, such as "
+                "Ema(0.99, name='ema_fast')."
             )
         names.add(part.name)

@@ -84,10 +84,17 @@ class Loss:
     Attributes:
       fn: ``(model, batch, ...) -> loss`` or ``(loss, metrics)``.
       takes: which of key, step and training it takes.
+      name: among several losses; None for the only one.
     """
 
     fn: LossFn
     takes: frozenset[str]
+    name: str | None = None
+
+    def argument(self, *, training: bool) -> str:
+        """How the user has passed it, for messages."""
+        argument = "loss_fn" if training else "eval_fn"
+        return argument if self.name is None else f"{argument}[{self.name!r}]"
 
     def __call__(
         self, model: Any, inputs: Inputs, *, key: jax.Array, training: bool
@@ -107,22 +114,29 @@ class Loss:
         return self(model, inputs, key=jax.random.key(0), training=True)
 
 
-def as_losses(loss_fn: LossFn, eval_fn: LossFn | None) -> tuple[Loss, Loss]:
+def as_losses(
+    loss_fn: LossFn, eval_fn: LossFn | None, name: str | None = None
+) -> tuple[Loss, Loss]:
     """Read which optional arguments the loss functions take.
+
+    Args:
+      loss_fn: for training.
+      eval_fn: for evaluation; None for `loss_fn`.
+      name: of the loss among several.
 
     Raises:
       TypeError: if one is not callable, or has a required argument besides a model, a
         batch, and key, step and training by name.
     """
-    loss = _as_loss(loss_fn, "loss_fn")
-    return loss, _as_loss(eval_fn, "eval_fn") if eval_fn else loss
+    loss = _as_loss(loss_fn, "loss_fn", name)
+    return loss, _as_loss(eval_fn, "eval_fn", name) if eval_fn else loss
 
 
-def _as_loss(fn: LossFn, argument: str) -> Loss:
+def _as_loss(fn: LossFn, argument: str, name: str | None) -> Loss:
     try:
         parameters = inspect.signature(fn).parameters.values()
     except ValueError:  # A builtin without a signature.
-        return Loss(fn, frozenset())
+        return Loss(fn, frozenset(), name)
     except TypeError:
         raise TypeError(
             f"{argument}={fn!r} must be a function (model, batch) -> loss."
@@ -144,7 +158,7 @@ def _as_loss(fn: LossFn, argument: str) -> Loss:
             "(jaxpar.Replicated(x) if they are not rows), or bind them with "
             "functools.partial."
         )
-    return Loss(fn, frozenset(taken))
+    return Loss(fn, frozenset(taken), name)
 
 
 def make_loss(

@@ -24,7 +24,19 @@ def test_flipped_bit_in_one_replica_is_caught_and_its_device_named(seed: int) ->
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float32", "bfloat16", "float16", "int8", "bool", "complex64"]
+    "dtype",
+    [
+        "float32",
+        "bfloat16",
+        "float16",
+        "int8",
+        "int4",
+        "uint4",
+        "float8_e4m3fn",
+        "float4_e2m1fn",
+        "bool",
+        "complex64",
+    ],
 )
 def test_arrays_of_every_dtype_are_compared(dtype: str) -> None:
     mesh = jaxpar.make_mesh(jaxpar.MeshShape(data=8))

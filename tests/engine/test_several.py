@@ -55,7 +55,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "nothing": (
         {"trains": {"gen": ["gen/down/*"]}},
-        "trainable: 'gen/down/*' matches no parameter",
+        "trains['gen']: 'gen/down/*' matches no parameter",
     ),
     "no loss": (
         {"trains": {"other": ["gen/*"]}},
@@ -82,6 +82,32 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "average": (
         {"carried": {"gen": [jaxpar.Ema(0.9, name="disc")]}},
         "carried: the average 'disc' of the loss 'gen' has the name of a model",
+    ),
+    "two averages": (
+        {"carried": [jaxpar.Ema(0.9)]},
+        "carried: the average 'ema' of the loss 'gen' has the name of a model or of "
+        "another average, by which losses call it; give each loss its own, by another "
+        "name: carried={'gen': [jaxpar.Ema(..., name='gen_average')]}.",
+    ),
+    "a batch like losses": (
+        {"sample_batch": {"gen": jnp.ones((8, STATE)), "noise": jnp.ones((8, STATE))}},
+        "sample_batch: it has none for the loss 'disc'; give one for each of disc, "
+        "gen, or one for all (a batch with a loss's name among its keys: {'disc': "
+        "batch, ...}).",
+    ),
+    "count": (
+        {"carried": {"gen": [jaxpar.Ema(0.9, name="step")]}},
+        "carried: 'step' is the name of two parts (loss_scale, reduction and step are",
+    ),
+    "copy of another state": (
+        {
+            "model": {
+                "gen": lambda rngs: nnx.BatchNorm(STATE, rngs=rngs),
+                "disc": lambda rngs: nnx.LayerNorm(STATE, rngs=rngs),
+            },
+            "init_from": {"disc": "gen"},
+        },
+        "init_from: 'disc' begins as a copy of 'gen', but they differ in mean, var",
     ),
 }
 
@@ -210,3 +236,81 @@ def test_explanation_and_plan_of_a_loss():
     assert plan.num_params == sum(
         leaf.size for leaf in jax.tree.leaves(engine.state.params)
     )
+
+
+class Doubled(nnx.Module):
+    """An augmentation: a model without parameters."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        del rngs
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return 2 * x
+
+
+class DoubledLinen(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return 2 * x
+
+
+@pytest.mark.parametrize("doubled", [Doubled, DoubledLinen()], ids=["nnx", "linen"])
+def test_model_without_parameters_may_be_among_them(doubled):
+    def double_gen(models: Any, batch: Any) -> Any:
+        own = {**models, "gen": lambda x: models["doubled"](models["gen"](x))}
+        return gen_loss(own, batch)
+
+    engine = make_engine(
+        "adversarial",
+        jaxpar.MeshShape(data=4),
+        1,
+        model={**RUNS["adversarial"].models, "doubled": doubled},
+        loss_fn={"disc": disc_loss, "gen": double_gen},
+        carried={"disc": [jaxpar.Ema(0.9)]},
+    )
+    for loss in ("disc", "gen"):
+        assert jnp.isfinite(engine.step(batches()[0], loss=loss)["loss"])
+    assert set(engine.model()) == {"gen", "disc", "doubled"}
+
+
+def test_parameters_of_every_model_are_loaded_from_their_states():
+    engine = make_engine("adversarial", jaxpar.MeshShape(data=4), 1)
+    states = {name: nnx.state(m, nnx.Param) for name, m in engine.model().items()}
+    zeros = jax.tree.map(jnp.zeros_like, states)
+    engine.load_params(zeros)
+    assert not any(map(jnp.any, jax.tree.leaves(engine.state.params)))
+
+
+def test_average_of_a_part_is_said_not_to_be_callable():
+    def student(models: Any, batch: Any) -> Any:
+        return jnp.mean(models["slow"](batch["noise"]) - models["gen"](batch["noise"]))
+
+    with pytest.raises(KeyError, match="if its loss trains one model, and all of it"):
+        make_engine(
+            "adversarial",
+            jaxpar.MeshShape(data=4),
+            1,
+            rules={},
+            loss_fn={"gen": student},
+            optimizer=ADAM,
+            trains={"gen": ["gen/up/*"]},
+            carried={"gen": [jaxpar.Ema(0.9, name="slow")]},
+        )
+
+
+def test_linen_model_that_no_loss_calls_is_named():
+    models = {**RUNS["adversarial"].models, "unused": linen.Dense(3)}
+    with pytest.raises(TypeError, match=r"^model 'unused': loss_fn: it never called"):
+        make_engine("adversarial", jaxpar.MeshShape(data=4), 1, model=models)
+
+
+@pytest.mark.usefixtures("checked_losses")
+def test_loss_that_is_a_sum_is_named():
+    def total(models: Any, batch: Any) -> Any:
+        return 8 * gen_loss(models, {"noise": batch["noise"] - 0}) * len(batch["noise"])
+
+    losses = {"disc": disc_loss, "gen": total}
+    engine = make_engine("adversarial", jaxpar.MeshShape(data=4), 1, loss_fn=losses)
+    engine.step(batches()[0], loss="disc")
+    with pytest.raises(ValueError, match=r"^loss_fn\['gen'\]: the loss is not a mean"):
+        engine.step(batches()[0], loss="gen")

@@ -71,6 +71,13 @@ def test_patterns_that_match_nothing_or_all_are_refused(trainable, message):
         chosen(trainable)
 
 
+@pytest.mark.parametrize("wrong", [nnx.PathContains("head"), [nnx.Param, 3]], ids=str)
+def test_what_chooses_nothing_by_path_or_type_is_refused(wrong, unchecked_types):
+    message = r"trainable=.* must be path patterns, such as \['\*/lora_a'\], or types"
+    with pytest.raises(TypeError, match=message):
+        trainable_names(wrong, ["head/kernel", "body/kernel"], None)
+
+
 def test_linen_has_paths_but_no_types():
     class Net(linen.Module):
         @linen.compact
