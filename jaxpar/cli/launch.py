@@ -1,16 +1,14 @@
 """``jaxpar launch``: starts a run's processes and restarts them on failures."""
 
 import dataclasses
-import os
 import shlex
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 from rich.console import Console
 
+from jaxpar.cli.hand_over import OF_SCRIPTS, hand_over, this_command
 from jaxpar.launch.group import variables, worker_command
 from jaxpar.launch.k8s import K8s, write_manifest
 from jaxpar.launch.limits import Limits
@@ -235,24 +233,33 @@ def _start_at(args: Supervised, place: Place) -> None:
 def _start_slurm(args: Slurm) -> None:
     place = slurm_place()
     if args.script_out is not None:
-        _require_secure_hosts("--batch.nodes", args.batch.nodes, args)
-        launch = make_launch(
-            dataclasses.replace(args, tls=None), host=0, hosts=args.batch.nodes
-        )
-        logs = launch.folder / "launch"
-        text = write_script(args.batch, _again(without="--sbatch"), logs)
-        args.script_out.write_text(text, encoding="utf-8")
-        print(f"written: submit it with `sbatch {args.script_out}`")
+        _write_batch_script(args, args.script_out)
     elif place is not None:
         _start_at(args, place)
     elif has_slurm_job():
         srun = require_program("srun", "start this where Slurm is installed")
-        _hand_over([srun, "--ntasks-per-node=1", *_again()], args)
+        hand_over([srun, "--ntasks-per-node=1", *this_command()], dry_run=args.dry_run)
     else:
         raise ValueError(
             "this is not in a Slurm allocation: write a batch script (--sbatch FILE) "
             "and submit it, or start this within salloc or srun"
         )
+
+
+def _write_batch_script(args: Slurm, file: Path) -> None:
+    """Write the script, and make the folder of its logs: Slurm does not."""
+    batch = args.batch
+    _require_secure_hosts("--batch.nodes", batch.nodes, args)
+    here = dataclasses.replace(args, tls=None)
+    logs = make_launch(here, host=0, hosts=batch.nodes).folder / "launch"
+    workers = args.processes or batch.gpus or 1
+    text = write_script(batch, this_command(without=OF_SCRIPTS), logs, workers)
+    if args.dry_run:
+        print(text, end="")
+        return
+    logs.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    print(f"written: submit it with `sbatch {shlex.quote(str(file))}`")
 
 
 def _start_mpi(args: Mpi) -> None:
@@ -263,7 +270,9 @@ def _start_mpi(args: Mpi) -> None:
     remedy = "install an MPI (such as mpich with pip), or use `jaxpar launch local`"
     mpiexec = require_program("mpiexec", remedy)
     more = shlex.split(args.mpiexec)
-    _hand_over([mpiexec, "-n", str(args.hosts), *more, *_again()], args)
+    hand_over(
+        [mpiexec, "-n", str(args.hosts), *more, *this_command()], dry_run=args.dry_run
+    )
 
 
 def _start_ray(args: Ray) -> None:
@@ -279,7 +288,7 @@ def _start_ray(args: Ray) -> None:
         return
     _require_secure_hosts("--hosts", args.hosts, args)
     launch = make_launch(dataclasses.replace(args, tls=None), host=0, hosts=args.hosts)
-    command = _again()[1:]
+    command = this_command()[1:]
     if args.dry_run:
         where = f"the cluster {cluster}" if cluster else "this host alone"
         device = "GPU" if use_gpu else "CPU"
@@ -306,25 +315,6 @@ def _require_secure_hosts(flag: str, hosts: int, args: Supervised) -> None:
             "connect. Give the folder of the hosts' certificates (--tls DIR, by "
             "`jaxpar launch certs`), or --insecure on a private network"
         )
-
-
-def _again(without: str | None = None) -> list[str]:
-    """This command line, for others to run; without one flag and its value."""
-    given = sys.argv[1:]
-    for i, each in enumerate(given):
-        if without and each == without:
-            given = [*given[:i], *given[i + 2 :]]
-        elif without and each.startswith(f"{without}="):
-            given = [*given[:i], *given[i + 1 :]]
-    return [sys.executable, "-m", "jaxpar", *given]
-
-
-def _hand_over(command: Sequence[str], args: Supervised) -> None:
-    """Replace this process by another program; its exit code is ours."""
-    if args.dry_run:
-        print(shlex.join(command))
-        return
-    os.execv(command[0], list(command))
 
 
 def make_launch(

@@ -47,6 +47,29 @@ def test_dry_run_prints_contracts_and_commands(script, capsys) -> None:
     assert not Path("runs/x").exists()
 
 
+def test_script_of_a_job_has_its_folder_made(script, tmp_path, capsys, monkeypatch):
+    """Slurm fails a job without a word if the folder of its log is missing."""
+    out, file = tmp_path / "a run", tmp_path / "job.sh"
+    args = ("launch", "slurm", f"--out={out}", f"--sbatch={file}", "--batch.gpus=4")
+    args += ("--batch.option", "qos=long", "--batch.option=exclusive", script)
+    monkeypatch.setattr(sys, "argv", ["jaxpar", *args, "--dry-run", "--", "--steps=5"])
+    main(sys.argv[1:])
+    printed = capsys.readouterr().out
+    assert not file.exists()
+    assert not out.exists()
+    monkeypatch.setattr(sys, "argv", ["jaxpar", *args, "--", "--steps=5"])
+    main(sys.argv[1:])
+    assert (out / "launch").is_dir()
+    assert "submit it with `sbatch" in capsys.readouterr().out
+    text = file.read_text()
+    assert text == printed
+    assert {"#SBATCH --qos=long", "#SBATCH --exclusive"} < set(text.splitlines())
+    assert "#SBATCH --cpus-per-task=4" in text, "one for each GPU's worker"
+    task = shlex.split(text.split("' jaxpar ")[1].split("\ncode=")[0])
+    assert task[-6:-2] == ["launch", "slurm", f"--out={out}", script]
+    assert task[-2:] == ["--", "--steps=5"]
+
+
 @pytest.mark.parametrize(
     ("args", "match"),
     [

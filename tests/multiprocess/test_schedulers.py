@@ -6,6 +6,7 @@ Where one is missing the tests say so; on the main lane of CI that is a failure.
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -101,14 +102,18 @@ def test_two_tasks_of_srun_are_one_run(whole: Path, tmp_path: Path) -> None:
     assert_same_end(out, whole)
 
 
-def state_of(job: str) -> str:
+def shown(job: str) -> str:
     said = subprocess.run(
         ["scontrol", "show", "job", job, "--oneliner"],
         capture_output=True,
         text=True,
         check=True,
     )
-    return re.search(r"JobState=(\w+)", said.stdout)[1]
+    return said.stdout
+
+
+def state_of(job: str) -> str:
+    return re.search(r"JobState=(\w+)", shown(job))[1]
 
 
 def wait_for(job: str, *states: str) -> None:
@@ -143,7 +148,6 @@ def submit(out: Path, *flags: str, script: tuple[str, ...] = ()) -> str:
         cwd=ROOT,
         env=environment(),
     )
-    (out / "launch").mkdir(parents=True)
     said = subprocess.run(
         ["sbatch", str(file)],
         check=True,
@@ -157,9 +161,17 @@ def submit(out: Path, *flags: str, script: tuple[str, ...] = ()) -> str:
 
 @pytest.mark.usefixtures("slurm")
 def test_requeued_job_goes_on_to_the_same_bits(whole: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    job = submit(out, "--pause=0.3")
+    """In a folder of any name, with options of Slurm's own and a line of shell."""
+    out, marker = tmp_path / "a run's #1 100%", tmp_path / "ran before"
+    lines = (f"--batch.preamble=touch {shlex.quote(str(marker))}",)
+    asks = ("--batch.option=comment=it's #1", "--batch.option", "nice=7", *lines)
+    job = submit(out, "--pause=0.3", script=asks)
+    said = shown(job)
+    assert "Comment=it's #1" in said
+    assert "Nice=7" in said
+    assert "CPUs/Task=2" in said, "one for each worker"
     wait_for_steps(out, 5)
+    assert marker.exists()
     subprocess.run(["scontrol", "requeue", job], check=True)
     wait_for(job, "PENDING", "COMPLETING")
     # Slurm holds a requeued job back for two minutes unless told to go on.
