@@ -3,8 +3,9 @@
 DIVERGED, CORRUPT, SAVE_FAILED, STOPPED = 65, 70, 74, 75
 """Exit codes of a run: bad data; a device error; an I/O error; restart me."""
 
-REFUSED, GAVE_UP = 78, 69
-"""Of a worker with an invalid configuration; of a supervisor out of restarts."""
+REFUSED, GAVE_UP, REPLACED = 78, 69, 77
+"""Of a worker with an invalid configuration; of a supervisor out of restarts; of a run
+whose folder another process has taken over."""
 
-FINAL = (DIVERGED, CORRUPT, SAVE_FAILED, REFUSED)
+FINAL = (DIVERGED, CORRUPT, SAVE_FAILED, REFUSED, REPLACED)
 """Exit codes of workers for which a restart does not help."""

@@ -18,13 +18,16 @@ from typing import Any
 
 from jaxpar.checkpoint import manifest as manifests
 from jaxpar.checkpoint.manifest import DIGEST, MANIFEST, DamagedError, Manifest
+from jaxpar.launch.lease import lease_of
 
 STEP_PREFIX = "step"
 STEP_DIGITS = 8
 SAVING, DELETING = ".saving", ".deleting"
 
 _STEP_NAME = re.compile(rf"{STEP_PREFIX}_(\d{{{STEP_DIGITS},}})")
-_LEFT = re.compile(rf"{_STEP_NAME.pattern}({re.escape(SAVING)}|{re.escape(DELETING)})")
+_LEFT = re.compile(
+    rf"{_STEP_NAME.pattern}({re.escape(SAVING)}([.]\d+)?|{re.escape(DELETING)})"
+)
 _SPARE_BYTES = 1 << 20
 """Bytes besides the arrays: the manifest, and Orbax's own files."""
 
@@ -35,9 +38,13 @@ def step_path(folder: Path, step: int) -> Path:
 
 
 def saving_path(folder: Path, step: int) -> Path:
-    """Return where a step is written until it is complete."""
-    path = step_path(folder, step)
-    return path.with_name(path.name + SAVING)
+    """Return where a step is written until it is complete.
+
+    Under a lease it has the lease's number, so that a process that lost the run, and
+    goes on writing before it knows, writes nothing into another one's step.
+    """
+    path, lease = step_path(folder, step), lease_of(folder)
+    return path.with_name(path.name + SAVING + (f".{lease.number}" if lease else ""))
 
 
 def step_folders(folder: Path) -> dict[int, Path]:

@@ -15,6 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxpar.checkpoint.manifest import DamagedError
+from jaxpar.launch.lease import LeaseLostError
 
 T = TypeVar("T")
 
@@ -27,6 +28,7 @@ _ERRORS: dict[str, type[Exception]] = {
         PermissionError,
         OSError,
         ValueError,
+        LeaseLostError,
     )
 }
 
@@ -51,8 +53,8 @@ def from_first(compute: Callable[[], T]) -> T:
     """Compute a JSON value on process 0 and return it, or raise, on every process.
 
     Args:
-        compute: Called on process 0 only. A ValueError or OSError that it raises is
-            raised on every process, with the same text.
+        compute: Called on process 0 only. A ValueError, OSError or LeaseLostError
+            that it raises is raised on every process, with the same text.
 
     Returns:
         The result of compute; on the other processes, as JSON returns it.
@@ -63,7 +65,7 @@ def from_first(compute: Callable[[], T]) -> T:
     if jax.process_index() == 0:
         try:
             answer = {"value": compute()}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, LeaseLostError) as error:
             answer = {"error": type(error).__name__, "text": str(error)}
     answer = gather(answer)[0]
     if "error" in answer:

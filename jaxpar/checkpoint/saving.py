@@ -11,6 +11,7 @@ from jaxpar.checkpoint import arrays as stored_arrays
 from jaxpar.checkpoint import folder as files
 from jaxpar.checkpoint.manifest import Manifest, seal, sync
 from jaxpar.checkpoint.retention import Keep
+from jaxpar.launch.lease import require_lease
 
 
 def finish(
@@ -27,8 +28,8 @@ def finish(
       keep: which steps to keep.
 
     Raises:
-      OSError, ValueError, RuntimeError: the cause of a failure; the step's files are
-        deleted then.
+      OSError, ValueError, RuntimeError: the cause of a failure (`LeaseLostError` is
+        one); the step's files are deleted then.
     """
     written = files.saving_path(folder, manifest.step)
     is_first = jax.process_index() == 0
@@ -39,6 +40,7 @@ def finish(
         if is_first:
             stored_arrays.require_declared(written, manifest.leaves)
             seal(written, manifest)
+            require_lease(folder)
             written.rename(files.step_path(folder, manifest.step))
             sync(folder)
         on_failure.pop_all()

@@ -26,6 +26,7 @@ from jaxpar.checkpoint.retention import Keep, as_keep
 from jaxpar.checkpoint.saving import finish, versions
 from jaxpar.checkpoint.selection import select
 from jaxpar.checkpoint.shard_parts import ShardParts, without
+from jaxpar.launch.lease import LeaseLostError, lease_of, require_lease
 
 _ALL_LOGICAL = ShardParts()
 
@@ -120,7 +121,9 @@ class Checkpoints:
         leaves = self._parts.saved(named.array_leaves(tree, "tree"))
         named.require_global(leaves)
         state = as_json("data_state", data_state)
-        content = as_json("meta", {**self._parts.meta(), **(meta or {})})
+        lease = lease_of(self._folder)
+        own = {**self._parts.meta(), **({"lease": lease.number} if lease else {})}
+        content = as_json("meta", {**own, **(meta or {})})
         self.wait()
         specs = named.leaf_specs(leaves)
         run = from_first(lambda: self._admit(step, specs, force))
@@ -154,6 +157,7 @@ class Checkpoints:
         Raises:
           SaveFailedError: if one failed, as on a full disk. Earlier checkpoints are
             complete, and the next save starts anew.
+          LeaseLostError: if another process has taken the run over.
         """
         for other in [each for each in _unfinished if each is not self]:
             if other._folder == self._folder:
@@ -167,6 +171,9 @@ class Checkpoints:
         if not any(failed):
             return
         self._release()
+        lost = [why for why in failed if why and why.startswith("LeaseLostError")]
+        if lost:
+            raise LeaseLostError(lost[0]) from error
         said = "; ".join(
             why if len(failed) == 1 else f"process {i}: {why}"
             for i, why in enumerate(failed)
@@ -283,6 +290,7 @@ class Checkpoints:
         self, step: int, specs: Mapping[str, named.LeafSpec], force: bool
     ) -> str | None:
         """Prepare the folder for a step; return its run, None if already saved."""
+        require_lease(self._folder)
         if self._run:
             self._damaged |= files.unreadable_newest(self._folder, self._damaged)
         newest, run = self.latest(), self._run or uuid.uuid4().hex

@@ -103,7 +103,10 @@ class Slurm(Supervised):
     """
 
     script_out: Annotated[Path | None, tyro.conf.arg(name="sbatch")] = None
-    batch: Batch = dataclasses.field(default_factory=lambda: Batch("jaxpar"))
+    # Its tuples are flags that may be given several times.
+    batch: tyro.conf.UseAppendAction[Batch] = dataclasses.field(
+        default_factory=lambda: Batch("jaxpar")
+    )
 
 
 @dataclasses.dataclass(frozen=True)

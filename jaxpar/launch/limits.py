@@ -22,7 +22,8 @@ class Limits:
     rendezvous: float = 600.0
     """For the hosts to find each other."""
     lost: float = 60.0
-    """Silence of another host's supervisor, after which it counts as lost."""
+    """Silence of another host's supervisor, after which it counts as lost; and of
+    whoever else runs this run, after which it is taken over."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from jaxpar.launch.lease import require_lease
+
 Kind = Literal["done", "stopped", "saved", "refused", "failed", "stalled", "ended"]
 """How an attempt ended on a host, in order: all done; a signal to the launcher; a
 signal to somebody else, saved too; an error that a retry can't fix; a failure here; a
@@ -255,6 +257,7 @@ def cause_of(outcomes: Mapping[int, Outcome]) -> Outcome:
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     """Replace a file atomically."""
+    require_lease(path)
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(content), encoding="utf-8")
     os.replace(unfinished, path)

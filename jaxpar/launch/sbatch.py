@@ -5,14 +5,8 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from jaxpar.exit_codes import STOPPED
-
-Lines = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
-"""A flag that may be given several times."""
 
 # Slurm warns up to a minute early, and kills a task that has no handler yet.
 _UNTIL_IT_LISTENS = """bash -c 'trap "" USR1; exec "$@"' jaxpar"""
@@ -66,8 +60,8 @@ class Batch:
     cpus_per_task: int | None = None
     partition: str | None = None
     account: str | None = None
-    option: Lines = ()
-    preamble: Lines = ()
+    option: tuple[str, ...] = ()
+    preamble: tuple[str, ...] = ()
 
     def __post_init__(self):
         if self.nodes < 1:
@@ -95,7 +89,7 @@ class Batch:
 
 
 def _check_option(option: str) -> None:
-    """Raise for what is no further option of sbatch."""
+    """Raise for an option that the script sets, or that sbatch can't have."""
     name = option.partition("=")[0]
     if name in _OWN:
         flag = _OWN[name]

@@ -28,6 +28,7 @@ class Launch:
       limits: of each phase.
       restarts: restarts that are tried within an hour.
       heartbeat_seconds: see `Worker`.
+      lease: see `Worker`.
     """
 
     command: tuple[str, ...]
@@ -44,6 +45,7 @@ class Launch:
     limits: Limits = dataclasses.field(default_factory=Limits)
     restarts: int = 10
     heartbeat_seconds: int = 30
+    lease: int | None = None
 
 
 def workers_of(launch: Launch, attempt: Attempt) -> list[Worker]:
@@ -67,6 +69,7 @@ def workers_of(launch: Launch, attempt: Attempt) -> list[Worker]:
             # for.
             start_seconds=int(_JOIN_SHARE * (launch.limits.start or _ANY_SECONDS)),
             heartbeat_seconds=launch.heartbeat_seconds,
+            lease=launch.lease,
         )
         for i in range(launch.processes)
     ]

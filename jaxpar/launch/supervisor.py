@@ -12,12 +12,14 @@ import dataclasses
 import fcntl
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
-from jaxpar.exit_codes import GAVE_UP, STOPPED
+from jaxpar.exit_codes import GAVE_UP, REPLACED, STOPPED
 from jaxpar.launch.group import Group
+from jaxpar.launch.lease import LeaseLostError, take_lease
 from jaxpar.launch.rendezvous import (
     Attempt,
     Board,
@@ -42,20 +44,35 @@ def supervise(launch: Launch) -> int:
 
     Returns:
       The exit code: 0 when all workers have succeeded, `STOPPED` after a signal, the
-      workers' own if a restart would not help, `GAVE_UP` otherwise.
+      workers' own if a restart would not help, `REPLACED` if another process has taken
+      the run over, `GAVE_UP` otherwise.
 
     Raises:
-      BlockingIOError: if another launcher runs this run, as this host.
+      BlockingIOError: if another process runs this run, or is this host of it.
       OSError: if the run's folder can't be written.
     """
+    if launch.host == 0:
+        # The head holds the run for all workers, through all restarts.
+        lease = take_lease(launch.folder, stale_seconds=launch.limits.lost)
+        launch = dataclasses.replace(launch, lease=lease.number)
     supervisor = _Supervisor(launch)
-    with only_one(supervisor.board):
-        return supervisor.run()
+    try:
+        with only_one(supervisor.board):
+            return supervisor.run()
+    except LeaseLostError as error:
+        print(f"launch: {error}", file=sys.stderr)
+        return REPLACED
 
 
 @contextlib.contextmanager
 def only_one(board: Board) -> Iterator[None]:
-    """Lock the place of a host's supervisor, or report that it is taken."""
+    """Lock the place of a host's supervisor, or report that it is taken.
+
+    The head has the run's lease instead.
+    """
+    if board.me.host == 0:
+        yield
+        return
     path = board.folder / f"host-{board.me.host:04d}.lock"
     with path.open("a") as lock:
         try:

@@ -49,6 +49,7 @@ class Worker:
       files: folder of the files that this worker writes for its supervisor.
       start_seconds: time to find the others.
       heartbeat_seconds: silence after which a worker is considered dead.
+      lease: number of the supervisor's lease of the run's folder; None for none.
     """
 
     coordinator: str | None
@@ -64,6 +65,7 @@ class Worker:
     files: str
     start_seconds: int = 300
     heartbeat_seconds: int = 30
+    lease: int | None = None
 
     @property
     def heartbeat(self) -> Path:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpar.launch.heartbeat import own_heartbeat
+from jaxpar.launch.lease import require_lease
 
 FILE = "goodput.json"
 
@@ -108,6 +109,7 @@ class Clock:
             return
         self._count()
         self._written = time.monotonic()
+        require_lease(self._path)
         unfinished = self._path.with_suffix(".tmp")
         unfinished.write_text(json.dumps([*self._earlier, self._account()]))
         os.replace(unfinished, self._path)

@@ -21,6 +21,8 @@ from jax.typing import ArrayLike
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from jaxpar.launch.lease import require_lease
+
 _FILE = "metrics.jsonl"
 _RESERVED = ("step", "time")
 _NON_FINITE = ("nan", "inf", "-inf")
@@ -93,7 +95,9 @@ class MetricsLogger:
         events = _import_tensorboard() if tensorboard else None
         path = pathlib.Path(folder, _FILE)
         path.parent.mkdir(parents=True, exist_ok=True)
+        require_lease(path)
         _prepare_file(path, append, resume_at)
+        self._path = path
         self._file = path.open("a", encoding="utf-8")
         if events is not None:
             self._events = events.SummaryWriter(
@@ -173,6 +177,7 @@ class MetricsLogger:
         read = jax.device_get(metrics)
         values = {name: float(read[name]) for name in metrics}
         now = time.time()
+        require_lease(self._path)
         self._file.write(_to_line({"step": step, "time": now, **values}))
         self._file.flush()
         if self._events is not None:

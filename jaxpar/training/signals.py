@@ -19,7 +19,8 @@ class RunStopped(SystemExit):
 
     Attributes:
       code: of `jaxpar.exit_codes`: `STOPPED` (saved at a signal: start it again to
-        resume), `SAVE_FAILED`, `CORRUPT` or `DIVERGED`.
+        resume), `SAVE_FAILED`, `CORRUPT`, `DIVERGED`, or `REPLACED` (another process
+        has taken the run over).
       why: the reason, as text.
     """
 

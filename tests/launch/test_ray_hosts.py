@@ -43,7 +43,7 @@ def test_dry_run_prints_and_starts_nothing(
     _start_ray(Ray(script, out=out, processes=2, dry_run=True))
     said = capsys.readouterr().out
     assert "on this host alone; hosts: 1, workers per host: 2,\nwith a CPU each" in said
-    assert f"python -m jaxpar {' '.join(given)}" in said
+    assert f"python -m jaxpar launch ray --processes=2 {script}" in said
     assert not out.exists()
 
 

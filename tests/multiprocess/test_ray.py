@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 from jaxpar.exit_codes import GAVE_UP, REFUSED, STOPPED
+from jaxpar.launch.lease import take_lease
 from jaxpar.launch.rendezvous import Board
 from jaxpar.launch.security import is_loopback
 from jaxpar.launch.supervisor import only_one
@@ -299,12 +300,11 @@ def test_host_that_cannot_begin_ends_the_run_with_its_reason(
 
 def test_second_launcher_of_a_run_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     out = tmp_path / "taken"
-    with (
-        only_one(Board(out / "launch", 0, 1, "")),
-        ByRay(out, *FLAGS, cluster=cluster) as run,
-    ):
+    lease = take_lease(out)
+    with ByRay(out, *FLAGS, cluster=cluster) as run:
         assert run.code() == 2, run.output()
-    assert "another launcher runs the run" in run.output()
+    lease.give_back()
+    assert "another process runs the run" in run.output()
 
 
 def test_run_is_given_up_when_the_restarts_are_used(
