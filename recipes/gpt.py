@@ -1,8 +1,7 @@
 """Train a GPT on the source of Python's standard library, sharded.
 
-With no flags: ZeRO 3 on every accelerator, or on four CPU devices (data 2 x tensor 2),
-where the last quarter is on another mesh (data 4); `--mesh.pipe 2` makes a pipeline. It
-is evaluated, saved and sampled. Run it again to resume; `--out` names another run.
+With no flags: ZeRO 3 on every accelerator, or on four CPU devices (data 2 x tensor 2,
+the last quarter on data 4). Run it again to go on; `--out` names another run.
 """
 
 import contextlib
@@ -37,9 +36,11 @@ class Config:
     schedule: str = "1f1b"
     """Of a pipeline: 1f1b, gpipe, zero_bubble, interleaved, interleaved:4 chunks."""
     steps: int = 480
-    """Training steps."""
+    """Training steps; a run may go on with more."""
+    schedule_steps: int | None = None
+    """Of the learning rate's schedule; by default the steps at the first start."""
     learning_rate: float = 5e-3
-    """Peak of the schedule: linear warm-up over a tenth of the run, then cosine."""
+    """Peak of the schedule: linear warm-up over a tenth of it, then cosine."""
     clip_norm: float = 1.0
     """Largest global norm of the gradients."""
     remat: str = "none"
@@ -72,7 +73,7 @@ def build(config: Config, mesh: jax.sharding.Mesh | None = None) -> jaxpar.Engin
         config.model, remat=config.remat, sequence_parallel=config.sequence_parallel
     )
     shape = (config.batch_size, model.seq_len + 1)
-    rate, steps = config.learning_rate, config.steps
+    rate, steps = config.learning_rate, config.schedule_steps or config.steps
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps)
     adamw = optax.inject_hyperparams(optax.adamw)
     return jaxpar.initialize(
@@ -108,8 +109,7 @@ def main(config: Config) -> None:
     """Train, evaluate and save, on one mesh and then on another; sample."""
     meshes, model = choose_meshes(config), gpt_config(config.model)
     corpus, heldout = open_splits(config.data, config.heldout)
-    identity = {"corpus_sha256": corpus.sha256}
-    run = jaxpar.open_run(config.out, config, identity, tensorboard=config.tensorboard)
+    run = jaxpar.open_run(config.out, config, {"corpus_sha256": corpus.sha256})
     corpus, heldout, tokenizer = tokenize(corpus, heldout, model.vocab_size, run.folder)
     print(f"corpus   {len(corpus):,} tokens of {', '.join(config.data) or 'Python'}")
     size: Any = {"batch_size": config.batch_size, "seq_len": model.seq_len}
@@ -120,7 +120,7 @@ def main(config: Config) -> None:
     for mesh, steps in meshes:
         if steps < config.steps and steps <= (run.newest() or 0):
             continue
-        engine = build(config, mesh)
+        engine = build(run.config, mesh)
         print(engine.explain().summary)
         loss = jaxpar.train(
             engine,

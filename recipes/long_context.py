@@ -47,9 +47,11 @@ class Config:
     batch_size: int = 4
     """Rows of the global batch."""
     steps: int = 100
-    """Training steps."""
+    """Training steps; a run may go on with more."""
+    schedule_steps: int | None = None
+    """Of the learning rate's schedule; by default the steps at the first start."""
     learning_rate: float = 2e-3
-    """Peak of the schedule: linear warm-up over a tenth of the run, then cosine."""
+    """Peak of the schedule: linear warm-up over a tenth of it, then cosine."""
     remat: str = "none"
     """Activation checkpointing of each block: none, full or dots."""
     data: tuple[str, ...] = ()
@@ -86,9 +88,8 @@ def build(config: Config, mesh: Mesh | None = None) -> jaxpar.Engine:
     """Make the engine of a config, on its own mesh or another."""
     model, _ = model_of(config)
     shape = (config.batch_size, config.seq_len + 1)
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, config.learning_rate, config.steps // 10, config.steps
-    )
+    rate, steps = config.learning_rate, config.schedule_steps or config.steps
+    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps)
     return jaxpar.initialize(
         model=make_gpt(model),
         loss_fn=gpt_loss,
@@ -119,7 +120,7 @@ def main(config: Config) -> None:
     loader = Loader(corpus, batch_size=rows, seq_len=length, seed=config.seed)
     held = Loader(heldout, batch_size=rows, seq_len=length, repeat=False)
     held_batches = list(itertools.islice(held, config.eval_batches))
-    engine = build(config, mesh)
+    engine = build(run.config, mesh)
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     console.print(f"mesh     {shape} on {mesh.devices.flat[0].device_kind} devices")
     work = tile_work_of(pattern, model.seq_len, model.num_heads)
@@ -137,7 +138,9 @@ def main(config: Config) -> None:
     assert loss is not None, "evaluated"
     if jax.process_count() > 1:
         return  # One device is then another process's for all but one.
-    reopened = build(config, jaxpar.make_mesh(jaxpar.MeshShape(), jax.devices()[:1]))
+    reopened = build(
+        run.config, jaxpar.make_mesh(jaxpar.MeshShape(), jax.devices()[:1])
+    )
     console.print(jaxpar.check_reopened(reopened, run, held_batches, loss))
 
 

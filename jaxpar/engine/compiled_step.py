@@ -42,6 +42,8 @@ class StepSpec:
       without_gradient: the trained parameters that the loss has no gradient of.
       forward_flops: FLOPs of a step's forward passes, on all devices.
       remarks: lines about the loss for `CompiledStep.explain`.
+      changes_with: setting, such as "accumulate" -> why another value of it would give
+        other numbers, beyond rounding.
     """
 
     execution: Execution
@@ -53,6 +55,7 @@ class StepSpec:
     without_gradient: frozenset[str]
     forward_flops: int
     remarks: tuple[str, ...]
+    changes_with: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def sees_others(self) -> bool:

@@ -205,6 +205,7 @@ def make_step(run: RunSpec, own: LossSpec, network: Network) -> MadeStep:
         without_gradient=traced.losses["loss_fn"].without_gradient,
         forward_flops=traced.losses["loss_fn"].flops * splits,
         remarks=_remarks(traced, partition, reasons),
+        changes_with=_changes_with(traced, partition.coupled, placement),
     )
     checks = make_loss_checks(placement, spec, partition, own.rows, traced, reasons)
     step = _train_step(placement, spec, partition, own.loss, own.clip_norm)
@@ -309,6 +310,21 @@ def _why_not_checked(
         )
         for name, trace in traced.losses.items()
     }
+
+
+def _changes_with(
+    traced: ModelTrace, coupled: bool, placement: Placement
+) -> dict[str, str]:
+    """Which settings change the run's numbers, and why; see `StepSpec`."""
+    loss, found = traced.losses["loss_fn"], {}
+    if coupled or loss.averages:
+        found["accumulate"] = "the loss couples the examples of a micro-batch"
+    elif loss.draws:
+        found["accumulate"] = "every micro-batch draws random numbers of its own"
+    kept = [part.name for part in placement.carried if part.per_shard]
+    if kept:
+        found["mesh"] = f"every data shard keeps its own {', '.join(kept)}"
+    return found
 
 
 def _remarks(

@@ -6,10 +6,11 @@ is saved, so that no checkpoint holds a bad step. Problems are written to
 """
 
 import collections
+import contextlib
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -19,7 +20,8 @@ from jaxpar.checkpoint import Keep
 from jaxpar.engine.engine import Engine
 from jaxpar.engine.replicas import CorruptionError
 from jaxpar.engine.run_ahead import SkippedStepWarning
-from jaxpar.exit_codes import CORRUPT, DIVERGED, SAVE_FAILED, STOPPED
+from jaxpar.exit_codes import CORRUPT, DIVERGED, REPLACED, SAVE_FAILED, STOPPED
+from jaxpar.launch.lease import LeaseLostError
 from jaxpar.training import goodput
 from jaxpar.training.metrics import MetricsLogger
 from jaxpar.training.recovery import Recovery, StepMonitor
@@ -98,14 +100,23 @@ def train(
         "console": loop.console,
         "append": True,
     }
-    with StopSignals() as signals, warnings.catch_warnings():
+    with _only_one(), StopSignals() as signals, warnings.catch_warnings():
         warnings.simplefilter("ignore", SkippedStepWarning)  # The loop reports them.
         start: int | None = loop.begin()
         while start is not None:
             with MetricsLogger(run.folder, resume_at=start, **logging) as logger:
                 start = loop.go_on(start, steps, save_every, logger, signals)
-    loop.account(show=steps >= (total_steps or steps))
+        loop.account(show=steps >= (total_steps or steps))
     return loop.heldout
+
+
+@contextlib.contextmanager
+def _only_one() -> Iterator[None]:
+    """End the run, without another line written, once another process has it."""
+    try:
+        yield
+    except LeaseLostError as error:
+        raise RunStopped(REPLACED, str(error)) from None
 
 
 class _Loop:
@@ -144,6 +155,7 @@ class _Loop:
 
     def begin(self) -> int:
         """Restore the newest valid checkpoint; without one, save the initial state."""
+        self.run.accept(self.engine)
         self.left_out = self.run.batches_left_out()
         with self.clock.during("restore"):
             start = self.run.resume(self.engine, self.data)

@@ -1,21 +1,18 @@
 """What belongs to a run: its folder, and what must match when it is resumed.
 
 ``run.json`` records command, config, data identity, versions and commit at the first
-start. A folder that holds another run is refused and not modified. ``events.jsonl``
-records problems, and what was done about them.
+start, and every change since. A folder that holds another run is refused and not
+modified. ``events.jsonl`` records problems, and what was done about them.
 """
 
 import dataclasses
 import json
 import math
 import os
-import platform
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Mapping, Set
-from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -23,13 +20,28 @@ import numpy as np
 import xxhash
 
 from jaxpar.checkpoint import Checkpoints
+from jaxpar.checkpoint.folder import complete_steps
 from jaxpar.checkpoint.processes import from_first
 from jaxpar.engine.engine import Engine
 from jaxpar.launch.agreement import require_same
+from jaxpar.launch.lease import is_lease, require_lease, take_lease, use_lease
+from jaxpar.launch.worker_environment import current
 from jaxpar.training.metrics import read_metrics
+from jaxpar.training.record import (
+    FILE,
+    SAME_NUMBERS,
+    as_json,
+    differences,
+    first_record,
+    later_record,
+    read,
+    refused,
+    resolved,
+    write,
+)
 from jaxpar.types import Batch
 
-_FILE, _EVENTS = "run.json", "events.jsonl"
+_EVENTS, _CHECKPOINTS = "events.jsonl", "checkpoints"
 _LAUNCH = "launch"
 """The launcher's folder."""
 
@@ -40,18 +52,49 @@ class Run:
 
     Attributes:
       folder: holds everything that the run writes.
-      record: the content of ``run.json``.
+      record: the content of ``run.json``, once `accept` has been called.
       tensorboard: whether to write TensorBoard events.
+      config: the run's config, with what was fixed at the first start.
     """
 
     folder: Path
     record: dict[str, Any]
     tensorboard: bool = False
+    config: Any = None
+
+    def accept(self, engine: Engine) -> None:
+        """Record what has changed since the last start.
+
+        Args:
+          engine: that the run goes on with.
+
+        Raises:
+          ValueError: if a change gives other numbers with this engine. Nothing is
+            written then.
+        """
+        line = from_first(lambda: self._unrecorded())
+        for name, (before, now) in (line["changed"] if line else {}).items():
+            why = engine.spec.changes_with.get(name)
+            if why:
+                raise ValueError(
+                    f"{name} was {before!r} and is {now!r}, which changes this run's "
+                    f"numbers: {why}. Give the former one, or choose another folder "
+                    "(--out)."
+                )
+        if line and jax.process_index() == 0:
+            require_lease(self.folder)
+            write(self.folder, self.record)
+
+    def _unrecorded(self) -> dict[str, Any] | None:
+        """The newest line of the history, if the file does not have it yet."""
+        history = self.record.get("history", [])
+        written = (read(self.folder) or {}).get("history", [])
+        return history[-1] if len(history) > len(written) else None
 
     @property
     def checkpoints(self) -> Path:
         """The folder of its checkpoints."""
-        return self.folder / "checkpoints"
+        return self.folder / _CHECKPOINTS
 
     def resume(self, engine: Engine, data: Any = None) -> int | None:
         """Restore the newest valid checkpoint.
@@ -80,6 +123,7 @@ class Run:
     def note(self, event: str, step: int, **fields: Any) -> None:
         """Add a line to the run's events, on process 0."""
         if jax.process_index() == 0:
+            require_lease(self.folder)
             values = {
                 name: str(x) if isinstance(x, float) and not math.isfinite(x) else x
                 for name, x in fields.items()
@@ -124,92 +168,130 @@ def _read_events(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-MAY_CHANGE = ("keep", "mesh", "recovery", "tensorboard")
-"""Fields of a config that change no number of a run, but for rounding."""
-
-
 def open_run(
     folder: str | os.PathLike[str],
     config: Any,
     identity: Mapping[str, Any],
     *,
-    may_change: Iterable[str] = MAY_CHANGE,
-    tensorboard: bool = False,
+    may_change: Iterable[str] = SAME_NUMBERS,
+    fixed: Mapping[str, str] = MappingProxyType({"schedule_steps": "steps"}),
+    tensorboard: bool | None = None,
 ) -> Run:
-    """Start a run in a folder, or resume the run that it holds.
+    """Start a run in a folder, or go on with the run that it holds.
 
     Args:
       folder: for everything that the run writes; made if missing.
       config: the run's config, a dataclass of JSON values.
-      identity: what else must match to resume (the corpus's sha256).
-      may_change: fields of the config that may differ from the first start.
-      tensorboard: write TensorBoard events beside ``metrics.jsonl``.
+      identity: what else must match to go on (the corpus's sha256).
+      may_change: fields of the config that may differ from the last start, because they
+        change no number but by rounding. `jaxpar.train` asks the engine whether that
+        holds, and records the change.
+      fixed: field of the config, None by default -> the field whose value it takes at
+        the first start and keeps; a config without the field has nothing fixed.
+      tensorboard: write TensorBoard events beside ``metrics.jsonl``; None for the
+        config's field of that name, or not.
 
     Returns:
-      The run.
+      The run; `Run.config` is the config with what is fixed.
 
     Raises:
       ValueError: if the folder holds another run, or files but no run, or is a file; if
         the processes of the run differ in config, code, data or versions.
+      LeaseHeldError: if another process runs this run.
       PermissionError: if the folder can't be written.
     """
-    wanted = json.loads(
-        json.dumps({"config": dataclasses.asdict(config), "identity": dict(identity)})
-    )
+    wanted = as_json(config, identity)
     require_same(wanted["config"], wanted["identity"])
-    passed_over = set(may_change)
-    record = from_first(lambda: _claim(Path(folder), wanted, passed_over))
-    return Run(Path(folder), record, tensorboard)
+    fixed = {k: v for k, v in fixed.items() if k in wanted["config"]}
+    asks = wanted, set(may_change), fixed
+    record, lease = from_first(lambda: _claim(Path(folder), *asks))
+    kept = {name: record["config"][name] for name in fixed}
+    _say_fixed(record["config"], fixed)
+    events = (
+        getattr(config, "tensorboard", False) if tensorboard is None else tensorboard
+    )
+    config = dataclasses.replace(config, **kept)
+    run = Run(Path(folder), record, events, config)
+    use_lease(Path(folder), lease).keep_for(run)
+    return run
+
+
+def _say_fixed(config: Mapping[str, Any], fixed: Mapping[str, str]) -> None:
+    """Say where a run goes on beyond what was fixed at its first start."""
+    for name, source in fixed.items():
+        if config[source] > config[name] and jax.process_index() == 0:
+            print(
+                f"{source} {config[source]}, {name} {config[name]} since the first "
+                "start: beyond them the last learning rate is held"
+            )
 
 
 def _claim(
-    folder: Path, wanted: Mapping[str, Any], may_change: Set[str]
-) -> dict[str, Any]:
-    """Find or write the run's record; called on process 0 only."""
-    record = folder / _FILE
-    if record.exists():
-        found = json.loads(record.read_text(encoding="utf-8"))
-        differing = _differences(found, wanted, may_change)
-        if differing:
-            raise ValueError(
-                f"out={str(folder)!r} holds another run: {'; '.join(differing)}. "
-                "Choose another folder (--out), or the same settings to resume it."
-            )
-        return found
+    folder: Path,
+    wanted: Mapping[str, Any],
+    may_change: Set[str],
+    fixed: Mapping[str, str],
+) -> tuple[dict[str, Any], int]:
+    """Find or write the run's record, and its lease; called on process 0 only."""
+    _require_usable(folder)
+    _went_on(folder, wanted, may_change, fixed)
+    worker = current()
+    if worker and worker.lease and _same(worker.folder, folder):
+        lease = use_lease(folder, worker.lease)
+    else:
+        lease = take_lease(folder)
+    # Again: whoever had the lease before may have written it.
+    found = _went_on(folder, wanted, may_change, fixed)
+    if found is not None:
+        return found, lease.number
+    made = first_record(resolved(wanted, None, fixed))
+    lease.require()
+    write(folder, made)
+    return made, lease.number
+
+
+def _went_on(
+    folder: Path,
+    wanted: Mapping[str, Any],
+    may_change: Set[str],
+    fixed: Mapping[str, str],
+) -> dict[str, Any] | None:
+    """The record of the run in a folder as it goes on; None if there is none."""
+    found = read(folder)
+    if found is None:
+        return None
+    now = resolved(wanted, found, fixed)
+    kept = {name: now["config"][name] for name in fixed if name not in found["config"]}
+    found = {**found, "config": {**found["config"], **kept}}
+    changed = differences(found, now)
+    wrong = refused(changed, may_change)
+    if wrong:
+        raise ValueError(
+            f"out={str(folder)!r} holds another run: {'; '.join(wrong)}. "
+            "Choose another folder (--out), or the same settings to resume it."
+        )
+    step = max(complete_steps(folder / _CHECKPOINTS), default=None)
+    return later_record(found, now, changed, step)
+
+
+def _same(one: str | Path, other: str | Path) -> bool:
+    return Path(one).absolute() == Path(other).absolute()
+
+
+def _require_usable(folder: Path) -> None:
+    """Raise if a folder holds neither a run nor nothing."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(
             f"out={str(folder)!r} is a file. Choose an empty or a new folder (--out)."
         )
-    unfinished = record.with_suffix(".tmp")
-    if folder.exists() and set(folder.iterdir()) - {unfinished, folder / _LAUNCH}:
+    own = {_LAUNCH, Path(FILE).with_suffix(".tmp").name}
+    found = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    others = [name for name in found - own if not is_lease(name)]
+    if others and FILE not in found:
         raise ValueError(
-            f"out={str(folder)!r} has files but no {_FILE}, so it is not a jaxpar run. "
+            f"out={str(folder)!r} has files but no {FILE}, so it is not a jaxpar run. "
             "Choose an empty or a new folder (--out)."
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    versions = {"python": platform.python_version()} | {
-        name: metadata.version(name) for name in ("jax", "flax", "optax")
-    }
-    made = {**wanted, "versions": versions, "command": sys.argv, "commit": _commit()}
-    unfinished.write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(record)
-    return made
-
-
-def _commit() -> str | None:
-    """The commit of the script's repository, "+" if files differ; None without one."""
-    where = Path(sys.argv[0]).absolute().parent
-    try:
-        said = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=40", "--dirty=+"],
-            cwd=where if where.is_dir() else None,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return said.stdout.strip()
 
 
 def mean_loss(engine: Engine, batches: Iterable[Batch]) -> float:
@@ -260,18 +342,3 @@ def check_reopened(
     count = engine.mesh.devices.size
     devices = "one device" if count == 1 else f"{count} devices"
     return f"held-out {again:.6f} reopened on {devices}: {differs:.0e} apart"
-
-
-def _differences(
-    found: Mapping[str, Any], wanted: Mapping[str, Any], may_change: Set[str]
-) -> list[str]:
-    """What differs in config and identity, as ``name: there, here``."""
-    lines = []
-    for part in ("config", "identity"):
-        there, here = found.get(part, {}), wanted[part]
-        for name in sorted((there.keys() | here.keys()) - may_change):
-            if there.get(name) != here.get(name):
-                lines.append(
-                    f"{name} is {there.get(name)!r} there, {here.get(name)!r} here"
-                )
-    return lines

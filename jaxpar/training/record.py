@@ -1,0 +1,148 @@
+"""What does ``run.json`` say of a run: its settings, and each time that they changed?
+
+Some settings may change when a run goes on, for they change no number but by rounding:
+how it is sharded, how long it is, when it is saved. The others make it another run.
+"""
+
+import dataclasses
+import datetime
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Set
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+FILE = "run.json"
+
+SAME_NUMBERS = (
+    "accumulate",
+    "eval_batches",
+    "keep",
+    "mesh",
+    "recovery",
+    "remat",
+    "save_every",
+    "schedule",
+    "sequence_parallel",
+    "steps",
+    "tensorboard",
+    "zero",
+)
+"""Fields of a config that change no number of a run but by rounding, unless its engine
+says otherwise (`jaxpar.engine.compiled_step.StepSpec.changes_with`)."""
+
+
+def as_json(config: Any, identity: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's settings, as ``run.json`` has them."""
+    given = {"config": dataclasses.asdict(config), "identity": dict(identity)}
+    return json.loads(json.dumps(given))
+
+
+def resolved(
+    wanted: Mapping[str, Any], found: Mapping[str, Any] | None, fixed: Mapping[str, str]
+) -> dict[str, Any]:
+    """Settings with the values that were fixed at the first start.
+
+    Args:
+      wanted: by `as_json`.
+      found: the record of the first start; None if this is it.
+      fixed: field of the config that is None by default -> the field whose value it
+        takes at the first start, and keeps.
+    """
+    first = (found or wanted)["config"]
+    config = dict(wanted["config"])
+    for name, source in fixed.items():
+        if config[name] is None:
+            config[name] = first.get(name) or first[source]
+    return {**wanted, "config": config}
+
+
+def differences(
+    found: Mapping[str, Any], wanted: Mapping[str, Any]
+) -> dict[str, list[Any]]:
+    """What differs in config and identity: name -> [there, here]."""
+    pairs = {}
+    for part in ("config", "identity"):
+        there, here = found.get(part, {}), wanted[part]
+        for name in sorted(there.keys() | here.keys()):
+            if there.get(name) != here.get(name):
+                pairs[name] = [there.get(name), here.get(name)]
+    return pairs
+
+
+def refused(changed: Mapping[str, list[Any]], may_change: Set[str]) -> list[str]:
+    """The changes that make another run, as ``name is there, here``."""
+    return [
+        f"{name} is {there!r} there, {here!r} here"
+        for name, (there, here) in changed.items()
+        if name not in may_change
+    ]
+
+
+def first_record(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of a run's first start."""
+    return {**wanted, **_software()}
+
+
+def later_record(
+    found: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    changed: Mapping[str, list[Any]],
+    step: int | None,
+) -> dict[str, Any]:
+    """The record of a run that goes on with changed settings.
+
+    Args:
+      found: the record so far.
+      wanted: the settings from now on.
+      changed: name -> [before, now].
+      step: the step that it goes on from; None before the first checkpoint.
+
+    Returns:
+      The record; its "history" has a line for each change.
+    """
+    if not changed:
+        return dict(found)
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    line = {"step": step, "time": now, "changed": dict(changed), **_software()}
+    return {**found, **wanted, "history": [*found.get("history", []), line]}
+
+
+def read(folder: Path) -> dict[str, Any] | None:
+    """The record of a folder's run; None if it holds none."""
+    path = folder / FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def write(folder: Path, record: Mapping[str, Any]) -> None:
+    """Replace the record atomically."""
+    unfinished = (folder / FILE).with_suffix(".tmp")
+    unfinished.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(folder / FILE)
+
+
+def _software() -> dict[str, Any]:
+    """What runs now: versions, command line and commit."""
+    versions = {"python": platform.python_version()} | {
+        name: metadata.version(name) for name in ("jax", "flax", "optax")
+    }
+    return {"versions": versions, "command": sys.argv, "commit": _commit()}
+
+
+def _commit() -> str | None:
+    """The commit of the script's repository, "+" if files differ; None without one."""
+    where = Path(sys.argv[0]).absolute().parent
+    try:
+        said = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=40", "--dirty=+"],
+            cwd=where if where.is_dir() else None,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return said.stdout.strip()
