@@ -79,6 +79,7 @@ def export(
     for name, group in zip(names, groups, strict=True):
         held = {_outer(leaf): _cast(read_whole(path, leaf), dtype) for leaf in group}
         save_file(held, part / name, metadata={"format": "pt", "step": str(number)})
+        (part / name).chmod(0o644)  # Only its owner could read it.
     if len(groups) > 1:
         _write_index(part / _INDEX, dict(zip(names, groups, strict=True)), dtype)
     part.rename(out)

@@ -1,6 +1,7 @@
 """What does ``jaxpar ckpt`` do: inspect, verify, export and import checkpoints."""
 
 import dataclasses
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ class List:
     """List the steps of a folder: size, metric, and whether files are unchanged.
 
     Attributes:
-      folder: the checkpoints, such as runs/gpt/checkpoints.
+      folder: of a run, such as runs/gpt, or of its checkpoints.
       verify: also compare every file's checksum, which reads all files.
     """
 
@@ -35,7 +36,7 @@ class Inspect:
     """Show the leaves of a step, without loading them.
 
     Attributes:
-      folder: the checkpoints.
+      folder: of a run, or of its checkpoints.
       step: the step; the newest if not given.
     """
 
@@ -48,7 +49,7 @@ class Verify:
     """Compare every file of every step with its checksum; name the damaged ones.
 
     Attributes:
-      folder: the checkpoints.
+      folder: of a run, or of its checkpoints.
       step: only this step.
     """
 
@@ -61,7 +62,7 @@ class Export:
     """Write a step's parameters as safetensors, with one file at a time in memory.
 
     Attributes:
-      folder: the checkpoints.
+      folder: of a run, or of its checkpoints.
       out: a new folder for the files.
       step: the step; the newest valid one if not given.
       dtype: of floating leaves, fp32 or bf16.
@@ -182,8 +183,9 @@ def _inspect(args: Inspect) -> None:
     manifest = read_manifest(files.step_path(folder, step))
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"step {manifest.step} of run {manifest.run}")
-    for name, value in (*manifest.versions.items(), *manifest.meta.items()):
-        console.print(f"{name:<20} {value}", markup=False)
+    rows = {**manifest.versions, **manifest.meta}
+    for name, value in rows.items():
+        _print_value(console, name, value)
     table = Table(box=box.SIMPLE)
     for column in ("leaf", "dtype", "shape"):
         table.add_column(column, overflow="fold")
@@ -194,6 +196,21 @@ def _inspect(args: Inspect) -> None:
     console.print(table)
     total = sum(spec.num_bytes for spec in manifest.leaves.values())
     console.print(f"{total:,} bytes in {len(manifest.files)} files")
+
+
+def _print_value(console: Console, name: str, value: Any, indent: str = "") -> None:
+    """Print a value of a manifest, folded to the width of the screen."""
+    if isinstance(value, dict) and value:
+        console.print(f"{indent}{name}", markup=False)
+        for key, own in value.items():
+            _print_value(console, key, own, indent + "  ")
+        return
+    name = f"{indent}{name:<{20 - len(indent)}} "
+    options = {"width": max(console.width - len(name), 20), "break_on_hyphens": False}
+    lines = textwrap.wrap(str(value), **options) or [""]
+    for number, line in enumerate(lines):
+        head = " " * len(name) if number else name
+        console.print(f"{head}{line}", markup=False, soft_wrap=True)
 
 
 def _verify(args: Verify) -> None:
@@ -239,6 +256,8 @@ def _import(args: Import) -> None:
 
 
 def _there(folder: Path) -> Path:
+    """A folder of checkpoints, as it was given or in a run's folder."""
     if not folder.is_dir():
         raise ValueError(f"{str(folder)!r} is not a folder.")
-    return folder.absolute()
+    own = folder / "checkpoints"
+    return (own if own.is_dir() else folder).absolute()

@@ -5,9 +5,11 @@ one subcommand needs are in its function, so that the others start fast.
 """
 
 import dataclasses
+import difflib
 import math
 import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -116,6 +118,10 @@ def main(args: Sequence[str] | None = None) -> None:
       SystemExit: for ``--help`` (0) and for errors (2), after printing the message.
     """
     given = list(sys.argv[1:] if args is None else args)
+    if given == ["--version"]:
+        print(f"jaxpar {metadata.version('jaxpar')}")
+        return
+    _check_command(given)
     own, flags = _cut(given)
     chosen = tyro.extras.subcommand_cli_from_dict(
         {name: config for name, (config, _) in COMMANDS.items()},
@@ -129,6 +135,20 @@ def main(args: Sequence[str] | None = None) -> None:
     except (ValueError, OSError, ModuleNotFoundError, RuntimeError) as error:
         print(f"jaxpar: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _check_command(given: Sequence[str]) -> None:
+    """End for a subcommand that there is not, with the one that may be meant."""
+    if not given or given[0].startswith("-") or given[0] in COMMANDS:
+        return
+    close = difflib.get_close_matches(given[0], COMMANDS, n=1)
+    guess = f" Did you mean {close[0]!r}?" if close else ""
+    print(
+        f"jaxpar: there is no command {given[0]!r}.{guess} The commands are "
+        f"{', '.join(COMMANDS)}.",
+        file=sys.stderr,
+    )
+    raise SystemExit(2)
 
 
 def _with_flags(chosen: Any, flags: tuple[str, ...]) -> Any:

@@ -107,6 +107,34 @@ def test_adapters_are_exported_by_their_name(folder, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify"])
+def test_folder_of_the_run_will_do(command, folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    right = called(capsys, "ckpt", command, str(folder))
+    folder.rename(folder.parent / "checkpoints")
+    assert called(capsys, "ckpt", command, str(folder.parent)) == right
+
+
+def test_settings_are_read_on_a_screen_of_80_columns(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    meta = {"config": {"mesh": {"data": -1}, "text": "a long one " * 20, "none": {}}}
+    checkpoints = Checkpoints(tmp_path)
+    leaf = {"a_module_with_a_name/" * 4 + "kernel": jnp.ones(2)}
+    checkpoints.save(1, {"params": leaf}, meta=meta)
+    checkpoints.close()
+    lines = called(capsys, "ckpt", "inspect", str(tmp_path)).splitlines()
+    assert max(map(len, lines)) <= 80
+    at = lines.index("config")
+    assert lines[at + 1 : at + 3] == ["  mesh", "    data             -1"]
+    assert sum("a long one" in line for line in lines) > 2
+    assert "  none               {}" in lines
+
+
+def test_exported_files_can_be_read_by_others(folder, capsys, tmp_path):
+    called(capsys, "ckpt", "export", str(folder), str(tmp_path / "out"))
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify"])
 def test_folder_that_is_none_is_refused(command, capsys, tmp_path):
     assert "is not a folder" in refused(capsys, "ckpt", command, str(tmp_path / "none"))
     if command != "ls":

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,22 @@ def test_command_fails_with_status_2_and_no_traceback():
 
 
 @pytest.mark.slow
+def test_version_is_that_of_the_package(capsys):
+    assert called(capsys, "--version") == f"jaxpar {metadata.version('jaxpar')}\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "guess"),
+    [("ckp", " Did you mean 'ckpt'?"), ("lanch", " Did you mean 'launch'?"), ("x", "")],
+)
+def test_command_that_there_is_not_is_named(given, guess, capsys):
+    said = refused(capsys, given, "--flag", "value")
+    assert said == (
+        f"jaxpar: there is no command '{given}'.{guess} The commands are ckpt, env, "
+        "launch, layout, plan, schedule."
+    )
+
+
 def test_command_draws_a_png(tmp_path):
     done = run_jaxpar(*RIGHT, "--png", tmp_path / "schedule.png", columns=80)
     assert (done.returncode, done.stderr) == (0, "")
