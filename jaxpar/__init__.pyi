@@ -24,8 +24,9 @@ from .step.precision import Precision, make_precision
 from .step.state import TrainState
 from .step.weighted import Max, Sum, Weighted
 from .training.loop import train
+from .training.opening import open_run
 from .training.recovery import Recovery
-from .training.run import check_reopened, mean_loss, open_run
+from .training.run import check_reopened, mean_loss
 
 __all__ = [
     "Budget",

@@ -21,8 +21,9 @@ from jaxpar.data import Loader, Tokens
 from jaxpar.engine.run_ahead import RunAhead
 from jaxpar.training.loop import train
 from jaxpar.training.metrics import read_metrics
+from jaxpar.training.opening import open_run
 from jaxpar.training.recovery import Recovery
-from jaxpar.training.run import Run, open_run
+from jaxpar.training.run import Run
 from jaxpar.tree import named_leaves
 
 ROWS, LENGTH, VOCAB, WIDTH = 16, 8, 40, 16

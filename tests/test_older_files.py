@@ -22,7 +22,8 @@ import jaxpar
 from jaxpar.checkpoint.manifest import read_manifest
 from jaxpar.models import GPTConfig, gpt_loss, make_gpt
 from jaxpar.training.metrics import read_metrics
-from jaxpar.training.run import Run, open_run
+from jaxpar.training.opening import open_run
+from jaxpar.training.run import Run
 from tests import runs
 
 WRITTEN = Path(__file__).parent / "fixtures" / "run_of_2026_11"

@@ -75,7 +75,7 @@ def train(
       engine: the engine; its state is restored from the run's newest valid checkpoint,
         if there is one.
       data: an iterator over batches with ``get_state()`` and ``set_state(state)``.
-      run: the run's folder, by `jaxpar.training.run.open_run`.
+      run: the run's folder, by `jaxpar.open_run`.
       steps: the step to train to.
       total_steps: the run's last step; None for `steps`. Where it is later, another
         call goes on, perhaps of an engine on another mesh.
@@ -163,10 +163,13 @@ class _Loop:
             self._take_up(start)
             self._evaluate(start)
             return start
+        self.run.require_no_progress()
         start = self.engine.steps
         self.clock.resume(start)
         self._evaluate(start)
         self._save()
+        # Before anything is logged: steps without a checkpoint are a lost one.
+        self._wait_for_saves()
         return start
 
     def go_on(

@@ -1,18 +1,14 @@
-"""What belongs to a run: its folder, and what must match when it is resumed.
+"""What belongs to a run: its folder, its record and its events.
 
-``run.json`` records command, config, data identity, versions and commit at the first
-start, and every change since. A folder that holds another run is refused and not
-modified. ``events.jsonl`` records problems, and what was done about them.
+``events.jsonl`` records problems, and what was done about them.
 """
 
 import dataclasses
 import json
 import math
-import os
 import time
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -20,30 +16,19 @@ import numpy as np
 import xxhash
 
 from jaxpar.checkpoint import Checkpoints
-from jaxpar.checkpoint.folder import complete_steps
 from jaxpar.checkpoint.processes import from_first
 from jaxpar.engine.engine import Engine
-from jaxpar.launch.agreement import require_same
-from jaxpar.launch.lease import is_lease, require_lease, take_lease, use_lease
-from jaxpar.launch.worker_environment import current
+from jaxpar.launch.lease import (
+    require_lease,
+)
 from jaxpar.training.metrics import read_metrics
 from jaxpar.training.record import (
-    FILE,
-    SAME_NUMBERS,
-    as_json,
-    differences,
-    first_record,
-    later_record,
     read,
-    refused,
-    resolved,
     write,
 )
 from jaxpar.types import Batch
 
-_EVENTS, _CHECKPOINTS = "events.jsonl", "checkpoints"
-_LAUNCH = "launch"
-"""The launcher's folder."""
+_EVENTS, CHECKPOINTS = "events.jsonl", "checkpoints"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +79,7 @@ class Run:
     @property
     def checkpoints(self) -> Path:
         """The folder of its checkpoints."""
-        return self.folder / _CHECKPOINTS
+        return self.folder / CHECKPOINTS
 
     def resume(self, engine: Engine, data: Any = None) -> int | None:
         """Restore the newest valid checkpoint.
@@ -109,6 +94,21 @@ class Run:
         if self.newest() is None:
             return None
         return engine.restore(self.checkpoints, data=data)
+
+    def require_no_progress(self) -> None:
+        """Check that a run without a checkpoint has not been trained.
+
+        Raises:
+          FileNotFoundError: if its log has steps: the checkpoints are gone, or are on a
+            disk that is not here.
+        """
+        logged = from_first(lambda: _last_step(self.folder / "metrics.jsonl"))
+        if logged:
+            raise FileNotFoundError(
+                f"out={str(self.folder)!r} has logged {logged} steps, but there is no "
+                f"checkpoint in {str(self.checkpoints)!r}, so that it would start "
+                "anew. Mount or bring back that folder, or choose another one (--out)."
+            )
 
     def newest(self) -> int | None:
         """The step of the newest valid checkpoint; None without one."""
@@ -147,6 +147,12 @@ class Run:
         return {ordinal for each in lists for ordinal in each}
 
 
+def _last_step(path: Path) -> int:
+    """The last step of a log; 0 if there is none."""
+    records = read_metrics(path) if path.exists() else []
+    return max((int(each["step"]) for each in records), default=0)
+
+
 def digest(batch: Batch) -> str:
     """A 128-bit hash of this process's rows of a batch, to recognize it."""
     own = xxhash.xxh3_128()
@@ -166,132 +172,6 @@ def _read_events(path: Path) -> list[dict[str, Any]]:
     """Complete lines; the last one may be truncated."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
-
-
-def open_run(
-    folder: str | os.PathLike[str],
-    config: Any,
-    identity: Mapping[str, Any],
-    *,
-    may_change: Iterable[str] = SAME_NUMBERS,
-    fixed: Mapping[str, str] = MappingProxyType({"schedule_steps": "steps"}),
-    tensorboard: bool | None = None,
-) -> Run:
-    """Start a run in a folder, or go on with the run that it holds.
-
-    Args:
-      folder: for everything that the run writes; made if missing.
-      config: the run's config, a dataclass of JSON values.
-      identity: what else must match to go on (the corpus's sha256).
-      may_change: fields of the config that may differ from the last start, because they
-        change no number but by rounding. `jaxpar.train` asks the engine whether that
-        holds, and records the change.
-      fixed: field of the config, None by default -> the field whose value it takes at
-        the first start and keeps; a config without the field has nothing fixed.
-      tensorboard: write TensorBoard events beside ``metrics.jsonl``; None for the
-        config's field of that name, or not.
-
-    Returns:
-      The run; `Run.config` is the config with what is fixed.
-
-    Raises:
-      ValueError: if the folder holds another run, or files but no run, or is a file; if
-        the processes of the run differ in config, code, data or versions.
-      LeaseHeldError: if another process runs this run.
-      PermissionError: if the folder can't be written.
-    """
-    wanted = as_json(config, identity)
-    require_same(wanted["config"], wanted["identity"])
-    fixed = {k: v for k, v in fixed.items() if k in wanted["config"]}
-    asks = wanted, set(may_change), fixed
-    record, lease = from_first(lambda: _claim(Path(folder), *asks))
-    kept = {name: record["config"][name] for name in fixed}
-    _say_fixed(record["config"], fixed)
-    events = (
-        getattr(config, "tensorboard", False) if tensorboard is None else tensorboard
-    )
-    config = dataclasses.replace(config, **kept)
-    run = Run(Path(folder), record, events, config)
-    use_lease(Path(folder), lease).keep_for(run)
-    return run
-
-
-def _say_fixed(config: Mapping[str, Any], fixed: Mapping[str, str]) -> None:
-    """Say where a run goes on beyond what was fixed at its first start."""
-    for name, source in fixed.items():
-        if config[source] > config[name] and jax.process_index() == 0:
-            print(
-                f"{source} {config[source]}, {name} {config[name]} since the first "
-                "start: beyond them the last learning rate is held"
-            )
-
-
-def _claim(
-    folder: Path,
-    wanted: Mapping[str, Any],
-    may_change: Set[str],
-    fixed: Mapping[str, str],
-) -> tuple[dict[str, Any], int]:
-    """Find or write the run's record, and its lease; called on process 0 only."""
-    _require_usable(folder)
-    _went_on(folder, wanted, may_change, fixed)
-    worker = current()
-    if worker and worker.lease and _same(worker.folder, folder):
-        lease = use_lease(folder, worker.lease)
-    else:
-        lease = take_lease(folder)
-    # Again: whoever had the lease before may have written it.
-    found = _went_on(folder, wanted, may_change, fixed)
-    if found is not None:
-        return found, lease.number
-    made = first_record(resolved(wanted, None, fixed))
-    lease.require()
-    write(folder, made)
-    return made, lease.number
-
-
-def _went_on(
-    folder: Path,
-    wanted: Mapping[str, Any],
-    may_change: Set[str],
-    fixed: Mapping[str, str],
-) -> dict[str, Any] | None:
-    """The record of the run in a folder as it goes on; None if there is none."""
-    found = read(folder)
-    if found is None:
-        return None
-    now = resolved(wanted, found, fixed)
-    kept = {name: now["config"][name] for name in fixed if name not in found["config"]}
-    found = {**found, "config": {**found["config"], **kept}}
-    changed = differences(found, now)
-    wrong = refused(changed, may_change)
-    if wrong:
-        raise ValueError(
-            f"out={str(folder)!r} holds another run: {'; '.join(wrong)}. "
-            "Choose another folder (--out), or the same settings to resume it."
-        )
-    step = max(complete_steps(folder / _CHECKPOINTS), default=None)
-    return later_record(found, now, changed, step)
-
-
-def _same(one: str | Path, other: str | Path) -> bool:
-    return Path(one).absolute() == Path(other).absolute()
-
-
-def _require_usable(folder: Path) -> None:
-    """Raise if a folder holds neither a run nor nothing."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(
-            f"out={str(folder)!r} is a file. Choose an empty or a new folder (--out)."
-        )
-    own = {_LAUNCH, Path(FILE).with_suffix(".tmp").name}
-    found = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    others = [name for name in found - own if not is_lease(name)]
-    if others and FILE not in found:
-        raise ValueError(
-            f"out={str(folder)!r} has files but no {FILE}, so it is not a jaxpar run. "
-            "Choose an empty or a new folder (--out)."
-        )
 
 
 def mean_loss(engine: Engine, batches: Iterable[Batch]) -> float:

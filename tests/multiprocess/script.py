@@ -18,8 +18,8 @@ from jaxpar.launch import choose_mesh, scaled_accumulation
 from jaxpar.launch.worker_environment import current
 from jaxpar.models import GPTConfig, gpt_loss, make_gpt
 from jaxpar.training.loop import train
+from jaxpar.training.opening import open_run
 from jaxpar.training.recovery import Recovery
-from jaxpar.training.run import open_run
 
 ROWS, LENGTH = 16, 16
 MODEL = GPTConfig(

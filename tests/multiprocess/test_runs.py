@@ -27,7 +27,14 @@ pytestmark = pytest.mark.multiprocess
 class Together:
     """Processes of one run."""
 
-    def __init__(self, folder: Path, steps: int, nan: tuple[int, ...] = ()):
+    def __init__(
+        self,
+        folder: Path,
+        steps: int,
+        nan: tuple[int, ...] = (),
+        *,
+        shared: bool = True,
+    ):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             coordinator = f"127.0.0.1:{free.getsockname()[1]}"
@@ -42,6 +49,8 @@ class Together:
         self.folder, self.processes = folder, []
         folder.parent.mkdir(exist_ok=True)
         for index in range(PROCESSES):
+            if index and not shared:  # As the same path on a disk of its own.
+                spec["folder"] = f"{folder}-of-{index}"
             text = json.dumps(spec | {"index": index})
             with folder.with_suffix(f".{index}.log").open("wb") as log:
                 self.processes.append(
@@ -118,3 +127,14 @@ def test_nan_in_one_process_is_skipped_and_rolled_back_in_all(tmp_path: Path) ->
     (back,) = events(folder, "rolled back")
     assert back["left_out"] == [14, 15, 16]
     assert sorted(losses(folder)) == list(range(1, 25))
+
+
+@pytest.mark.slow
+def test_folder_that_is_not_shared_is_found_before_the_first_step(tmp_path: Path):
+    folder = tmp_path / "own"
+    with Together(folder, 3, shared=False) as run:
+        assert run.codes() == [1] * PROCESSES, run.output()
+    assert run.output().count("is not the same folder for all processes: process 1") > 1
+    assert "Give a folder that all hosts mount (--out)" in run.output()
+    assert not (folder / "metrics.jsonl").exists()
+    assert not (folder / "checkpoints").exists()

@@ -5,6 +5,7 @@ import functools
 import itertools
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -282,3 +283,16 @@ def test_run_goes_on_on_another_mesh(
     assert ", 2 starts" in capsys.readouterr().out
     expected = losses(tmp_path / "one")
     assert losses(tmp_path / "two") == pytest.approx(expected, rel=1e-5)
+
+
+def test_run_whose_checkpoints_are_gone_is_no_fresh_start(tmp_path: Path) -> None:
+    go(fresh(), Data(), tmp_path, steps=3)
+    shutil.move(tmp_path / "checkpoints", tmp_path.parent / "elsewhere")
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    message = r"has logged 3 steps, but there is no checkpoint in '.*checkpoints', so"
+    with pytest.raises(FileNotFoundError, match=message):
+        go(fresh(), Data(), tmp_path, steps=3)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    shutil.move(tmp_path.parent / "elsewhere", tmp_path / "checkpoints")
+    go(fresh(), Data(), tmp_path, steps=4)
+    assert sorted(losses(tmp_path)) == [1, 2, 3, 4]

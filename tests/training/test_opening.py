@@ -13,7 +13,7 @@ import pytest
 
 from jaxpar.launch.lease import is_lease
 from jaxpar.mesh import MeshShape
-from jaxpar.training.run import open_run
+from jaxpar.training.opening import open_run
 
 
 @dataclasses.dataclass(frozen=True)

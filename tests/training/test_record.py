@@ -14,6 +14,7 @@ from flax import nnx
 import jaxpar
 from jaxpar.optim import WithReduction
 from jaxpar.training.loop import train
+from jaxpar.training.opening import open_run
 from jaxpar.training.record import (
     as_json,
     differences,
@@ -24,7 +25,6 @@ from jaxpar.training.record import (
     resolved,
     write,
 )
-from jaxpar.training.run import open_run
 from tests.optim.int8_reduction import Int8Reduction
 from tests.runs import RULES, Data, bits, fresh, losses, make_engine
 

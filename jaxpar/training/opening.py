@@ -1,0 +1,196 @@
+"""When is a folder a run's: made for it, or holding the same one, and nobody else's?
+
+``run.json`` records command, config, data identity, versions and commit at the first
+start, and every change since. A folder that holds another run is refused and not
+modified.
+"""
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterable, Mapping, Set
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from jaxpar.checkpoint.folder import complete_steps
+from jaxpar.checkpoint.processes import from_first, gather
+from jaxpar.launch.agreement import require_same
+from jaxpar.launch.lease import is_lease, read_holder, take_lease, use_lease
+from jaxpar.launch.worker_environment import current
+from jaxpar.training.record import (
+    FILE,
+    SAME_NUMBERS,
+    as_json,
+    differences,
+    first_record,
+    later_record,
+    read,
+    refused,
+    resolved,
+    write,
+)
+from jaxpar.training.run import CHECKPOINTS, Run
+
+_LAUNCH = "launch"
+"""The launcher's folder."""
+
+_SHARED_SECONDS = 30.0
+"""Time for a file of process 0 to be seen by all."""
+
+
+def open_run(
+    folder: str | os.PathLike[str],
+    config: Any,
+    identity: Mapping[str, Any],
+    *,
+    may_change: Iterable[str] = SAME_NUMBERS,
+    fixed: Mapping[str, str] = MappingProxyType({"schedule_steps": "steps"}),
+    tensorboard: bool | None = None,
+) -> Run:
+    """Start a run in a folder, or go on with the run that it holds.
+
+    Args:
+      folder: for everything that the run writes; made if missing.
+      config: the run's config, a dataclass of JSON values.
+      identity: what else must match to go on (the corpus's sha256).
+      may_change: fields of the config that may differ from the last start, because they
+        change no number but by rounding. `jaxpar.train` asks the engine whether that
+        holds, and records the change.
+      fixed: field of the config, None by default -> the field whose value it takes at
+        the first start and keeps; a config without the field has nothing fixed.
+      tensorboard: write TensorBoard events beside ``metrics.jsonl``; None for the
+        config's field of that name, or not.
+
+    Returns:
+      The run; `Run.config` is the config with what is fixed.
+
+    Raises:
+      ValueError: if the folder holds another run, or files but no run, or is a file; if
+        the processes of the run differ in config, code, data or versions.
+      LeaseHeldError: if another process runs this run.
+      PermissionError: if the folder can't be written.
+    """
+    wanted = as_json(config, identity)
+    require_same(wanted["config"], wanted["identity"])
+    fixed = {k: v for k, v in fixed.items() if k in wanted["config"]}
+    asks = wanted, set(may_change), fixed
+    record, lease = from_first(lambda: _claim(Path(folder), *asks))
+    kept = {name: record["config"][name] for name in fixed}
+    _say_fixed(record["config"], fixed)
+    events = (
+        getattr(config, "tensorboard", False) if tensorboard is None else tensorboard
+    )
+    config = dataclasses.replace(config, **kept)
+    run = Run(Path(folder), record, events, config)
+    use_lease(Path(folder), lease).keep_for(run)
+    _require_shared(Path(folder), lease)
+    return run
+
+
+def _require_shared(folder: Path, lease: int) -> None:
+    """Check that every process sees the folder of process 0, by its lease.
+
+    Raises:
+      FileNotFoundError: if a process sees another one, or none.
+    """
+    if jax.process_count() == 1:
+        return
+    right = gather(_seen(folder, lease))[0]
+    # A network file system may show a new file a little later.
+    until = time.monotonic() + _SHARED_SECONDS
+    while _seen(folder, lease) != right and time.monotonic() < until:
+        time.sleep(0.2)
+    apart = [i for i, own in enumerate(gather(_seen(folder, lease))) if own != right]
+    if apart:
+        raise FileNotFoundError(
+            f"out={str(folder)!r} is not the same folder for all processes: "
+            f"{', '.join(f'process {i}' for i in apart)} can't see what process 0 has "
+            "written. Give a folder that all hosts mount (--out)."
+        )
+
+
+def _seen(folder: Path, lease: int) -> list[Any]:
+    """What is the same for all that see a lease."""
+    holder = read_holder(folder, lease)
+    return [holder.hostname, holder.pid, holder.since] if holder else []
+
+
+def _say_fixed(config: Mapping[str, Any], fixed: Mapping[str, str]) -> None:
+    """Say where a run goes on beyond what was fixed at its first start."""
+    for name, source in fixed.items():
+        if config[source] > config[name] and jax.process_index() == 0:
+            print(
+                f"{source} {config[source]}, {name} {config[name]} since the first "
+                "start: beyond them the last learning rate is held"
+            )
+
+
+def _claim(
+    folder: Path,
+    wanted: Mapping[str, Any],
+    may_change: Set[str],
+    fixed: Mapping[str, str],
+) -> tuple[dict[str, Any], int]:
+    """Find or write the run's record, and its lease; called on process 0 only."""
+    _require_usable(folder)
+    _went_on(folder, wanted, may_change, fixed)
+    worker = current()
+    if worker and worker.lease and _same(worker.folder, folder):
+        lease = use_lease(folder, worker.lease)
+    else:
+        lease = take_lease(folder)
+    # Again: whoever had the lease before may have written it.
+    found = _went_on(folder, wanted, may_change, fixed)
+    if found is not None:
+        return found, lease.number
+    made = first_record(resolved(wanted, None, fixed))
+    lease.require()
+    write(folder, made)
+    return made, lease.number
+
+
+def _went_on(
+    folder: Path,
+    wanted: Mapping[str, Any],
+    may_change: Set[str],
+    fixed: Mapping[str, str],
+) -> dict[str, Any] | None:
+    """The record of the run in a folder as it goes on; None if there is none."""
+    found = read(folder)
+    if found is None:
+        return None
+    now = resolved(wanted, found, fixed)
+    kept = {name: now["config"][name] for name in fixed if name not in found["config"]}
+    found = {**found, "config": {**found["config"], **kept}}
+    changed = differences(found, now)
+    wrong = refused(changed, may_change)
+    if wrong:
+        raise ValueError(
+            f"out={str(folder)!r} holds another run: {'; '.join(wrong)}. "
+            "Choose another folder (--out), or the same settings to resume it."
+        )
+    step = max(complete_steps(folder / CHECKPOINTS), default=None)
+    return later_record(found, now, changed, step)
+
+
+def _same(one: str | Path, other: str | Path) -> bool:
+    return Path(one).absolute() == Path(other).absolute()
+
+
+def _require_usable(folder: Path) -> None:
+    """Raise if a folder holds neither a run nor nothing."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(
+            f"out={str(folder)!r} is a file. Choose an empty or a new folder (--out)."
+        )
+    own = {_LAUNCH, Path(FILE).with_suffix(".tmp").name}
+    found = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    others = [name for name in found - own if not is_lease(name)]
+    if others and FILE not in found:
+        raise ValueError(
+            f"out={str(folder)!r} has files but no {FILE}, so it is not a jaxpar run. "
+            "Choose an empty or a new folder (--out)."
+        )

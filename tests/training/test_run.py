@@ -1,0 +1,36 @@
+"""Are a run's record, events and progress those of its folder?"""
+
+import dataclasses
+import json
+
+import pytest
+
+from jaxpar.training.opening import open_run
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    steps: int = 10
+    rate: float = 0.1
+
+
+def test_events_are_lines_and_a_truncated_one_is_dropped(tmp_path):
+    run = open_run(tmp_path, Config(), {})
+    run.note("bad", 3, loss=float("nan"), left_out=[4, 5])
+    run.note("bad", 6, left_out=[5, 7])
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"event": "ba')
+    assert [event["step"] for event in run.events()] == [3, 6]
+    assert run.events()[0]["loss"] == "nan"
+    assert run.batches_left_out() == {4, 5, 7}
+
+
+def test_run_without_a_log_or_with_an_empty_one_may_start(tmp_path):
+    run = open_run(tmp_path, Config(), {})
+    run.require_no_progress()
+    (tmp_path / "metrics.jsonl").write_text("")
+    run.require_no_progress()
+    line = json.dumps({"step": 7, "time": 1.0, "loss": 2.0})
+    (tmp_path / "metrics.jsonl").write_text(line + "\n")
+    with pytest.raises(FileNotFoundError, match=r"logged 7 steps.*Mount or bring back"):
+        run.require_no_progress()
