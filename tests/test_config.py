@@ -1,6 +1,7 @@
 """Does the command line say what it takes, and what a misspelt flag should be?"""
 
 import dataclasses
+import json
 import sys
 import types
 
@@ -74,6 +75,59 @@ def test_wrong_type_says_flag_and_type(capsys):
     shown = captured.out + captured.err
     assert "--steps" in shown
     assert "many" in shown
+
+
+@dataclasses.dataclass(frozen=True)
+class Nested(Config):
+    data: tuple[str, ...] = ("a",)
+    tensorboard: bool = False
+    out: str = "runs/x"
+    mesh: MeshShape = MeshShape()  # noqa: RUF009 - frozen
+
+
+WRITTEN = Nested(7, MeshShape(tensor=2), None, ("x y", "z"), True, "runs/a b")
+AS_YAML = """
+steps: 7
+clip_norm: null
+mesh: {tensor: 2}
+data: [x y, z]
+tensorboard: true
+out: runs/a b
+"""
+
+
+@pytest.mark.parametrize("name", ["run.json", "flags.json", "flags.yaml"])
+def test_flags_are_taken_from_a_file_and_others_win(name, tmp_path):
+    own = dataclasses.asdict(WRITTEN)
+    record = {"config": own, "identity": {"corpus": "abc"}, "command": []}
+    file = tmp_path / name
+    texts = {"run.json": json.dumps(record), "flags.json": json.dumps(own)}
+    file.write_text(texts.get(name, AS_YAML))
+    assert parse(Nested, None, ["--config", str(file)]) == WRITTEN
+    beside = ["--mesh.data=4", f"--config={file}", "--steps", "9", "--no-tensorboard"]
+    found = parse(Nested, None, [*beside, "--clip-norm", "0.5", "--data"])
+    assert found == Nested(9, MeshShape(4, tensor=2), 0.5, (), False, "runs/a b")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("- a\n- b", "must have names and values, such as steps: 100"),
+        ("a: [", "is not YAML"),
+        ("stesp: 3", "--steps"),
+        ("steps: many", "many"),
+        (None, "No such file"),
+    ],
+)
+def test_file_that_has_no_flags_is_named(text, said, tmp_path, capsys):
+    file = tmp_path / "flags.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(SystemExit) as stopped:
+        parse(Nested, None, ["--config", str(file)])
+    assert stopped.value.code == 2
+    captured = capsys.readouterr()
+    assert said in captured.out + captured.err
 
 
 def test_mesh_auto_needs_a_target(capsys):
