@@ -2,7 +2,7 @@
 
 from . import data, models, optim, sparse_attention
 from .checkpoint import DamagedError, Keep
-from .cli.recipe_flags import parse
+from .cli.recipe_flags import run_recipe
 from .compiled.budget import Budget, BudgetExceeded
 from .engine.engine import Engine
 from .engine.initialize import initialize
@@ -63,9 +63,9 @@ __all__ = [
     "models",
     "open_run",
     "optim",
-    "parse",
     "plan",
     "remat",
+    "run_recipe",
     "scaled_accumulation",
     "sparse_attention",
     "train",

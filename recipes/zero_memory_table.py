@@ -143,4 +143,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(jaxpar.parse(Config, __doc__))
+    jaxpar.run_recipe(main, Config, __doc__)

@@ -1,14 +1,60 @@
-"""How does a recipe parse its flags: `jaxpar.config`, plus the search for a mesh."""
+"""How does a recipe start: its flags are read, and a wrong one is answered in a line.
+
+Flags are those of `jaxpar.config`, plus the search for a mesh.
+"""
 
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxpar import config as flags
 from jaxpar.config import Config
+from jaxpar.launch.heartbeat import own_heartbeat
+from jaxpar.launch.worker_environment import current
+
+_WRONG = (ValueError, TypeError, OSError, ImportError)
+"""Errors before the first step that mean that a setting can't work."""
+
+_TRACEBACK = "--traceback"
+_HELP = f"{_TRACEBACK} shows where an error comes from."
+
+
+def run_recipe(
+    main: Callable[[Config], None],
+    config: type[Config],
+    description: str | None,
+    args: Sequence[str] | None = None,
+) -> None:
+    """Read a recipe's flags, and run it; a wrong setting is answered in one line.
+
+    Args:
+      main: the recipe.
+      config: a frozen dataclass, every field with a default.
+      description: what the recipe does, for ``--help``.
+      args: the arguments; None for the process's own.
+
+    Raises:
+      SystemExit: for ``--help`` (0) and for errors (2), after printing the message. An
+        error after the first step has a traceback.
+    """
+    given = list(sys.argv[1:] if args is None else args)
+    others = [word for word in given if word != _TRACEBACK]
+    described = "\n\n".join(filter(None, (description, _HELP)))
+    chosen = parse(config, described, others)
+    try:
+        main(chosen)
+    except _WRONG as error:
+        is_wrong = own_heartbeat().phase in ("start", "restore")
+        # Its launcher prints a worker's error once for all.
+        if others != given or current() is not None or not is_wrong:
+            raise
+        said = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        name = Path(sys.argv[0]).name
+        print(f"{name}: {said}\n({_TRACEBACK} shows where)", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def parse(

@@ -1,7 +1,8 @@
-"""Does `--mesh auto` run the search, and take the flags of the best?"""
+"""Is `--mesh auto` searched, and is a wrong setting answered in a line?"""
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 from jaxpar.cli.recipe_flags import parse
 from jaxpar.mesh import MeshShape
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,3 +85,68 @@ def test_mesh_auto_stops_where_nothing_is_found(capfd):
     said = " ".join(capfd.readouterr().err.split())
     assert "has no build; a recipe has a dataclass Config" in said
     assert "--mesh auto: no mesh was found" in said
+
+
+RECIPE = """
+import dataclasses, sys
+from jaxpar.cli.recipe_flags import run_recipe
+from jaxpar.launch.heartbeat import own_heartbeat
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    step: int = 0
+
+def main(config):
+    if config.step:
+        own_heartbeat().enter("step", config.step)
+    error = ValueError("rows=3 must be even; give 4.")
+    error.add_note("It is the loader's.")
+    raise error
+
+run_recipe(main, Config, "Fail.")
+"""
+
+
+def fails(tmp_path: Path, *flags: str, **environment: str) -> tuple[int, str]:
+    script = tmp_path / "train.py"
+    script.write_text(RECIPE)
+    done = subprocess.run(
+        [sys.executable, str(script), *flags],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )
+    return done.returncode, done.stderr
+
+
+def test_wrong_setting_is_answered_in_a_line_with_a_code(tmp_path):
+    assert fails(tmp_path) == (
+        2,
+        "train.py: rows=3 must be even; give 4.\nIt is the loader's.\n"
+        "(--traceback shows where)\n",
+    )
+
+
+@pytest.mark.parametrize("flags", [("--traceback",), ("--step=1",)])
+def test_traceback_is_shown_where_asked_and_after_the_first_step(flags, tmp_path):
+    code, said = fails(tmp_path, *flags)
+    assert code == 1
+    assert said.startswith("Traceback (most recent call last):")
+    assert "ValueError: rows=3 must be even" in said
+
+
+def test_recipes_of_ours_answer_in_a_line(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "recipes/gpt.py", "--model=big", f"--out={tmp_path / 'run'}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("gpt.py: gpt_config: name='big' must be one of")
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
