@@ -60,6 +60,7 @@ def test_what_is_no_pattern_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:
+    own = ("--traceback", "--out", str(tmp_path / "run"))
     with pytest.raises(ValueError, match=message):
-        told(monkeypatch, capsys, RECIPE, *args, "--out", str(tmp_path / "run"))
+        told(monkeypatch, capsys, RECIPE, *args, *own)
     assert not (tmp_path / "run").exists()
