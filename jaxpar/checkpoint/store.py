@@ -335,9 +335,8 @@ class Checkpoints:
         if content.run != run and not force:
             raise ValueError(
                 f"folder {str(self._folder)!r} holds another run, up to step "
-                f"{newest}. Nothing was written. Save to another folder, restore "
-                "from this one to resume its run, or pass force=True to "
-                "continue it from the current state"
+                f"{newest}. Nothing was written. Save to another folder, or restore "
+                "from this one first, to go on with its run"
             )
         if content.run == run and step in self.steps():
             return

@@ -53,7 +53,9 @@ def test_another_run_is_refused_unless_forced(folder: Path, tree: Tree) -> None:
     save(folder, 1, tree=tree)
     before = everything_in(folder)
     checkpoints = Checkpoints(folder)
-    with pytest.raises(ValueError, match=r"holds another run, up to step 1\. .*force="):
+    with pytest.raises(
+        ValueError, match=r"holds another run, up to step 1\. .*or restore "
+    ):
         checkpoints.save(2, tree)
     assert everything_in(folder) == before
     checkpoints.save(2, tree, force=True)
