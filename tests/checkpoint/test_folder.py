@@ -7,6 +7,7 @@ import pytest
 
 from jaxpar.checkpoint import folder as files
 from jaxpar.checkpoint.manifest import DamagedError, Manifest, seal
+from jaxpar.launch.lease import take_lease
 
 
 def save(folder: Path, step: int, text: str = "bytes", **fields) -> Path:
@@ -27,6 +28,9 @@ def test_only_folders_with_the_name_of_a_step_are_steps(tmp_path):
     assert list(files.step_folders(tmp_path)) == [123456789, 3]
     assert files.step_folders(tmp_path / "absent") == {}
     assert files.saving_path(tmp_path, 3).name == "step_00000003.saving"
+    take_lease(tmp_path / "run").give_back()
+    own = files.saving_path(tmp_path / "run" / "checkpoints", 3)
+    assert own.name == "step_00000003.saving.1"
 
 
 def test_newest_sound_step_is_chosen_and_the_others_are_named(tmp_path):
@@ -100,7 +104,8 @@ def test_damaged_steps_make_way_under_a_new_name(tmp_path):
 
 
 def test_remains_are_cleaned_up_and_nothing_else(tmp_path):
-    for name in ("step_00000001.saving", "step_00000002.deleting", "notes.saving"):
+    left = ("step_00000001.saving", "step_00000002.deleting", "step_00000003.saving.7")
+    for name in (*left, "notes.saving"):
         (tmp_path / name).mkdir()
     save(tmp_path, 3)
     files.delete_step(tmp_path, 3)

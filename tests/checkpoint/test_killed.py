@@ -55,7 +55,7 @@ def wait_for_a_step_after(folder: Path, step: int, process: BaseProcess) -> None
 def kill_inside_a_save(process: BaseProcess, checkpoints: Path) -> bool:
     """Kill while a save is under way; whether one was seen."""
     for _ in range(5000):
-        if any(checkpoints.glob(f"*{files.SAVING}")):
+        if any(checkpoints.glob(f"*{files.SAVING}*")):
             process.kill()
             return True
         process.join(0.0005)
