@@ -22,6 +22,7 @@ from jaxpar.launch.lease import is_lease, read_holder, take_lease, use_lease
 from jaxpar.launch.worker_environment import current
 from jaxpar.training.record import (
     FILE,
+    OF_RATES,
     SAME_NUMBERS,
     as_json,
     differences,
@@ -58,7 +59,8 @@ def open_run(
       identity: what else must match to go on (the corpus's sha256).
       may_change: fields of the config that may differ from the last start, because they
         change no number but by rounding. `jaxpar.train` asks the engine whether that
-        holds, and records the change.
+        holds, and records the change. "steps" and "schedule" only of a config with a
+        field in `fixed`: another one's learning rate may depend on them.
       fixed: field of the config, None by default -> the field whose value it takes at
         the first start and keeps; a config without the field has nothing fixed.
       tensorboard: write TensorBoard events beside ``metrics.jsonl``; None for the
@@ -76,7 +78,8 @@ def open_run(
     wanted = as_json(config, identity)
     require_same(wanted["config"], wanted["identity"])
     fixed = {k: v for k, v in fixed.items() if k in wanted["config"]}
-    asks = wanted, set(may_change), fixed
+    allowed = set(may_change) - (set() if fixed else OF_RATES)
+    asks = wanted, allowed, fixed
     record, lease = from_first(lambda: _claim(Path(folder), *asks))
     kept = {name: record["config"][name] for name in fixed}
     _say_fixed(record["config"], fixed)

@@ -34,6 +34,10 @@ SAME_NUMBERS = (
 """Fields of a config that change no number of a run but by rounding, unless its engine
 says otherwise (`jaxpar.engine.compiled_step.StepSpec.changes_with`)."""
 
+OF_RATES = {"steps", "schedule"}
+"""Fields on which the learning rate may depend, unless the config has the length of its
+schedule as a field; "schedule" is then a pipeline's."""
+
 
 def as_json(config: Any, identity: Mapping[str, Any]) -> dict[str, Any]:
     """A run's settings, as ``run.json`` has them."""

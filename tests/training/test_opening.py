@@ -117,6 +117,13 @@ def test_run_may_go_on_on_another_mesh(tmp_path):
     assert contents(tmp_path) == before, "until an engine has agreed"
 
 
+def test_steps_may_set_the_rate_of_a_config_that_does_not_say_otherwise(tmp_path):
+    """As in a recipe of somebody's own: cosine over `steps`."""
+    open_run(tmp_path, Config(), IDENTITY)
+    with pytest.raises(ValueError, match="holds another run: steps is 10 there, 20"):
+        open_run(tmp_path, Config(steps=20), IDENTITY)
+
+
 def test_setting_that_the_record_lacks_differs(tmp_path):
     open_run(tmp_path, Config(), {})
     message = "corpus_sha256 is None there, 'abc' here"
