@@ -173,7 +173,8 @@ class Checkpoints:
         self._release()
         lost = [why for why in failed if why and why.startswith("LeaseLostError")]
         if lost:
-            raise LeaseLostError(lost[0]) from error
+            own = isinstance(error, LeaseLostError)
+            raise LeaseLostError(str(error) if own else lost[0]) from error
         said = "; ".join(
             why if len(failed) == 1 else f"process {i}: {why}"
             for i, why in enumerate(failed)

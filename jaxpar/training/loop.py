@@ -100,7 +100,7 @@ def train(
         "console": loop.console,
         "append": True,
     }
-    with _only_one(), StopSignals() as signals, warnings.catch_warnings():
+    with _ends_if_replaced(), StopSignals() as signals, warnings.catch_warnings():
         warnings.simplefilter("ignore", SkippedStepWarning)  # The loop reports them.
         start: int | None = loop.begin()
         while start is not None:
@@ -111,7 +111,7 @@ def train(
 
 
 @contextlib.contextmanager
-def _only_one() -> Iterator[None]:
+def _ends_if_replaced() -> Iterator[None]:
     """End the run, without another line written, once another process has it."""
     try:
         yield
@@ -168,7 +168,7 @@ class _Loop:
         self.clock.resume(start)
         self._evaluate(start)
         self._save()
-        # Before anything is logged: steps without a checkpoint are a lost one.
+        # Before a step is logged: a log without a checkpoint means that it was lost.
         self._wait_for_saves()
         return start
 

@@ -18,14 +18,9 @@ import xxhash
 from jaxpar.checkpoint import Checkpoints
 from jaxpar.checkpoint.processes import from_first
 from jaxpar.engine.engine import Engine
-from jaxpar.launch.lease import (
-    require_lease,
-)
+from jaxpar.launch.lease import require_lease
 from jaxpar.training.metrics import read_metrics
-from jaxpar.training.record import (
-    read,
-    write,
-)
+from jaxpar.training.record import read, write
 from jaxpar.types import Batch
 
 _EVENTS, CHECKPOINTS = "events.jsonl", "checkpoints"
