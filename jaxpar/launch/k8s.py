@@ -9,7 +9,7 @@ import json
 import sys
 from typing import Any
 
-from jaxpar.exit_codes import FINAL, STOPPED
+from jaxpar.launch.exit_codes import FINAL, STOPPED
 from jaxpar.launch.k8s_job import NODE, K8s, check
 from jaxpar.launch.k8s_pod import make_container, make_pod, secret_key
 from jaxpar.launch.security import AUTHORITY, CERTIFICATE, KEY

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from jaxpar.exit_codes import GAVE_UP, STOPPED
+from jaxpar.launch.exit_codes import GAVE_UP, STOPPED
 from jaxpar.launch.group import tail
 from jaxpar.launch.ray_cluster import connected
 from jaxpar.launch.rendezvous import POLL_SECONDS

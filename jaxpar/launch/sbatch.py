@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxpar.exit_codes import STOPPED
+from jaxpar.launch.exit_codes import STOPPED
 
 # Slurm warns up to a minute early, and kills a task that has no handler yet.
 _UNTIL_IT_LISTENS = """bash -c 'trap "" USR1; exec "$@"' jaxpar"""

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
-from jaxpar.exit_codes import GAVE_UP, REPLACED, STOPPED
+from jaxpar.launch.exit_codes import GAVE_UP, REPLACED, STOPPED
 from jaxpar.launch.group import Group
 from jaxpar.launch.lease import LeaseLostError, take_lease
 from jaxpar.launch.rendezvous import (

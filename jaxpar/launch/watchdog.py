@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
-from jaxpar.exit_codes import FINAL, STOPPED
+from jaxpar.launch.exit_codes import FINAL, STOPPED
 from jaxpar.launch.group import Group
 from jaxpar.launch.limits import Limits
 from jaxpar.launch.rendezvous import POLL_SECONDS, Attempt, Board, Kind, wait_until

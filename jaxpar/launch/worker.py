@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-from jaxpar.exit_codes import REFUSED
+from jaxpar.launch.exit_codes import REFUSED
 from jaxpar.launch.group import STACKS_SIGNAL
 from jaxpar.launch.heartbeat import own_heartbeat
 from jaxpar.launch.worker_environment import Worker, current, say_error

@@ -20,7 +20,7 @@ from jaxpar.checkpoint import Keep
 from jaxpar.engine.engine import Engine
 from jaxpar.engine.replicas import CorruptionError
 from jaxpar.engine.run_ahead import SkippedStepWarning
-from jaxpar.exit_codes import CORRUPT, DIVERGED, REPLACED, SAVE_FAILED, STOPPED
+from jaxpar.launch.exit_codes import CORRUPT, DIVERGED, REPLACED, SAVE_FAILED, STOPPED
 from jaxpar.launch.lease import LeaseLostError
 from jaxpar.training import goodput
 from jaxpar.training.metrics import MetricsLogger

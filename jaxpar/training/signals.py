@@ -18,9 +18,9 @@ class RunStopped(SystemExit):
     """A run ended before its last step; scripts exit with its code.
 
     Attributes:
-      code: of `jaxpar.exit_codes`: `STOPPED` (saved at a signal: start it again to
-        resume), `SAVE_FAILED`, `CORRUPT`, `DIVERGED`, or `REPLACED` (another process
-        has taken the run over).
+      code: of `jaxpar.launch.exit_codes`: `STOPPED` (saved at a signal: start it
+        again to resume), `SAVE_FAILED`, `CORRUPT`, `DIVERGED`, or `REPLACED` (another
+        process has taken the run over).
       why: the reason, as text.
     """
 

@@ -9,9 +9,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 NO_LOGIC = {
-    "exit_codes": "constants",
     "types": "names of types",
     "sharding/tensor": "names of dims and axes",
+    "launch/exit_codes": "constants",
     "launch/gloo": "one setting, which tests/multiprocess needs",
 }
 """Modules without a test file -> why."""

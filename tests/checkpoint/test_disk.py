@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpar.checkpoint import Checkpoints, SaveFailedError
-from jaxpar.exit_codes import SAVE_FAILED
+from jaxpar.launch.exit_codes import SAVE_FAILED
 from jaxpar.training.signals import RunStopped
 from tests.runs import RULES, STEPS, Data, events, fresh, go, run_in
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.exit_codes import DIVERGED, FINAL, GAVE_UP, STOPPED
+from jaxpar.launch.exit_codes import DIVERGED, FINAL, GAVE_UP, STOPPED
 from jaxpar.launch.k8s import commands, make_job_set, manifest, write_manifest
 from jaxpar.launch.security import read_tls
 from jaxpar.launch.worker_environment import Tls

@@ -13,8 +13,8 @@ import pytest
 
 from jaxpar.cli import launch as cli_launch
 from jaxpar.cli.launch import Ray, _start_ray
-from jaxpar.exit_codes import STOPPED
 from jaxpar.launch import ray_hosts
+from jaxpar.launch.exit_codes import STOPPED
 from jaxpar.launch.ray_hosts import VARIABLE, Hosts, ray_place, start_on_ray
 from jaxpar.launch.scheduler import Place
 from jaxpar.launch.start import Launch

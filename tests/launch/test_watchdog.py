@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.exit_codes import CORRUPT, DIVERGED, STOPPED
 from jaxpar.launch import watchdog
+from jaxpar.launch.exit_codes import CORRUPT, DIVERGED, STOPPED
 from jaxpar.launch.group import Group
 from jaxpar.launch.heartbeat import Beat
 from jaxpar.launch.limits import Limits

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.exit_codes import REFUSED
+from jaxpar.launch.exit_codes import REFUSED
 from jaxpar.launch.worker_environment import Worker
 
 ROOT = Path(__file__).resolve().parents[2]

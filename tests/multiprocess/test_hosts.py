@@ -13,8 +13,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxpar.exit_codes import GAVE_UP
 from jaxpar.launch.certificates import make_certificates
+from jaxpar.launch.exit_codes import GAVE_UP
 from tests.multiprocess.launching import Launched, command, run_to_the_end
 from tests.multiprocess.test_launch import assert_same_end
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.exit_codes import REFUSED, STOPPED
+from jaxpar.launch.exit_codes import REFUSED, STOPPED
 from jaxpar.training.goodput import read_account, total
 from jaxpar.training.metrics import read_metrics
 from tests.multiprocess.launching import (

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jaxpar.exit_codes import REPLACED
+from jaxpar.launch.exit_codes import REPLACED
 from jaxpar.launch.lease import newest_lease
 from tests.multiprocess.launching import (
     LIMIT_SECONDS,

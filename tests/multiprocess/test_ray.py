@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
-from jaxpar.exit_codes import GAVE_UP, REFUSED, STOPPED
+from jaxpar.launch.exit_codes import GAVE_UP, REFUSED, STOPPED
 from jaxpar.launch.lease import take_lease
 from jaxpar.launch.rendezvous import Board
 from jaxpar.launch.security import is_loopback

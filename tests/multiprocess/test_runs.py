@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jaxpar.exit_codes import STOPPED
+from jaxpar.launch.exit_codes import STOPPED
 from tests.multiprocess.launching import ROOT, environment
 from tests.multiprocess.test_training import end
 from tests.runs import bits, events, fresh, losses, run_in

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.exit_codes import STOPPED
+from jaxpar.launch.exit_codes import STOPPED
 from tests.multiprocess.launching import (
     ROOT,
     SCRIPT,

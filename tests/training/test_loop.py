@@ -17,7 +17,7 @@ import pytest
 
 import jaxpar
 from jaxpar.checkpoint import Checkpoints
-from jaxpar.exit_codes import CORRUPT, DIVERGED, SAVE_FAILED, STOPPED
+from jaxpar.launch.exit_codes import CORRUPT, DIVERGED, SAVE_FAILED, STOPPED
 from jaxpar.training.loop import train
 from jaxpar.training.metrics import read_metrics
 from jaxpar.training.signals import RunStopped

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from jaxpar.exit_codes import STOPPED
+from jaxpar.launch.exit_codes import STOPPED
 from jaxpar.training.signals import RunStopped, StopSignals
 
 
