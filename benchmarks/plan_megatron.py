@@ -2,7 +2,7 @@
 
 Every row is planned with benchmarks/megatron_gpt.py on the row's GPUs: tensor and pipe
 as there, every layer run again, attention's scores written, 1F1B, bf16. Nothing is
-fitted: the error is what the rates of `jaxpar.planner.hardware` and the compiled step
+fitted: the error is what the rates of `jaxpar.compiled.hardware` and the compiled step
 give. Needs the compilers (`.ci/setup --compilers yes`); no GPU.
 
     python benchmarks/plan_megatron.py
@@ -28,8 +28,8 @@ from rich.table import Table
 
 from benchmarks.record import write_result
 from jaxpar.cli.recipe_flags import parse
+from jaxpar.compiled.hardware import load_hardware
 from jaxpar.models.gpt.presets import gpt_config
-from jaxpar.planner.hardware import load_hardware
 from jaxpar.planner.plan import Plan
 from jaxpar.planner.recipe import plan_in_subprocess
 from jaxpar.planner.roofline import Estimate

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import optax
 
 import jaxpar
+from jaxpar.compiled.hardware import load_hardware
 from jaxpar.compiled.program import read_program
 from jaxpar.models import GPTConfig, gpt_loss, make_gpt
 from jaxpar.planner.absent_devices import gpu_devices
-from jaxpar.planner.hardware import load_hardware
 from jaxpar.sparse_attention import causal_pattern
 
 SIZES = {"bert-base": (12, 768, 12), "bert-large": (24, 1024, 16)}

@@ -18,7 +18,7 @@ import jax
 from jax._src import xla_bridge  # TODO(jax issue 23971): no public way, see below.
 from jax.experimental import topologies
 
-from jaxpar.planner.hardware import Hardware, load_hardware, target_config
+from jaxpar.compiled.hardware import Hardware, load_hardware, target_config
 
 _CUDA_PLUGIN = "jax_plugins.xla_cuda13"
 

@@ -6,8 +6,8 @@ import platform
 
 import jax
 
+from jaxpar.compiled.hardware import kinds, load_hardware
 from jaxpar.planner.absent_devices import has_gpu_compiler, has_tpu_compiler
-from jaxpar.planner.hardware import kinds, load_hardware
 
 _PACKAGES = (
     "jaxpar", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy",

@@ -1,6 +1,6 @@
 """How long should a step take: each kind of work divided by its rate.
 
-Nothing here is fitted to a run: rates are those of `jaxpar.planner.hardware`, each
+Nothing here is fitted to a run: rates are those of `jaxpar.compiled.hardware`, each
 times the fraction that large transfers and matmuls reach.
 """
 

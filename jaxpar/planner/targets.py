@@ -9,13 +9,13 @@ from typing import Any
 
 import jax
 
+from jaxpar.compiled.hardware import Hardware, kinds, load_hardware
 from jaxpar.planner.absent_devices import (
     gpu_devices,
     has_gpu_compiler,
     has_tpu_compiler,
     tpu_devices,
 )
-from jaxpar.planner.hardware import Hardware, kinds, load_hardware
 
 
 @dataclasses.dataclass(frozen=True)

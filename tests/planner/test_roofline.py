@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from jaxpar.compiled.collectives import Collective
+from jaxpar.compiled.hardware import Hardware
 from jaxpar.mesh import MeshShape
-from jaxpar.planner.hardware import Hardware
 from jaxpar.planner.roofline import Work, assumptions, estimate
 from jaxpar.planner.targets import Target, parse_target
 from jaxpar.planner.work import Traffic

@@ -4,7 +4,12 @@ import re
 
 import pytest
 
-from jaxpar.planner.hardware import kinds, load_hardware, target_config
+from jaxpar.compiled.hardware import (
+    hardware_of,
+    kinds,
+    load_hardware,
+    target_config,
+)
 
 
 @pytest.mark.parametrize("kind", kinds())
@@ -25,6 +30,23 @@ def test_file_has_rates_that_can_be_and_their_sources(kind):
     assert set(found.sources) == {"memory", "peak", "links"}
     assert all("achieved: " in source for source in found.sources.values())
     assert bool(found.compiler) == (found.platform == "cuda")
+
+
+@pytest.mark.parametrize(
+    ("called", "kind"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("TPU v5 lite", "v5e"),
+        ("TPU v5", "v5p"),
+        ("TPU v6 lite", "v6e"),
+        ("cpu", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_device_that_is_here_is_known_by_the_name_that_jax_has_for_it(called, kind):
+    found = hardware_of(called)
+    assert (found and found.kind) == kind
 
 
 def rates(text: str, unit: str) -> dict[int, tuple[float, int, int]]:

@@ -33,6 +33,7 @@ class Hardware:
     Attributes:
       kind: such as "h100".
       name: the vendor's.
+      called: names that JAX has for it (``jax.Device.device_kind``).
       platform: "cuda", "tpu" or "cpu".
       memory_bytes: of the device's own memory.
       memory_rate: bytes per second, reads and writes.
@@ -48,6 +49,7 @@ class Hardware:
 
     kind: str
     name: str
+    called: tuple[str, ...]
     platform: str
     memory_bytes: int
     memory_rate: float
@@ -89,6 +91,7 @@ def load_hardware(kind: str) -> Hardware:
     return Hardware(
         kind=kind,
         name=found["name"],
+        called=tuple(found.get("called", [found["name"]])),
         platform=found["platform"],
         memory_bytes=memory["bytes"],
         memory_rate=memory["bytes_per_second"],
@@ -101,6 +104,23 @@ def load_hardware(kind: str) -> Hardware:
         sources=sources,
         compiler=found.get("compiler", {}),
     )
+
+
+def hardware_of(device_kind: str) -> Hardware | None:
+    """The hardware of a device that is here.
+
+    Args:
+      device_kind: as JAX names it (``jax.Device.device_kind``).
+
+    Returns:
+      Its file's; None for one without a file, as a CPU.
+
+    Example:
+      >>> hardware_of("TPU v5 lite").kind
+      'v5e'
+    """
+    all_kinds = map(load_hardware, kinds())
+    return next((each for each in all_kinds if device_kind in each.called), None)
 
 
 def target_config(hardware: Hardware) -> str:
