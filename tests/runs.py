@@ -144,7 +144,11 @@ def bits(engine: jaxpar.Engine) -> list[bytes]:
 def losses(folder: Path) -> dict[int, float]:
     found = read_metrics(folder / "metrics.jsonl")
     assert len({record["step"] for record in found}) == len(found)
-    return {record["step"]: record["loss"] for record in found}
+    return {
+        record["step"]: record["train/loss"]
+        for record in found
+        if "train/loss" in record
+    }
 
 
 def events(folder: Path, *kinds: str) -> list[dict[str, Any]]:

@@ -34,8 +34,8 @@ def draw_loss(
     with new_figure(7.0, 3.2) as figure:
         axes = figure.subplots()
         for name, label, style in (
-            ("loss", "training", {"linewidth": 1.0, "color": "#86add2"}),
-            ("heldout_loss", "held-out", {"marker": "o", "color": "#b3261e"}),
+            ("train/loss", "training", {"linewidth": 1.0, "color": "#86add2"}),
+            ("eval/loss", "held-out", {"marker": "o", "color": "#b3261e"}),
         ):
             rows = [(each["step"], each[name]) for each in records if name in each]
             if rows:

@@ -84,6 +84,11 @@ class Clock:
         finally:
             self.enter(before)
 
+    def spent(self, phase: str) -> float:
+        """Seconds that this start has spent in a phase so far."""
+        self._count()
+        return self._seconds.get(phase, 0.0)
+
     def saved(self, step: int) -> None:
         """Record that a step was saved: the steps until then are not repeated."""
         self._count()

@@ -1,35 +1,36 @@
-"""How does a run go? Its numbers, to the console, to JSONL and to TensorBoard.
+"""How does a run go? Its numbers, to the console, to JSONL and to other writers.
 
 The metrics of step n are read only when those of step n + 1 are logged; the device is
 already working on that step, so logging never leaves it idle.
+
+Names have the form ``train/loss``: ``train/`` what the step returns, ``eval/`` what was
+held out, ``perf/`` rates, times and memory, ``workers/`` the processes beside each
+other. Files of before had bare names; they are read under these.
 """
 
-import datetime
-import importlib
 import json
 import math
 import os
 import pathlib
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
 from jax.typing import ArrayLike
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
 from jaxpar.launch.lease import require_lease
+from jaxpar.training.progress_line import ProgressLine
+from jaxpar.training.writers import Guarded, MetricsWriter
 
 _FILE = "metrics.jsonl"
 _RESERVED = ("step", "time")
 _NON_FINITE = ("nan", "inf", "-inf")
-_RATE_WINDOW_S = 600.0
-_REDRAW_S = 0.1
-_PLAIN_LINE_S = 5.0
-_EVENTS_FLUSH_S = 10
+_OF_WORKERS = ("step_seconds", "data_seconds", "memory_gb")
 
 
 class MetricsLogger:
@@ -46,8 +47,8 @@ class MetricsLogger:
       >>> folder = tempfile.mkdtemp()
       >>> with MetricsLogger(folder, total_steps=2, console=False) as logger:
       ...     for step in (1, 2):
-      ...         logger.log(step, {"loss": 4.0 / step})
-      >>> [record["loss"] for record in read_metrics(f"{folder}/metrics.jsonl")]
+      ...         logger.log(step, {"train/loss": 4.0 / step})
+      >>> [record["train/loss"] for record in read_metrics(f"{folder}/metrics.jsonl")]
       [4.0, 2.0]
     """
 
@@ -57,7 +58,8 @@ class MetricsLogger:
         *,
         total_steps: int | None = None,
         tokens_per_step: int | None = None,
-        tensorboard: bool = False,
+        writers: Sequence[MetricsWriter] = (),
+        settings: Mapping[str, Any] = MappingProxyType({}),
         console: bool | Console = True,
         append: bool = False,
         resume_at: int | None = None,
@@ -65,10 +67,11 @@ class MetricsLogger:
         """Open the files; those of another run are never modified.
 
         Args:
-          folder: where ``metrics.jsonl`` (and ``tensorboard/``) go; made if missing.
+          folder: where ``metrics.jsonl`` goes; made if missing.
           total_steps: the last step of the run, for the time left; None if unknown.
           tokens_per_step: tokens of a global batch, for tokens/s; None to leave out.
-          tensorboard: also write TensorBoard event files, complete after `close`.
+          writers: write the numbers elsewhere, too; closed by `close`.
+          settings: of the run, for the writers.
           console: True for standard output, False for none, or a rich console.
           append: continue the file in `folder`, if there is one.
           resume_at: with `append`, the step that the run resumes from: records of later
@@ -76,7 +79,6 @@ class MetricsLogger:
 
         Raises:
           FileExistsError: if `folder` holds metrics and `append` is False.
-          ModuleNotFoundError: if `tensorboard` is asked for and tensorboardX missing.
           ValueError: if `resume_at` is given without `append`, or a line to append to
             is not a record.
         """
@@ -87,26 +89,20 @@ class MetricsLogger:
             )
         self._pending: tuple[int, Mapping[str, ArrayLike]] | None = None
         shown = Console() if console is True else console or None
-        self._progress = _Progress(shown, total_steps, tokens_per_step)
-        self._file = self._events = None
+        self._progress = ProgressLine(shown, total_steps, tokens_per_step)
+        self._file = None
         self._writes = jax.process_index() == 0
         if not self._writes:
             return
-        events = _import_tensorboard() if tensorboard else None
         path = pathlib.Path(folder, _FILE)
         path.parent.mkdir(parents=True, exist_ok=True)
         require_lease(path)
         _prepare_file(path, append, resume_at)
         self._path = path
         self._file = path.open("a", encoding="utf-8")
-        if events is not None:
-            self._events = events.SummaryWriter(
-                str(path.parent / "tensorboard"),
-                purge_step=None if resume_at is None else resume_at + 1,
-                flush_secs=_EVENTS_FLUSH_S,
-                # Names have a resolution of one second: a quick resume would overwrite.
-                filename_suffix=f".{time.time_ns()}",
-            )
+        self._writers = Guarded(writers)
+        place = path.parent
+        self._writers.each(lambda each: each.begin(place, settings, resume_at))
 
     def __enter__(self) -> "MetricsLogger":
         return self
@@ -166,11 +162,9 @@ class MetricsLogger:
         finally:
             if self._file is not None:
                 self._progress.close()
-            if self._events is not None:
-                self._events.close()
-            if self._file is not None:
                 self._file.close()
-            self._file = self._events = None
+                self._writers.each(lambda each: each.close())
+            self._file = None
 
     def _write(self, step: int, metrics: Mapping[str, ArrayLike]) -> None:
         assert self._file is not None
@@ -180,9 +174,7 @@ class MetricsLogger:
         require_lease(self._path)
         self._file.write(_to_line({"step": step, "time": now, **values}))
         self._file.flush()
-        if self._events is not None:
-            for name, value in values.items():
-                self._events.add_scalar(name, value, step, walltime=now)
+        self._writers.each(lambda each: each.write(step, now, values))
         self._progress.update(step, values)
 
 
@@ -193,112 +185,13 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
       path: the file.
 
     Returns:
-      One dict per line: ``step`` as an integer, everything else as floats. A last
-      line that a crash truncated is dropped, with a warning.
+      One dict per line: ``step`` as an integer, everything else as floats, under
+      today's names. A last line that a crash truncated is dropped, with a warning.
 
     Raises:
       ValueError: if any other line is not a record.
     """
     return [_to_numbers(record) for _, record in _read_lines(pathlib.Path(path))]
-
-
-class _Progress:
-    """How far a run is: a bar that is redrawn, or plain lines at intervals."""
-
-    def __init__(
-        self,
-        console: Console | None,
-        total_steps: int | None,
-        tokens_per_step: int | None,
-    ):
-        self._console, self._tokens_per_step = console, tokens_per_step
-        self._draws_bar = console is not None and console.is_interactive
-        self._bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            *([BarColumn(20)] if total_steps else []),
-            console=console,
-            auto_refresh=False,
-            speed_estimate_period=_RATE_WINDOW_S,
-            get_time=lambda: time.monotonic(),
-            disable=not self._draws_bar,
-        )
-        self._bar.add_task("", total=total_steps)
-        (self._task,) = self._bar.tasks
-        self._values: dict[str, float] = {}
-        self._is_shown, self._shown_at, self._shown_tenths = True, -math.inf, 0
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        if self._task.speed is None or self._tokens_per_step is None:
-            return None
-        return self._task.speed * self._tokens_per_step
-
-    def update(self, step: int, values: Mapping[str, float]) -> None:
-        """Take a step's numbers; show them if it is time."""
-        self._values.update(values)
-        if step < self._task.completed:
-            self._bar.reset(self._task.id)
-        self._bar.update(self._task.id, completed=step)
-        self._is_shown = False
-        since = time.monotonic() - self._shown_at
-        tenths = int(self._task.percentage // 10) if self._task.total else 0
-        if self._draws_bar:
-            is_due = since >= _REDRAW_S
-        else:
-            is_due = since >= _PLAIN_LINE_S or tenths > self._shown_tenths
-        if is_due:
-            self._shown_tenths = tenths
-            self._show()
-
-    def close(self) -> None:
-        """Show the last step's numbers, and end the line."""
-        if not self._is_shown:
-            self._show()
-        if self._draws_bar:
-            self._bar.stop()
-
-    def _show(self) -> None:
-        if self._draws_bar:
-            self._bar.start()
-            self._bar.update(self._task.id, description=str(self), refresh=True)
-        elif self._console is not None:
-            self._console.print(str(self), soft_wrap=True, markup=False)
-        self._is_shown, self._shown_at = True, time.monotonic()
-
-    def __str__(self) -> str:
-        total = "" if self._task.total is None else f"/{self._task.total:.0f}"
-        parts = [f"step {self._task.completed:.0f}{total}"]
-        for name, form in (
-            ("loss", "loss {:.4g}"),
-            ("grad_norm", "grad norm {:.3g}"),
-            ("learning_rate", "lr {:.2e}"),
-        ):
-            if name in self._values:
-                parts.append(form.format(self._values[name]))
-        if self.tokens_per_second is not None:
-            parts.append(f"{_shorten(self.tokens_per_second)} tokens/s")
-        if self._task.speed is not None and self._task.time_remaining is not None:
-            left = datetime.timedelta(seconds=round(self._task.time_remaining))
-            parts.append(f"{left} left")
-        return "  ".join(parts)
-
-
-def _shorten(number: float) -> str:
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{letter}"
-    return f"{number:.3g}"
-
-
-def _import_tensorboard() -> Any:
-    try:
-        return importlib.import_module("tensorboardX")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "tensorboard=True needs tensorboardX, which is not installed; run pip "
-            "install 'jaxpar[tensorboard]', or drop tensorboard=True.",
-            name=error.name,
-        ) from error
 
 
 def _to_line(record: Mapping[str, Any]) -> str:
@@ -311,9 +204,19 @@ def _to_line(record: Mapping[str, Any]) -> str:
 
 def _to_numbers(record: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        name: float(value) if value in _NON_FINITE else value
+        _name_now(name): float(value) if value in _NON_FINITE else value
         for name, value in record.items()
     }
+
+
+def _name_now(name: str) -> str:
+    """The name of a number, from one of today's files or of an older one."""
+    if name in _RESERVED or "/" in name:
+        return name
+    if name == "heldout_loss":
+        return "eval/loss"
+    is_of_workers = name.rpartition("_")[0] in _OF_WORKERS
+    return f"workers/{name}" if is_of_workers else f"train/{name}"
 
 
 def _to_record(line: bytes) -> dict[str, Any] | None:

@@ -34,6 +34,7 @@ from jaxpar.training.record import (
     write,
 )
 from jaxpar.training.run import CHECKPOINTS, Run
+from jaxpar.training.writers import named_writers
 
 _LAUNCH = "launch"
 """The launcher's folder."""
@@ -64,7 +65,8 @@ def open_run(
       fixed: field of the config, None by default -> the field whose value it takes at
         the first start and keeps; a config without the field has nothing fixed.
       tensorboard: write TensorBoard events beside ``metrics.jsonl``; None for the
-        config's field of that name, or not.
+        config's field of that name, or not. A field "writers" of the config has names
+        of other `jaxpar.training.writers`.
 
     Returns:
       The run; `Run.config` is the config with what is fixed.
@@ -74,7 +76,13 @@ def open_run(
         the processes of the run differ in config, code, data or versions.
       LeaseHeldError: if another process runs this run.
       PermissionError: if the folder can't be written.
+      ModuleNotFoundError: if a writer's package is missing.
     """
+    events = (
+        getattr(config, "tensorboard", False) if tensorboard is None else tensorboard
+    )
+    named = ["tensorboard"] * events, getattr(config, "writers", ())
+    writers = tuple(named_writers([*named[0], *named[1]]))
     wanted = as_json(config, identity)
     require_same(wanted["config"], wanted["identity"])
     fixed = {k: v for k, v in fixed.items() if k in wanted["config"]}
@@ -83,11 +91,8 @@ def open_run(
     record, lease = from_first(lambda: _claim(Path(folder), *asks))
     kept = {name: record["config"][name] for name in fixed}
     _say_fixed(record["config"], fixed)
-    events = (
-        getattr(config, "tensorboard", False) if tensorboard is None else tensorboard
-    )
     config = dataclasses.replace(config, **kept)
-    run = Run(Path(folder), record, events, config)
+    run = Run(Path(folder), record, writers, config)
     use_lease(Path(folder), lease).keep_for(run)
     _require_shared(Path(folder), lease)
     return run

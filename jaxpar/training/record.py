@@ -20,6 +20,7 @@ FILE = "run.json"
 SAME_NUMBERS = (
     "accumulate",
     "eval_batches",
+    "eval_every",
     "keep",
     "mesh",
     "recovery",
@@ -29,6 +30,7 @@ SAME_NUMBERS = (
     "sequence_parallel",
     "steps",
     "tensorboard",
+    "writers",
     "zero",
 )
 """Fields of a config that change no number of a run but by rounding, unless its engine

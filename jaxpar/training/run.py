@@ -21,6 +21,7 @@ from jaxpar.engine.engine import Engine
 from jaxpar.launch.lease import require_lease
 from jaxpar.training.metrics import read_metrics
 from jaxpar.training.record import read, write
+from jaxpar.training.writers import MetricsWriter
 from jaxpar.types import Batch
 
 _EVENTS, CHECKPOINTS = "events.jsonl", "checkpoints"
@@ -33,13 +34,13 @@ class Run:
     Attributes:
       folder: holds everything that the run writes.
       record: the content of ``run.json``, once `accept` has been called.
-      tensorboard: whether to write TensorBoard events.
+      writers: of the numbers, beside ``metrics.jsonl``.
       config: the run's config, with what was fixed at the first start.
     """
 
     folder: Path
     record: dict[str, Any]
-    tensorboard: bool = False
+    writers: tuple[MetricsWriter, ...] = ()
     config: Any = None
 
     def accept(self, engine: Engine) -> None:
@@ -158,8 +159,11 @@ def digest(batch: Batch) -> str:
 
 def _read_numbers(path: Path, step: int) -> list[list[float]]:
     records = read_metrics(path) if path.exists() else []
+    names = "train/loss", "train/grad_norm"
     return [
-        [each["loss"], each["grad_norm"]] for each in records if each["step"] <= step
+        [each[name] for name in names]
+        for each in records
+        if each["step"] <= step and names[0] in each
     ]
 
 

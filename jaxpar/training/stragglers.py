@@ -17,9 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import psutil
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from jaxpar.training.performance import memory_bytes
 
 FIELDS: tuple[str, ...] = ("step_seconds", "data_seconds", "work_seconds", "memory_gb")
 """What every worker reports: step time, wait for data, time of the fixed work."""
@@ -94,7 +95,7 @@ class StragglerDetector:
             "step_seconds": (now - self._since) / steps,
             "data_seconds": self._waited / steps,
             "work_seconds": _alone_seconds(),
-            "memory_gb": _memory_bytes() / 1e9,
+            "memory_gb": memory_bytes() / 1e9,
         }
         self._gathered = _gathered(
             np.array([mine[name] for name in FIELDS], np.float32)
@@ -117,7 +118,7 @@ class StragglerDetector:
             for row in rows
         ]
         numbers = {
-            f"{name}_{word}": reduce([each[name] for each in by_worker])
+            f"workers/{name}_{word}": reduce([each[name] for each in by_worker])
             for name in ("step_seconds", "data_seconds", "memory_gb")
             for word, reduce in (
                 ("min", min),
@@ -250,13 +251,6 @@ def _piece(device_id: int) -> tuple[jax.Array, int]:
     return piece, turns
 
 
-def _memory_bytes() -> float:
-    """Peak memory of one device; for CPU devices, memory of the process."""
-    stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    peaks = [each.get("peak_bytes_in_use", 0) for each in stats]
-    return max(peaks) or psutil.Process().memory_info().rss
-
-
 def _gathered(row: np.ndarray) -> jax.Array:
     """Every process's row, on every process, computed asynchronously."""
     sharding, gather = _gather()
@@ -274,7 +268,7 @@ def _gather() -> tuple[NamedSharding, Any]:
     return NamedSharding(mesh, P("all")), gather
 
 
-def describe(slow: Slow) -> str:
+def describe_slow(slow: Slow) -> str:
     """A slow worker, as text."""
     return (
         f"worker {slow.worker} is {slow.times:.1f} times as slow as the others: "

@@ -19,7 +19,7 @@ HOMES = {
         "jaxpar/models/*/*",
         "recipes/*",
     ),
-    "tensorboardX": ("jaxpar/training/metrics.py",),
+    "tensorboardX": ("jaxpar/training/writers.py",),
     "tyro": ("jaxpar/config.py", "jaxpar/cli/*", "recipes/*"),
 }
 ENVIRONMENT_HOMES = ("jaxpar/launch/*", "jaxpar/planner/*")
@@ -35,6 +35,10 @@ TREES = {
     for folder in ("jaxpar", "kernels_pallas", "recipes")
     for file in sorted((ROOT / folder).rglob("*.py"))
 }
+
+
+# file: why it may catch any error at all
+CATCHES_ALL = {"jaxpar/training/writers.py": "writers are others' programs"}
 
 
 def is_at_home(name: str, homes: tuple[str, ...]) -> bool:
@@ -115,6 +119,7 @@ def test_environment_is_read_at_home():
 def test_handlers_name_the_errors_they_expect():
     found = {name: broad_handlers(tree) for name, tree in TREES.items()}
     wrong = {name: lines for name, lines in found.items() if lines}
+    assert all(len(wrong.pop(name, ())) == 1 for name in CATCHES_ALL)
     assert not wrong, f"these lines catch every error: {wrong}"
 
 

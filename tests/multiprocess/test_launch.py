@@ -214,12 +214,19 @@ def test_worker_that_waits_for_its_data_is_named(tmp_path: Path) -> None:
     assert "worker 1 is" in run.report()
     assert "waiting for its data" in event["why"]
     numbers = [
-        r for r in read_metrics(out / "metrics.jsonl") if "data_seconds_max" in r
+        r
+        for r in read_metrics(out / "metrics.jsonl")
+        if "workers/data_seconds_max" in r
     ]
     assert len(numbers) >= 4
     for each in numbers[1:]:
-        assert each["data_seconds_min"] < 0.1 < 0.4 < each["data_seconds_max"]
-        assert each["memory_gb_max"] >= each["memory_gb_median"] > 0.05
+        assert (
+            each["workers/data_seconds_min"]
+            < 0.1
+            < 0.4
+            < each["workers/data_seconds_max"]
+        )
+        assert each["workers/memory_gb_max"] >= each["workers/memory_gb_median"] > 0.05
 
 
 @pytest.mark.parametrize("kills", [5, 50])

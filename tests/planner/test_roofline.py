@@ -13,7 +13,8 @@ from jaxpar.planner.work import Traffic
 
 # Round numbers: 100 FLOP/s, 10 bytes/s of memory, 8 and 1 bytes/s of links, halved.
 HARDWARE = Hardware(
-    kind="toy", name="Toy", platform="cuda", memory_bytes=1000, memory_rate=10.0,
+    kind="toy", name="Toy", called=(), platform="cuda",
+    memory_bytes=1000, memory_rate=10.0,
     memory_achieved=0.5, peak={"float32": 100.0, "bfloat16": 200.0}, peak_achieved=0.5,
     inside_host=8.0, between_hosts=1.0, links_achieved=0.5,
     sources={"memory": "m", "peak": "p", "links": "l"}, compiler={},

@@ -81,4 +81,4 @@ def small_run(folder: Path, steps: int) -> list[str]:
 def logged_steps(run: Path) -> list[int]:
     (log,) = run.glob("*.jsonl")
     rows = [json.loads(line) for line in log.read_text().splitlines()]
-    return [row["step"] for row in rows if "loss" in row]
+    return [row["step"] for row in rows if "train/loss" in row]

@@ -23,7 +23,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("jaxpar.training.metrics.time", clock)
+    for module in ("metrics", "progress_line"):
+        monkeypatch.setattr(f"jaxpar.training.{module}.time", clock)
     return clock
 
 

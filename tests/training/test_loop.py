@@ -263,8 +263,60 @@ def test_heldout_loss_is_the_metric_that_the_best_go_by(tmp_path: Path) -> None:
     )
     assert Checkpoints(tmp_path / "checkpoints").steps() == [2, 8]
     records = read_metrics(tmp_path / "metrics.jsonl")
-    found = {r["step"]: r["heldout_loss"] for r in records if "heldout_loss" in r}
-    assert found == {2: 1.0, 4: 3.0, 6: 4.0, 8: 2.0}
+    found = {r["step"]: r["eval/loss"] for r in records if "eval/loss" in r}
+    assert found == {0: 5.0, 2: 1.0, 4: 3.0, 6: 4.0, 8: 2.0}
+
+
+def test_log_has_rates_and_several_evaluations_at_steps_of_their_own(
+    tmp_path: Path,
+) -> None:
+    train(
+        fresh(),
+        Data(),
+        run_in(tmp_path),
+        steps=7,
+        save_every=4,
+        evaluate={"a": lambda: {"loss": 1.0, "hits": 2}, "b": lambda: 3.0},
+        eval_every=3,
+        recovery=RULES,
+        tokens_per_step=10,
+    )
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    evaluated = [r["step"] for r in records if "eval/a/hits" in r]
+    assert evaluated == [0, 3, 6, 7]
+    assert records[0].keys() == {
+        "step", "time", "eval/a/loss", "eval/a/hits", "eval/b/loss",
+    }  # fmt: skip
+    names = {"loss", "grad_norm", "skipped", "loss_scale"}
+    rates = {"step_seconds", "data_seconds", "tokens_per_second", "memory_gb"}
+    for record in records[1:]:
+        assert record.keys() >= {f"train/{name}" for name in names}
+        assert record.keys() >= {f"perf/{name}" for name in rates}
+        seconds = record["perf/step_seconds"]
+        assert record["perf/tokens_per_second"] == pytest.approx(10 / seconds)
+
+
+def test_hooks_see_every_number_a_step_late(tmp_path: Path) -> None:
+    seen = []
+
+    def hook(step: int, metrics: dict, engine: jaxpar.Engine) -> None:
+        kind = next(iter(metrics)).partition("/")[0]
+        seen.append((kind, step, engine.steps - step))
+
+    options = {"save_every": 3, "evaluate": lambda: 1.0, "recovery": RULES}
+    train(fresh(), Data(), run_in(tmp_path), steps=3, hooks=[hook], **options)
+    late = [("train", 1, 1), ("train", 2, 1), ("train", 3, 0)]
+    assert seen == [("eval", 0, 0), *late, ("eval", 3, 0)]
+
+
+def test_hook_may_end_the_run(tmp_path: Path) -> None:
+    def stop(step: int, metrics: dict, engine: jaxpar.Engine) -> None:
+        if step == 2:
+            raise RunStopped(0, "good enough")
+
+    with pytest.raises(RunStopped, match="good enough"):
+        go(fresh(), Data(), tmp_path, hooks=[stop])
+    assert max(losses(tmp_path)) == 2
 
 
 def test_run_goes_on_on_another_mesh(

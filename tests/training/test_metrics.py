@@ -2,8 +2,6 @@ import io
 import json
 import math
 import re
-import struct
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from tensorboardX.proto.event_pb2 import (
-    Event,  # pyright: ignore[reportAttributeAccessIssue]
-    SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
-)
 
 from jaxpar.training.metrics import MetricsLogger, read_metrics
+from jaxpar.training.writers import TensorBoard
 
 
 def shown(console: Console) -> str:
@@ -35,26 +30,26 @@ def steps(folder) -> list[int]:
 
 def test_line_is_one_json_object_of_floats(tmp_path, clock):
     with MetricsLogger(tmp_path / "new" / "run", console=False) as logger:
-        logger.log(1, {"loss": jnp.float32(0.5), "skipped": 0})
-        logger.log(2, {"loss": jnp.bfloat16(2), "grad_norm": np.float64(1.5)})
+        logger.log(1, {"train/loss": jnp.float32(0.5), "train/skipped": 0})
+        logger.log(2, {"train/loss": jnp.bfloat16(2), "grad_norm": np.float64(1.5)})
         clock.now += 1
     text = (tmp_path / "new" / "run" / "metrics.jsonl").read_text()
     assert text == (
-        '{"step": 1, "time": 1000.0, "loss": 0.5, "skipped": 0.0}\n'
-        '{"step": 2, "time": 1001.0, "loss": 2.0, "grad_norm": 1.5}\n'
+        '{"step": 1, "time": 1000.0, "train/loss": 0.5, "train/skipped": 0.0}\n'
+        '{"step": 2, "time": 1001.0, "train/loss": 2.0, "grad_norm": 1.5}\n'
     )
 
 
 def test_step_is_written_once_the_next_is_logged(tmp_path):
     with MetricsLogger(tmp_path, console=False) as logger:
-        logger.log(1, {"loss": 1.0})
+        logger.log(1, {"train/loss": 1.0})
         assert steps(tmp_path) == []
-        logger.log(2, {"loss": 1.0})
+        logger.log(2, {"train/loss": 1.0})
         assert steps(tmp_path) == [1]
         logger.flush()
         assert steps(tmp_path) == [1, 2]
         logger.flush()
-        logger.log(3, {"loss": 1.0})
+        logger.log(3, {"train/loss": 1.0})
     assert steps(tmp_path) == [1, 2, 3]
 
 
@@ -62,7 +57,7 @@ def test_newest_step_is_not_waited_for(tmp_path, monkeypatch):
     read = []
     real = jax.device_get
     monkeypatch.setattr(jax, "device_get", lambda tree: read.append(tree) or real(tree))
-    first, second = {"loss": jnp.float32(1)}, {"loss": jnp.float32(2)}
+    first, second = {"train/loss": jnp.float32(1)}, {"train/loss": jnp.float32(2)}
     with MetricsLogger(tmp_path, console=False) as logger:
         logger.log(1, first)
         assert read == []
@@ -73,20 +68,20 @@ def test_newest_step_is_not_waited_for(tmp_path, monkeypatch):
 
 def test_metrics_of_one_step_share_a_record(tmp_path):
     with MetricsLogger(tmp_path, console=False) as logger:
-        logger.log(1, {"loss": 1.0})
-        logger.log(1, {"heldout_loss": 2.0})
-        logger.log(2, {"loss": 0.5})
+        logger.log(1, {"train/loss": 1.0})
+        logger.log(1, {"eval/loss": 2.0})
+        logger.log(2, {"train/loss": 0.5})
     first, second = read_metrics(tmp_path / "metrics.jsonl")
-    assert (first["step"], first["loss"], first["heldout_loss"]) == (1, 1.0, 2.0)
-    assert "heldout_loss" not in second
+    assert (first["step"], first["train/loss"], first["eval/loss"]) == (1, 1.0, 2.0)
+    assert "eval/loss" not in second
 
 
 def test_later_change_of_the_mapping_is_not_seen(tmp_path):
-    metrics = {"loss": 1.0}
+    metrics = {"train/loss": 1.0}
     with MetricsLogger(tmp_path, console=False) as logger:
         logger.log(1, metrics)
-        metrics["loss"] = 2.0
-    assert read_metrics(tmp_path / "metrics.jsonl")[0]["loss"] == 1.0
+        metrics["train/loss"] = 2.0
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["train/loss"] == 1.0
 
 
 def refuse(word: str) -> float:
@@ -98,47 +93,51 @@ def test_any_float_comes_back_through_valid_json(tmp_path_factory, values):
     folder = tmp_path_factory.mktemp("run")
     with MetricsLogger(folder, console=False) as logger:
         for step, value in enumerate(values):
-            logger.log(step, {"value": value})
+            logger.log(step, {"train/value": value})
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=refuse)
-    read = [record["value"] for record in read_metrics(folder / "metrics.jsonl")]
+    read = [record["train/value"] for record in read_metrics(folder / "metrics.jsonl")]
     assert all(isinstance(value, float) for value in read)
     np.testing.assert_array_equal(read, values)
 
 
 def test_non_finite_numbers_are_strings(tmp_path):
     with MetricsLogger(tmp_path, console=False) as logger:
-        logger.log(1, {"a": jnp.nan, "b": -jnp.inf, "c": jnp.float32(jnp.inf)})
+        logger.log(1, {"x/a": jnp.nan, "x/b": -jnp.inf, "x/c": jnp.float32(jnp.inf)})
     record = json.loads((tmp_path / "metrics.jsonl").read_text())
-    assert (record["a"], record["b"], record["c"]) == ("nan", "-inf", "inf")
+    assert (record["x/a"], record["x/b"], record["x/c"]) == (
+        "nan",
+        "-inf",
+        "inf",
+    )
     (record,) = read_metrics(tmp_path / "metrics.jsonl")
-    assert math.isnan(record["a"])
-    assert (record["b"], record["c"]) == (-math.inf, math.inf)
+    assert math.isnan(record["x/a"])
+    assert (record["x/b"], record["x/c"]) == (-math.inf, math.inf)
 
 
 def test_append_drops_what_happens_again(tmp_path):
     with MetricsLogger(tmp_path, console=False) as logger:
         for step in range(1, 6):
-            logger.log(step, {"loss": 1.0})
+            logger.log(step, {"train/loss": 1.0})
     with MetricsLogger(tmp_path, console=False, append=True, resume_at=3) as logger:
         assert steps(tmp_path) == [1, 2, 3]
-        logger.log(4, {"loss": 9.0})
+        logger.log(4, {"train/loss": 9.0})
     records = read_metrics(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in records] == [1, 2, 3, 4]
-    assert records[-1]["loss"] == 9.0
+    assert records[-1]["train/loss"] == 9.0
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_append_without_a_resume_point_keeps_all(tmp_path):
     write_lines(tmp_path, '{"step": 1}\n', '{"step": 2}\n')
     with MetricsLogger(tmp_path, console=False, append=True) as logger:
-        logger.log(3, {"loss": 1.0})
+        logger.log(3, {"train/loss": 1.0})
     assert steps(tmp_path) == [1, 2, 3]
 
 
 def test_append_to_nothing_starts_a_file(tmp_path):
     with MetricsLogger(tmp_path, console=False, append=True, resume_at=0) as logger:
-        logger.log(1, {"loss": 1.0})
+        logger.log(1, {"train/loss": 1.0})
     assert steps(tmp_path) == [1]
 
 
@@ -151,14 +150,14 @@ def test_line_cut_short_is_dropped_with_a_warning(tmp_path, torn):
         pytest.warns(UserWarning, match="the last line was truncated"),
         MetricsLogger(tmp_path, console=False, append=True) as logger,
     ):
-        logger.log(2, {"loss": 1.0})
+        logger.log(2, {"train/loss": 1.0})
     assert steps(tmp_path) == [1, 2]
 
 
 def test_whole_last_line_without_its_end_is_kept(tmp_path):
     write_lines(tmp_path, '{"step": 1}\n', '{"step": 2}')
     with MetricsLogger(tmp_path, console=False, append=True) as logger:
-        logger.log(3, {"loss": 1.0})
+        logger.log(3, {"train/loss": 1.0})
     assert steps(tmp_path) == [1, 2, 3]
 
 
@@ -209,9 +208,9 @@ def test_reserved_name_raises(tmp_path, name):
 def test_metric_that_is_no_scalar_raises(tmp_path):
     with (
         MetricsLogger(tmp_path, console=False) as logger,
-        pytest.raises(ValueError, match=r"metrics: 'loss' has shape \(2,\), but"),
+        pytest.raises(ValueError, match=r"metrics: 'train/loss' has shape \(2,\), but"),
     ):
-        logger.log(1, {"loss": jnp.zeros(2)})
+        logger.log(1, {"train/loss": jnp.zeros(2)})
 
 
 def test_log_after_close_raises(tmp_path):
@@ -219,13 +218,13 @@ def test_log_after_close_raises(tmp_path):
     logger.close()
     logger.close()
     with pytest.raises(ValueError, match="step 1 was logged after close"):
-        logger.log(1, {"loss": 1.0})
+        logger.log(1, {"train/loss": 1.0})
 
 
 def test_error_in_the_run_still_writes_the_last_step(tmp_path, terminal):
     def run():
         with MetricsLogger(tmp_path, console=terminal) as logger:
-            logger.log(1, {"loss": 1.0})
+            logger.log(1, {"train/loss": 1.0})
             raise RuntimeError("the run broke")
 
     with pytest.raises(RuntimeError, match="the run broke"):
@@ -237,67 +236,27 @@ def test_error_in_the_run_still_writes_the_last_step(tmp_path, terminal):
 def test_other_processes_write_nothing(tmp_path, monkeypatch, terminal):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     folder = tmp_path / "run"
-    with MetricsLogger(folder, console=terminal, tensorboard=True) as logger:
-        logger.log(1, {"loss": 1.0})
+    with MetricsLogger(folder, console=terminal, writers=[TensorBoard()]) as logger:
+        logger.log(1, {"train/loss": 1.0})
         logger.flush()
         assert logger.tokens_per_second is None
     assert not folder.exists()
     assert shown(terminal) == ""
 
 
-def read_events(folder) -> list[Event]:
-    """Read the records of event files: length, its checksum, event, its checksum."""
-    events = []
-    for path in sorted(folder.iterdir()):
-        content = path.read_bytes()
-        while content:
-            (length,) = struct.unpack("<Q", content[:8])
-            events.append(Event.FromString(content[12 : 12 + length]))
-            content = content[16 + length :]
-    return events
-
-
-def scalars(events) -> list[tuple[str, int, float, float]]:
-    return [
-        (value.tag, event.step, value.simple_value, event.wall_time)
-        for event in events
-        for value in event.summary.value
-    ]
-
-
-def test_tensorboard_holds_the_same_numbers(tmp_path, clock):
-    with MetricsLogger(tmp_path, console=False, tensorboard=True) as logger:
-        logger.log(1, {"loss": jnp.float32(0.5)})
-        logger.log(2, {"loss": 0.25, "grad_norm": 2.0})
-    assert scalars(read_events(tmp_path / "tensorboard")) == [
-        ("loss", 1, 0.5, 1000.0),
-        ("loss", 2, 0.25, 1000.0),
-        ("grad_norm", 2, 2.0, 1000.0),
-    ]
-
-
-def test_tensorboard_is_told_what_happens_again(tmp_path):
-    for resume_at in (None, 5):
-        with MetricsLogger(
-            tmp_path,
-            console=False,
-            tensorboard=True,
-            append=resume_at is not None,
-            resume_at=resume_at,
-        ) as logger:
-            logger.log(6, {"loss": 1.0})
-    events = read_events(tmp_path / "tensorboard")
-    starts = [
-        event.step for event in events if event.session_log.status == SessionLog.START
-    ]
-    assert starts == [6]
-    assert [step for _, step, *_ in scalars(events)] == [6, 6]
-
-
-def test_missing_tensorboard_raises_and_makes_nothing(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(
-        ModuleNotFoundError, match=r"needs tensorboardX.*'jaxpar\[tensorboard\]'"
-    ):
-        MetricsLogger(tmp_path / "run", console=False, tensorboard=True)
-    assert not (tmp_path / "run").exists()
+def test_older_file_is_read_under_todays_names(tmp_path):
+    write_lines(
+        tmp_path,
+        '{"step": 1, "time": 1.0, "loss": 2.0, "heldout_loss": "nan", "hits": 3.0, '
+        '"data_seconds_max": 0.5, "train/new": 1.0}\n',
+    )
+    (record,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert math.isnan(record.pop("eval/loss"))
+    assert record == {
+        "step": 1,
+        "time": 1.0,
+        "train/loss": 2.0,
+        "train/hits": 3.0,
+        "workers/data_seconds_max": 0.5,
+        "train/new": 1.0,
+    }

@@ -8,7 +8,7 @@ from jaxpar.training.stragglers import (
     Slow,
     StragglerDetector,
     _reason,
-    describe,
+    describe_slow,
     own_times,
 )
 
@@ -38,7 +38,9 @@ def test_data_that_take_as_long_as_the_step_count_twice() -> None:
 def test_reason_names_the_devices() -> None:
     alike, slow = worker(0.4, 0.01, 0.002), worker(0.4, 0.012, 0.006)
     assert "the same work on its devices took 0.006 s" in _reason([alike, slow], 1)
-    assert describe(Slow(1, 2.04, "why")).startswith("worker 1 is 2.0 times as slow")
+    assert describe_slow(Slow(1, 2.04, "why")).startswith(
+        "worker 1 is 2.0 times as slow"
+    )
 
 
 def test_one_process_measures_nothing() -> None:
@@ -61,5 +63,5 @@ def test_slow_worker_is_named_once_it_is_so_three_times(
         numbers, found = stragglers.collect()
         named.append([each.worker for each in found])
     assert named == [[], [], [], [], [], [1], []]
-    assert numbers["memory_gb_max"] == 1.0
-    assert numbers["step_seconds_median"] == pytest.approx(0.4)
+    assert numbers["workers/memory_gb_max"] == 1.0
+    assert numbers["workers/step_seconds_median"] == pytest.approx(0.4)

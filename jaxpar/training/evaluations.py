@@ -1,0 +1,108 @@
+"""When is a run evaluated, and under which names are the numbers logged?"""
+
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Evaluation = Callable[[], float | Mapping[str, float]]
+"""Returns a loss, or numbers by name; called by every process."""
+
+
+class Evaluations:
+    """Runs a run's evaluations, and names their numbers.
+
+    One evaluation gives ``eval/loss``, or ``eval/<number>`` if it returns several;
+    evaluations by name give ``eval/<name>/loss`` or ``eval/<name>/<number>``.
+
+    Args:
+      given: an evaluation, or several by name; None for none.
+      every: steps between them; None for those that are saved.
+
+    Attributes:
+      loss: of the last `run`: the first number that is called loss, or the first one;
+        None before.
+
+    Example:
+      >>> given = {"code": lambda: 1.5, "text": lambda: {"bleu": 0.25}}
+      >>> both = Evaluations(given, None)
+      >>> both.run()
+      {'eval/code/loss': 1.5, 'eval/text/bleu': 0.25}
+      >>> both.loss
+      1.5
+    """
+
+    def __init__(
+        self, given: Evaluation | Mapping[str, Evaluation] | None, every: int | None
+    ):
+        if every is not None and every < 1:
+            raise ValueError(
+                f"eval_every={every} must be at least 1; None evaluates what is saved."
+            )
+        if every is not None and given is None:
+            raise ValueError(
+                f"eval_every={every} needs evaluate=, a function that returns a loss."
+            )
+        by_name = given if isinstance(given, Mapping) else {"": given} if given else {}
+        wrong = [name for name, each in by_name.items() if not callable(each)]
+        if wrong:
+            kind = type(by_name[wrong[0]]).__name__
+            raise TypeError(
+                f"evaluate: {wrong[0] or 'it'} is {kind}, but an evaluation must be a "
+                "function without arguments."
+            )
+        self._evaluations, self._every = by_name, every
+        self.loss: float | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._evaluations)
+
+    def is_due(self, step: int, *, is_saved: bool, is_last: bool) -> bool:
+        """Whether to evaluate after a step."""
+        if not self:
+            return False
+        return is_last or (is_saved if self._every is None else step % self._every == 0)
+
+    def run(self) -> dict[str, float]:
+        """Evaluate.
+
+        Returns:
+          Name -> number.
+
+        Raises:
+          TypeError: if an evaluation returns something else.
+        """
+        found = {}
+        for name, evaluate in self._evaluations.items():
+            for key, value in _named(name, evaluate()).items():
+                if (
+                    not isinstance(value, numbers.Real)
+                    and getattr(value, "shape", None) != ()
+                ):
+                    raise TypeError(
+                        f"evaluate: {key} is {type(value).__name__}, but an evaluation "
+                        "returns a number, or a dict of numbers."
+                    )
+                found[key] = float(value)
+        losses = [x for k, x in found.items() if k.rpartition("/")[2] == "loss"]
+        self.loss = next(iter([*losses, *found.values()]), None)
+        return found
+
+
+def _named(name: str, value: Any) -> dict[str, Any]:
+    parts = value if isinstance(value, Mapping) else {"loss": value}
+    prefix = f"eval/{name}/" if name else "eval/"
+    return {f"{prefix}{key}": x for key, x in parts.items()}
+
+
+def describe(found: Mapping[str, float]) -> str:
+    """Numbers as text.
+
+    Example:
+      >>> describe({"eval/loss": 1.5})
+      '1.500000'
+      >>> describe({"eval/code/loss": 1.5, "eval/code/hits": 3})
+      'code/loss 1.500000, code/hits 3.000000'
+    """
+    if list(found) == ["eval/loss"]:
+        return f"{found['eval/loss']:.6f}"
+    return ", ".join(f"{k.removeprefix('eval/')} {x:.6f}" for k, x in found.items())

@@ -1,0 +1,78 @@
+"""How fast is a step, and how much memory does it take?"""
+
+from collections.abc import Callable
+
+import jax
+import psutil
+
+from jaxpar.compiled.hardware import hardware_of
+from jaxpar.engine.engine import Engine
+
+Spent = Callable[[str], float]
+
+_BACKWARD_AND_FORWARD = 3
+"""FLOPs of a step over those of its forward passes, recomputation not counted."""
+
+
+class Performance:
+    """The numbers of ``perf/``, from one step to the next.
+
+    ``perf/step_seconds`` is the time from one step's numbers to the next one's, without
+    evaluations, saves and compilation; ``perf/data_seconds`` the part of it that was
+    spent waiting for a batch.
+
+    Args:
+      engine: of the run.
+      spent: returns the seconds that the run has spent in a phase (`Clock.spent`).
+      tokens_per_step: of a global batch; None to leave tokens/s out.
+    """
+
+    def __init__(self, engine: Engine, spent: Spent, tokens_per_step: int | None):
+        self._of_phase, self._tokens = spent, tokens_per_step
+        self._peak = _peak_flops(engine)
+        self._flops = _BACKWARD_AND_FORWARD * engine.spec.forward_flops
+        self._since = self._spent()
+
+    def _spent(self) -> tuple[float, float]:
+        return self._of_phase("step"), self._of_phase("data")
+
+    def read(self) -> dict[str, float]:
+        """The numbers of the step that was completed now.
+
+        Returns:
+          Name -> value: seconds, tokens per second over all devices, 1e9 bytes (the
+          peak of a device; of CPU devices, what the process has now), MFU as a
+          fraction.
+        """
+        (step, data), now = self._since, self._spent()
+        self._since = now
+        waited = now[1] - data
+        seconds = now[0] - step + waited
+        numbers = {
+            "perf/step_seconds": seconds,
+            "perf/data_seconds": waited,
+            "perf/memory_gb": memory_bytes() / 1e9,
+        }
+        if seconds <= 0:
+            return numbers
+        if self._tokens is not None:
+            numbers["perf/tokens_per_second"] = self._tokens / seconds
+        if self._peak:
+            numbers["perf/mfu"] = self._flops / seconds / self._peak
+        return numbers
+
+
+def _peak_flops(engine: Engine) -> float | None:
+    """Peak FLOP/s of the mesh in the dtype of the model; None where it is unknown."""
+    devices = engine.mesh.devices
+    hardware = hardware_of(devices.flat[0].device_kind)
+    if hardware is None:
+        return None
+    return devices.size * hardware.peak[str(engine.spec.precision.compute_dtype)]
+
+
+def memory_bytes() -> int:
+    """Peak memory of one device; for CPU devices, memory of the process."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [each.get("peak_bytes_in_use", 0) for each in stats]
+    return max(peaks) or psutil.Process().memory_info().rss

@@ -1,0 +1,340 @@
+"""What happens from one step of a run to the next: check, log, evaluate, save, go back.
+
+The metrics of a step are checked when the next one is dispatched, and before anything
+is saved, so that no checkpoint holds a bad step. Problems are written to
+``events.jsonl`` in the run's folder.
+"""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from jaxpar.checkpoint import Keep
+from jaxpar.engine.engine import Engine
+from jaxpar.engine.replicas import CorruptionError
+from jaxpar.launch.exit_codes import CORRUPT, DIVERGED, SAVE_FAILED, STOPPED
+from jaxpar.training import goodput
+from jaxpar.training.evaluations import Evaluations, describe
+from jaxpar.training.metrics import MetricsLogger
+from jaxpar.training.performance import Performance
+from jaxpar.training.recovery import Recovery, StepMonitor
+from jaxpar.training.run import Run, digest
+from jaxpar.training.signals import RunStopped, StopSignals
+from jaxpar.training.stragglers import StragglerDetector, describe_slow
+from jaxpar.types import Batch, Metrics
+
+Hook = Callable[[int, Mapping[str, float], Engine], None]
+"""Called with a step, its numbers and the engine."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """A step that was dispatched and is not checked yet.
+
+    Attributes:
+      step: its number.
+      ordinal: number of its batch, counted over all batches that the run has drawn.
+      batch: the batch.
+      metrics: on the device.
+    """
+
+    step: int
+    ordinal: int
+    batch: Batch
+    metrics: Metrics
+
+
+class _BadNumbersError(Exception):
+    """The run must roll back; `ordinals` are the batches to leave out."""
+
+    def __init__(self, why: str, ordinals: list[int]):
+        super().__init__(why)
+        self.ordinals = ordinals
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRules:
+    """Arguments of `train` that do not change."""
+
+    steps: int
+    save_every: int
+    keep: int | Keep | None
+    recovery: Recovery
+    hooks: tuple[Hook, ...]
+
+
+class RunLoop:
+    """Takes the steps of a run, from one start to its end.
+
+    Args:
+      engine: of the run.
+      data: an iterator over batches, with its position.
+      run: the run.
+      rules: what does not change.
+      evaluations: that the run's `RunRules` ask for.
+      tokens_per_step: of a global batch; None if unknown.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        data: Any,
+        run: Run,
+        rules: RunRules,
+        evaluations: Evaluations,
+        tokens_per_step: int | None,
+    ):
+        self.engine, self.data, self.run = engine, data, run
+        self.rules, self.recovery = rules, rules.recovery
+        self.evaluations = evaluations
+        self.heldout: float | None = None
+        self.first_numbers: dict[str, float] = {}
+        self.console = Console(highlight=False, soft_wrap=True)
+        self.rollbacks, self.drawn = 0, 0
+        self.left_out: set[int] = set()
+        self.unjudged: Taken | None = None
+        self.doubtful: collections.deque[Taken] = collections.deque(
+            maxlen=self.recovery.nonfinite
+        )
+        scales = engine.spec.precision.scales_loss
+        self.monitor = StepMonitor(self.recovery, scales_loss=scales)
+        self.clock = goodput.Clock(run.folder)
+        self.performance = Performance(engine, self.clock.spent, tokens_per_step)
+        self.stragglers = StragglerDetector(
+            self.recovery.compare_every, self.recovery.slow
+        )
+        self.has_compiled = False
+
+    def account(self, *, show: bool = True) -> None:
+        """Close the account of where the time went, and print it."""
+        self.clock.enter("end")
+        self.clock.write()
+        if show and jax.process_index() == 0:
+            goodput.show(self.run.folder, self.console)
+
+    def begin(self) -> int:
+        """Restore the newest valid checkpoint; without one, save the initial state."""
+        self.run.accept(self.engine)
+        self.left_out = self.run.batches_left_out()
+        with self.clock.during("restore"):
+            start = self.run.resume(self.engine, self.data)
+        if start is not None:
+            self._take_up(start)
+            self._evaluate(start)
+            return start
+        self.run.require_no_progress()
+        start = self.engine.steps
+        self.clock.resume(start)
+        self.first_numbers = self._evaluate(start)
+        self._save()
+        # Before a step is logged: a log without a checkpoint means that it was lost.
+        self._wait_for_saves()
+        return start
+
+    def go_on(
+        self, start: int, logger: MetricsLogger, signals: StopSignals
+    ) -> int | None:
+        """Train to the last step, or return the step to roll back to."""
+        self._log(start, self.first_numbers, logger)
+        self.first_numbers = {}
+        try:
+            for step in range(start + 1, self.rules.steps + 1):
+                self._step(step, logger)
+                if self._is_due(step, self.recovery.probe_every):
+                    self._probe(step)
+                self._evaluate_and_save(step, logger, signals.asked(step))
+            self._wait_for_saves()
+        except (_BadNumbersError, FloatingPointError) as error:
+            return self._roll_back(error)
+        return None
+
+    def _evaluate_and_save(
+        self, step: int, logger: MetricsLogger, asked: str | None
+    ) -> None:
+        """Do what is due after a step, and end the run if that was asked for."""
+        is_last = step == self.rules.steps
+        is_saved = self._is_due(step, self.rules.save_every) or is_last
+        due = self.evaluations.is_due(step, is_saved=is_saved, is_last=is_last)
+        self.heldout = None
+        if due or is_saved or asked:
+            self._judge(logger)
+        if due and not asked:  # A stop signal leaves little time.
+            self._log(step, self._evaluate(step), logger)
+        if is_saved or asked:
+            # A checkpoint never has steps that the log lacks.
+            logger.flush()
+            self._save()
+        if asked:
+            self._stop_at(step, asked)
+
+    def _log(
+        self, step: int, numbers: Mapping[str, float], logger: MetricsLogger
+    ) -> None:
+        """Log numbers, and call the hooks."""
+        if numbers:
+            logger.log(step, numbers)
+            for hook in self.rules.hooks:
+                hook(step, dict(numbers), self.engine)
+
+    def _step(self, step: int, logger: MetricsLogger) -> None:
+        """Dispatch a step, then check the previous one."""
+        began = time.monotonic()
+        self.clock.enter("data", step)
+        batch = self._draw()
+        self.clock.enter("step" if self.has_compiled else "compile", step)
+        if self.stragglers.step(step, time.monotonic() - began):
+            self._judge(logger)
+            self.stragglers.gather()
+        metrics = self.engine.step(batch)
+        if not self.has_compiled:
+            self.has_compiled = True
+            self.clock.enter("step")
+        self._judge(logger)
+        logger.flush()
+        self.unjudged = Taken(step, self.drawn - 1, batch, metrics)
+
+    def _draw(self) -> Batch:
+        """The next batch that is not left out."""
+        while True:
+            batch, ordinal = next(self.data), self.drawn
+            self.drawn += 1
+            if ordinal not in self.left_out:
+                return batch
+
+    def _judge(self, logger: MetricsLogger) -> None:
+        """Read the metrics of the last dispatched step, log them, and check them."""
+        taken, self.unjudged = self.unjudged, None
+        if taken is None:
+            return
+        values = jax.device_get(taken.metrics)
+        of_workers, slow = self.stragglers.collect()
+        returned = {f"train/{name}": float(x) for name, x in values.items()}
+        self._log(
+            taken.step, {**returned, **self.performance.read(), **of_workers}, logger
+        )
+        for each in slow:
+            times = round(each.times, 2)
+            self._report(
+                "slow",
+                taken.step,
+                worker=each.worker,
+                times=times,
+                why=describe_slow(each),
+            )
+        loss, norm = float(values["loss"]), float(values["grad_norm"])
+        if not self.monitor.is_finite(loss, norm):
+            self.doubtful.append(taken)
+            self._report(
+                "skipped", taken.step, loss=loss, grad_norm=norm, **self._batch(taken)
+            )
+        else:
+            self.doubtful.clear()
+        why = self.monitor.judge(loss, norm)
+        if why:
+            bad = list(self.doubtful) or [taken]
+            self._report("bad", taken.step, why=why, loss=loss, **self._batch(taken))
+            raise _BadNumbersError(why, [each.ordinal for each in bad])
+
+    def _batch(self, taken: Taken) -> dict[str, Any]:
+        return {"batch": taken.ordinal, "batch_xxh3": digest(taken.batch)}
+
+    def _roll_back(self, error: _BadNumbersError | FloatingPointError) -> int:
+        """Return to the last good step, without the bad batches."""
+        why = str(error)
+        ordinals = getattr(error, "ordinals", [self.drawn - 1])
+        self.rollbacks += 1
+        if self.rollbacks > self.recovery.rollbacks:
+            self._stop(
+                DIVERGED, f"{why}, after {self.recovery.rollbacks} rollbacks already"
+            )
+        self.left_out |= set(ordinals)
+        self.unjudged = None
+        self.doubtful.clear()
+        self._wait_for_saves()
+        with self.clock.during("restore"):
+            start = self.run.resume(self.engine, self.data)
+        assert start is not None, "begin saved the initial state"
+        self._take_up(start)
+        self._report("rolled back", start, why=why, left_out=sorted(ordinals))
+        return start
+
+    def _take_up(self, start: int) -> None:
+        """Restore what the run knew at a step."""
+        self.clock.resume(start)
+        self.drawn = self.run.batches_drawn(start)
+        window = self.recovery.window
+        self.monitor.begin_after(self.run.numbers_before(start, window))
+
+    def _save(self) -> None:
+        """Save; report a previous save that failed."""
+        try:
+            self._wait_for_saves()
+            with self.clock.during("save"):
+                self.engine.save(
+                    self.run.checkpoints,
+                    data=self.data,
+                    keep=self.rules.keep,
+                    meta=self.run.record | {"batches_drawn": self.drawn},
+                    metric=self.heldout,
+                )
+            self.clock.saved(self.engine.steps)
+        except OSError as error:
+            self._failed_save(error)
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """Evaluate and print; name -> number."""
+        if not self.evaluations:
+            return {}
+        with self.clock.during("evaluate"):
+            found = self.evaluations.run()
+        self.heldout = self.evaluations.loss
+        if jax.process_index() == 0:
+            said = f"held-out {describe(found)} at step {step}"
+            self.console.print(said, markup=False)
+        return found
+
+    def _wait_for_saves(self) -> None:
+        try:
+            with self.clock.during("save"):
+                self.engine.wait()
+        except OSError as error:
+            self._failed_save(error)
+
+    def _failed_save(self, error: OSError) -> None:
+        why = f"a save failed: {error}"
+        if self.recovery.on_failed_save == "stop":
+            self._stop(SAVE_FAILED, why)
+        self._report("save failed", self.engine.steps, why=str(error))
+
+    def _probe(self, step: int) -> None:
+        try:
+            self.engine.probe()
+        except CorruptionError as error:
+            self._stop(CORRUPT, f"step {step}: {error}")
+
+    def _stop_at(self, step: int, signal_name: str) -> None:
+        self._wait_for_saves()
+        self._stop(
+            STOPPED,
+            f"{signal_name} received; step {step} is saved: restart to resume",
+        )
+
+    def _stop(self, code: int, why: str) -> None:
+        self._report("stopped", self.engine.steps, why=why, code=code)
+        self.account()
+        raise RunStopped(code, why)
+
+    def _report(self, event: str, step: int, **fields: Any) -> None:
+        self.run.note(event, step, **fields)
+        said = ", ".join(f"{name} {value}" for name, value in fields.items())
+        if jax.process_index() == 0:
+            self.console.print(f"{event} at step {step}: {said}", markup=False)
+
+    @staticmethod
+    def _is_due(step: int, every: int) -> bool:
+        return every > 0 and step % every == 0

@@ -1,0 +1,59 @@
+"""When is a run evaluated, and how are the numbers called?"""
+
+import jax.numpy as jnp
+import pytest
+
+from jaxpar.training.evaluations import Evaluations
+
+
+def test_one_loss_is_the_held_out_one():
+    found = Evaluations(lambda: jnp.float32(1.5), None)
+    assert found.loss is None
+    assert found.run() == {"eval/loss": 1.5}
+    assert found.loss == 1.5
+
+
+def test_numbers_and_evaluations_have_names():
+    found = Evaluations(
+        {"a": lambda: {"hits": 1, "loss": 2.0}, "b": lambda: 3.0, "c/d": lambda: 4},
+        None,
+    )
+    assert found.run() == {
+        "eval/a/hits": 1.0,
+        "eval/a/loss": 2.0,
+        "eval/b/loss": 3.0,
+        "eval/c/d/loss": 4.0,
+    }
+    assert found.loss == 2.0, "the first one that is called so"
+
+
+def test_without_a_loss_the_first_number_counts():
+    found = Evaluations(lambda: {"hits": 0.25, "misses": 0.75}, None)
+    found.run()
+    assert found.loss == 0.25
+
+
+@pytest.mark.parametrize(
+    ("every", "due"),
+    [(None, [4, 8, 10]), (3, [3, 6, 9, 10]), (4, [4, 8, 10])],
+)
+def test_due_steps(every, due):
+    found = Evaluations(lambda: 1.0, every)
+    steps = [
+        step
+        for step in range(1, 11)
+        if found.is_due(step, is_saved=step in (4, 8, 10), is_last=step == 10)
+    ]
+    assert steps == due
+    assert not Evaluations(None, None).is_due(4, is_saved=True, is_last=True)
+
+
+def test_what_is_no_evaluation_is_refused():
+    with pytest.raises(TypeError, match=r"evaluate: b is float, .* a function"):
+        Evaluations({"a": lambda: 1.0, "b": 2.0}, None)
+    with pytest.raises(TypeError, match=r"eval/a/name is str, .* a dict of numbers"):
+        Evaluations({"a": lambda: {"name": "x"}}, None).run()
+    with pytest.raises(ValueError, match="eval_every=0 must be at least 1"):
+        Evaluations(lambda: 1.0, 0)
+    with pytest.raises(ValueError, match="eval_every=5 needs evaluate="):
+        Evaluations(None, 5)
