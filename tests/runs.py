@@ -68,7 +68,7 @@ class Data:
         self._boosts, self._calls = boosts or {}, calls or {}
 
     def __next__(self) -> dict[str, np.ndarray]:
-        ordinal = self._loader.get_state()["position"]
+        ordinal = self._loader.rows // ROWS
         self._calls.pop(ordinal, lambda: None)()
         batch = next(self._loader)
         boost = np.full(ROWS, 1.0, np.float32)

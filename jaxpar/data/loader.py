@@ -1,12 +1,11 @@
 """In which order are examples read, and which rows of a batch are this process's?
 
-The order depends only on (seed, epoch), not on the number of processes, so a run
-resumes exactly where it stopped, also on other machines. The state of a loader is one
-integer, the number of batches taken.
+The order depends only on (seed, epoch), not on the number of processes or the size of a
+batch, so a run resumes exactly where it stopped, also on other machines or with other
+batches. The position of a loader is one integer, a row of the stream.
 """
 
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import grain
@@ -14,6 +13,8 @@ import jax
 import numpy as np
 from jaxtyping import Int32
 
+from jaxpar.data.left_out import LeftOut
+from jaxpar.data.position import row_to_go_on_at
 from jaxpar.data.tokens import Tokens
 
 _THREADS = 2
@@ -85,18 +86,14 @@ class Loader:
 
         num_examples = (len(tokens) - 1) // seq_len
         _check_examples(num_examples, tokens, batch_size, seq_len)
-        rows = batch_size // count
-        self._batches = _Batches(
-            tokens,
-            order=self._make_order(num_examples),
-            batch_size=batch_size,
-            seq_len=seq_len,
-            rows=range(index * rows, (index + 1) * rows),
-            length=self._num_batches(num_examples, num_batches),
+        self._order = self._make_order(num_examples)
+        self._own = range(
+            index * batch_size // count, (index + 1) * batch_size // count
         )
-        self._endless = repeat and num_batches is None
+        self._num_batches = num_batches
+        self._left_out = LeftOut()
         self._iterator: grain.DatasetIterator | None = None
-        self._position = 0
+        self._rows = 0
         self._ended = False
 
     def _make_order(self, num_examples: int) -> grain.MapDataset:
@@ -110,9 +107,17 @@ class Loader:
         order[0]
         return order
 
-    def _num_batches(self, num_examples: int, limit: int | None) -> int:
-        full = (sys.maxsize if self._repeat else num_examples) // self.batch_size
-        return full if limit is None else min(full, limit)
+    @property
+    def _last(self) -> int:
+        """Rows of a pass that are not left out."""
+        kept = self._left_out.num_kept(len(self._order))
+        limit = self._num_batches
+        return kept if limit is None else min(kept, limit * self.batch_size)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the stream before the next batch: those drawn, and those left out."""
+        return self._rows
 
     @property
     def sample_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -122,12 +127,12 @@ class Loader:
 
     def __len__(self) -> int:
         """Count the batches of a pass; TypeError for a loader that never ends."""
-        if self._endless:
+        if self._repeat and self._num_batches is None:
             raise TypeError(
                 "a Loader with repeat=True never ends and has no length; give "
                 "repeat=False or num_batches=."
             )
-        return len(self._batches)
+        return self._last // self.batch_size
 
     def __iter__(self) -> "Loader":
         """Return the loader itself, at the start again if its pass had ended."""
@@ -148,22 +153,46 @@ class Loader:
         # Stored only now: a batch that failed (a lost disk, Ctrl-C in a notebook) has
         # left Grain's queue, and a retry must read it again.
         self._iterator = iterator
-        self._position += 1
+        last = self._left_out.num_kept(self._rows) + self.batch_size - 1
+        self._rows = self._left_out.row(last) + 1
         return batch
 
     def _start(self) -> grain.DatasetIterator:
+        kept = self._left_out.num_kept(self._rows)
+        batches = _Batches(
+            self.tokens,
+            order=self._order,
+            left_out=self._left_out,
+            seq_len=self.seq_len,
+            own=range(kept + self._own.start, kept + self._own.stop),
+            batch_size=self.batch_size,
+            length=(self._last - kept) // self.batch_size,
+        )
         options = grain.ReadOptions(
             num_threads=_THREADS, prefetch_buffer_size=_BATCHES_AHEAD
         )
-        batches = grain.MapDataset.source(self._batches).to_iter_dataset(options)
-        iterator = iter(batches)
-        grain.experimental.set_next_index(iterator, self._position)
-        return iterator
+        return iter(grain.MapDataset.source(batches).to_iter_dataset(options))
 
-    def _move_to(self, position: int) -> None:
+    def _move_to(self, rows: int) -> None:
         if self._iterator is not None:
             self._iterator.close()
-        self._iterator, self._position, self._ended = None, position, False
+        self._iterator, self._rows, self._ended = None, rows, False
+
+    def leave_out(self, intervals: Iterable[tuple[int, int]]) -> None:
+        """Set which rows of the stream no batch contains, from the next batch on.
+
+        The next batch is the next `batch_size` rows that are not left out. If the
+        intervals are whole batches, the others stay as they were.
+
+        Args:
+          intervals: (start, stop) pairs of rows, counted from the start of the stream;
+            stop is the first row after them. They replace those of an earlier call.
+
+        Raises:
+          ValueError: if a start is negative, or a stop is below its start.
+        """
+        self._left_out = LeftOut(intervals)
+        self._move_to(self._rows)
 
     def get_state(self) -> dict[str, Any]:
         """Return the loader's position and its stream, as JSON's types.
@@ -171,11 +200,11 @@ class Loader:
         The first call reads the whole corpus once, for its hash.
 
         Returns:
-          ``position`` (batches taken) and what the order depends on: ``seed``,
-          ``shuffle``, ``batch_size``, ``seq_len``, ``num_tokens``, ``sha256``. The
-          same on every process.
+          ``rows`` and what the batches depend on: ``seed``, ``shuffle``,
+          ``batch_size``, ``seq_len``, ``num_tokens``, ``sha256``. The same on every
+          process. Rows left out are not a part of it.
         """
-        return {"position": self._position, **self._stream()}
+        return {"rows": self._rows, **self._stream()}
 
     def _stream(self) -> dict[str, Any]:
         return {
@@ -187,71 +216,63 @@ class Loader:
             "sha256": self.tokens.sha256,
         }
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, Any], *, change: bool = False) -> None:
         """Move to the position of a state; the next batch is the one that followed it.
 
         Args:
           state: from `get_state`, of a loader over any number of processes.
+          change: accept a state of other batches. With another batch_size this loader
+            goes on at the same row; where the stream itself is another (its seed,
+            shuffle, seq_len or corpus), it starts from the beginning.
 
         Raises:
-          ValueError: if the state lacks an entry, belongs to another stream, or is
-            beyond the end of the pass.
+          ValueError: if the state lacks an entry, belongs to another stream and
+            `change` is False, or is beyond the end of the pass.
         """
-        stream = self._stream()
-        if missing := [name for name in ("position", *stream) if name not in state]:
+        rows = row_to_go_on_at(state, self._stream(), change=change)
+        if not 0 <= self._left_out.num_kept(rows) <= self._last:
             raise ValueError(
-                f"state lacks {', '.join(missing)}; give what get_state() returned."
+                f"state has rows={rows}, but a pass of this Loader has {self._last} "
+                "rows; use the repeat= and num_batches= that it was saved with."
             )
-        changed = [
-            f"{name} was {state[name]!r} and is {value!r}"
-            for name, value in stream.items()
-            if state[name] != value
-        ]
-        if changed:
-            raise ValueError(
-                f"state is of another stream of batches: {'; '.join(changed)}. Make "
-                "the Loader with the former values, or don't restore its state, to "
-                "start this stream from the beginning."
-            )
-        position = state["position"]
-        if not 0 <= position <= len(self._batches):
-            raise ValueError(
-                f"state has position={position}, but a pass of this Loader has "
-                f"{len(self._batches)} batches; use the repeat= and num_batches= that "
-                "it was saved with."
-            )
-        self._move_to(position)
+        self._move_to(rows)
 
 
 class _Batches:
-    """One process's rows of global batch k, for any k; read by Grain's threads."""
+    """One process's rows of the k-th batch from a row on; read by Grain's threads."""
 
     def __init__(
         self,
         tokens: Tokens,
         *,
         order: grain.MapDataset,
-        batch_size: int,
+        left_out: LeftOut,
         seq_len: int,
-        rows: range,
+        own: range,
+        batch_size: int,
         length: int,
     ):
-        self._tokens, self._order, self._rows = tokens, order, rows
-        self._batch_size, self._seq_len, self._length = batch_size, seq_len, length
+        self._tokens, self._order, self._left_out = tokens, order, left_out
+        self._seq_len, self._own = seq_len, own
+        self._batch_size, self._length = batch_size, length
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: int) -> dict[str, Int32[np.ndarray, "B T_plus_1"]]:
         first = index * self._batch_size
-        examples = np.array([self._order[first + row] for row in self._rows])
-        starts = (examples * self._seq_len).tolist()
+        rows = [self._left_out.row(first + kept) for kept in self._own]
+        starts = np.array([self._order[row] for row in rows]) * self._seq_len
         windows = np.stack(
-            [self._tokens.read(start, start + self._seq_len + 1) for start in starts]
+            [
+                self._tokens.read(start, start + self._seq_len + 1)
+                for start in starts.tolist()
+            ]
         )
         if not np.can_cast(windows.dtype, np.int32) and windows.max() > _MAX_ID:
+            at = rows[int(windows.max(axis=1).argmax())]
             raise ValueError(
-                f"batch {index} holds token id {windows.max()}, but ids must be below "
+                f"row {at} holds token id {windows.max()}, but ids must be below "
                 "2**31, because models take int32; check the file's dtype=."
             )
         return {"tokens": windows.astype(np.int32)}

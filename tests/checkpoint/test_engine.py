@@ -170,7 +170,7 @@ def test_checkpoint_of_another_model_is_refused_naming_leaves(saved: Saved) -> N
     assert "params/embed/embedding: float32[40,24], in the checkpoint " in text
     assert "float32[40,32]" in text
     assert bits_of(engine.state) == before
-    assert loader.get_state()["position"] == 0
+    assert loader.get_state()["rows"] == 0
 
 
 def test_checkpoint_with_data_of_another_order_changes_nothing(saved: Saved) -> None:
@@ -225,7 +225,7 @@ def test_save_returns_before_the_disk_and_outlives_the_donation_by_later_steps(
     assert bits_of(engine.state) != saved
     assert engine.restore(tmp_path, data=loader) == step
     assert bits_of(engine.state) == saved
-    assert loader.get_state()["position"] == 0
+    assert loader.get_state()["rows"] == 0
 
 
 def test_keep_of_a_save_counts_after_a_restore(tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_damaged_newest_step_gives_way_to_the_one_before(tmp_path: Path) -> None
     file.write_bytes(content)
     with pytest.warns(UserWarning, match=f"{file.name}: another checksum.*restoring"):
         assert engine.restore(tmp_path, data=loader) == steps[0]
-    assert loader.get_state()["position"] == 1
+    assert loader.rows == BATCH
     engine.step(next(loader))
     with pytest.warns(UserWarning, match=r"renamed to end in '\.damaged'"):
         engine.save(tmp_path, data=loader)

@@ -130,21 +130,21 @@ def test_state_resumes_exactly(position, processes):
     new.set_state(state)
     assert new.get_state() == state
     np.testing.assert_array_equal(take(new, 3), expected[:, : 8 // after])
-    assert new.get_state()["position"] == position + 3
+    assert new.get_state()["rows"] == new.rows == 8 * (position + 3)
 
 
 def test_state_does_not_count_batches_read_ahead():
     loader = Loader(make_tokens(33), batch_size=4, seq_len=4)
-    assert loader.get_state()["position"] == 0
+    assert loader.rows == 0
     next(loader)
-    assert loader.get_state()["position"] == 1
+    assert loader.rows == 4
 
 
-def test_state_is_the_position_and_what_the_order_depends_on():
+def test_state_is_the_rows_and_what_the_order_depends_on():
     tokens = make_tokens(33)
     loader = Loader(tokens, batch_size=4, seq_len=4, seed=5)
     assert loader.get_state() == {
-        "position": 0,
+        "rows": 0,
         "seed": 5,
         "shuffle": True,
         "batch_size": 4,
@@ -172,19 +172,27 @@ def test_state_of_another_stream_raises(change, message):
         Loader(**{**settings, **change}).set_state(state)
 
 
+def test_state_saved_in_batches_goes_on_at_its_row():
+    loader = Loader(make_tokens(33), batch_size=4, seq_len=4)
+    state = loader.get_state()
+    del state["rows"]
+    loader.set_state({**state, "position": 3})
+    assert loader.rows == 12
+
+
 def test_state_that_lacks_an_entry_raises():
     loader = Loader(make_tokens(33), batch_size=4, seq_len=4)
     state = loader.get_state()
-    del state["position"], state["seed"]
-    with pytest.raises(ValueError, match="state lacks position, seed"):
+    del state["rows"], state["seed"]
+    with pytest.raises(ValueError, match="state lacks rows, seed"):
         loader.set_state(state)
 
 
-@pytest.mark.parametrize("position", [-1, 3])
-def test_state_beyond_the_pass_raises(position):
+@pytest.mark.parametrize("rows", [-1, 9])
+def test_state_beyond_the_pass_raises(rows):
     loader = Loader(make_tokens(33), batch_size=4, seq_len=4, repeat=False)
-    state = {**loader.get_state(), "position": position}
-    with pytest.raises(ValueError, match=f"position={position}, but .* has 2 batches"):
+    state = {**loader.get_state(), "rows": rows}
+    with pytest.raises(ValueError, match=f"rows={rows}, but .* has 8 rows"):
         loader.set_state(state)
 
 
@@ -204,7 +212,7 @@ def test_ended_pass_stays_ended_until_looped_over():
     for _ in range(2):
         with pytest.raises(StopIteration):
             next(loader)
-    assert loader.get_state()["position"] == 2
+    assert loader.rows == 8
     assert len(list(loader)) == 2
 
 
@@ -254,10 +262,10 @@ def test_endless_loader_has_no_length():
 
 def test_position_can_be_far_along():
     loader = Loader(make_tokens(33), batch_size=4, seq_len=4)
-    far = sys.maxsize // 8
-    loader.set_state({**loader.get_state(), "position": far})
+    far = sys.maxsize // 2
+    loader.set_state({**loader.get_state(), "rows": far})
     assert next(loader)["tokens"].shape == (4, 5)
-    assert loader.get_state()["position"] == far + 1
+    assert loader.rows == far + 4
 
 
 @pytest.mark.parametrize("name", ["batch_size", "seq_len", "num_batches"])
@@ -314,7 +322,7 @@ def test_corpus_beyond_the_shuffle_raises():
 def test_token_id_beyond_int32_raises():
     tokens = Tokens((np.array([0, 1, 2**31], np.uint32),), files=("ids",))
     loader = Loader(tokens, batch_size=2, seq_len=1, shuffle=False)
-    with pytest.raises(ValueError, match="batch 0 holds token id 2147483648, but ids"):
+    with pytest.raises(ValueError, match="row 1 holds token id 2147483648, but ids"):
         next(loader)
 
 
@@ -338,6 +346,6 @@ def test_batch_that_failed_comes_again():
 
     with pytest.raises(OSError, match="the disk is gone"):
         run()
-    assert loader.get_state()["position"] == len(seen) < 4
+    assert loader.rows == 2 * len(seen) < 8
     run()
     assert seen == [[0, 1], [2, 3], [4, 5], [6, 7]]
