@@ -2,20 +2,27 @@
 
 Field names are flags (``--mesh.data 2``), docstrings are the help, and an error for a
 misspelt flag suggests the nearest one. ``--config run.json`` gives the flags of a file.
+``--model 124m --model.num-layers 8`` is a preset with a field over it (`preset`).
 ``--mesh auto --target h200:1x8`` first runs the caller's search for the mesh and the
 settings that depend on it.
 """
 
 import dataclasses
+import difflib
+import functools
 import json
+import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import types
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import tyro
 
 Config = TypeVar("Config")
+Chosen = TypeVar("Chosen")
 
 Search = Callable[[Path, str, Sequence[str]], Sequence[str]]
 """``(recipe, target, flags) -> flags`` of the best mesh and its settings."""
@@ -30,6 +37,37 @@ _AUTO = (
     "schedule and remat policy without a flag: the fastest for those devices by "
     "`jaxpar plan --search`."
 )
+
+
+def preset(
+    presets: Mapping[str, Chosen], name: str, *, without: Collection[str] = ()
+) -> Chosen:
+    """Make a field of a config whose flag takes a preset, and its fields flags over it.
+
+    ``--model 124m --model.num-layers 8`` is the preset with another number of layers;
+    ``run.json`` records all fields.
+
+    Args:
+      presets: name -> a frozen dataclass; of several classes, if each has a field
+        ``kind``, its name here, that is not an argument.
+      name: of the default.
+      without: fields that get no flag, such as those that the recipe sets.
+
+    Returns:
+      A dataclass's field.
+
+    Example:
+      >>> from jaxpar.mesh import MeshShape
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class Run:
+      ...     mesh: MeshShape = preset({"one": MeshShape(), "two": MeshShape(2)}, "one")
+      >>> parse(Run, None, ["--mesh", "two", "--mesh.tensor", "4"]).mesh
+      MeshShape(data=2, pipe=1, tensor=4)
+    """
+    return dataclasses.field(
+        default=presets[name],
+        metadata={"presets": presets, "name": name, "without": tuple(without)},
+    )
 
 
 def parse(
@@ -63,14 +101,121 @@ def parse(
     given = list(sys.argv[1:] if args is None else args)
     if dataclasses.is_dataclass(config):
         description = "\n\n".join(filter(None, (description, _FILE)))
-        given = _with_file(given)
+        given = _with_file(config, given)
     if search is not None and _has_mesh(config):
         description = "\n\n".join(filter(None, (description, _AUTO)))
         given = _searched(config, given, search)
-    return tyro.cli(config, prog=prog, description=description, args=given)
+    options = {"prog": prog, "args": given}
+    if not _presets(config):
+        return tyro.cli(config, description=description, **options)
+    chosen, options["args"] = _chosen(config, given)
+    described = [description, *map(_describe, _presets(config))]
+    flat = tyro.cli(
+        _flattened(config, chosen),
+        description="\n\n".join(filter(None, described)),
+        **options,
+    )
+    return _rebuilt(config, chosen, flat)
 
 
-def _with_file(given: list[str]) -> list[str]:
+def _presets(config: Any) -> list[dataclasses.Field]:
+    """The fields of a config that were made by `preset`."""
+    fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
+    return [field for field in fields if "presets" in field.metadata]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _describe(field: dataclasses.Field) -> str:
+    flag, names = _flag(field.name), ", ".join(field.metadata["presets"])
+    return (
+        f"{flag} NAME is a preset: {names}. By default {field.metadata['name']}; "
+        f"{flag}.FIELD is over it."
+    )
+
+
+def _chosen(config: Any, given: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Field -> its preset, and the arguments without the presets' names."""
+    chosen = {}
+    for field in _presets(config):
+        flag, known = _flag(field.name), field.metadata["presets"]
+        chosen[field.name] = field.default
+        name, given = _taken(given, flag)
+        while name is not None:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                near = f" Did you mean {close[0]!r}?" if close else ""
+                _stop(f"{flag} {name}: must be one of {', '.join(known)}.{near}")
+            chosen[field.name] = known[name]
+            name, given = _taken(given, flag)
+    return chosen, given
+
+
+def _flattened(config: Any, chosen: Mapping[str, Any]) -> Any:
+    """The config's class with the presets' fields of plain types, for tyro."""
+    parts = []
+    for field in _presets(config):
+        own = chosen[field.name]
+        hints = typing.get_type_hints(type(own))
+        plain = [
+            (each.name, _plain(hints[each.name]), getattr(own, each.name))
+            for each in dataclasses.fields(own)
+            if each.init and each.name not in field.metadata["without"]
+        ]
+        flat = dataclasses.make_dataclass(
+            type(own).__name__,
+            [
+                (name, hint, dataclasses.field(default=value))
+                for name, hint, value in plain
+                if hint is not None and _is_plain(value)
+            ],
+            frozen=True,
+            kw_only=True,
+        )
+        flat.__doc__ = type(own).__doc__
+        parts.append((field.name, flat, dataclasses.field(default=flat())))
+    return dataclasses.make_dataclass(
+        config.__name__, parts, bases=(config,), frozen=True
+    )
+
+
+def _rebuilt(config: Any, chosen: Mapping[str, Any], flat: Any) -> Any:
+    """A config of its own class, from one of the class that tyro has read."""
+    values = {f.name: getattr(flat, f.name) for f in dataclasses.fields(config)}
+    for name, own in chosen.items():
+        given = values[name]
+        fields = {f.name: getattr(given, f.name) for f in dataclasses.fields(given)}
+        try:
+            values[name] = dataclasses.replace(own, **fields)
+        except (ValueError, TypeError) as error:
+            _stop(f"{_flag(name)}: {error}")
+    return config(**values)
+
+
+def _plain(hint: Any) -> Any:
+    """A type without what no flag can have; None if nothing is left."""
+    if hint in (int, float, bool, str, types.NoneType):
+        return hint
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return hint
+    if origin is tuple and all(a is Ellipsis or _plain(a) is not None for a in args):
+        return hint
+    if origin in (typing.Union, types.UnionType):
+        left = [each for each in map(_plain, args) if each is not None]
+        return functools.reduce(operator.or_, left) if left else None
+    return None
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, int | float | bool | str)
+
+
+def _with_file(config: Any, given: list[str]) -> list[str]:
     """The arguments, with ``--config FILE`` replaced by the file's flags, first."""
     file, others = _taken(given, "--config")
     if file is None:
@@ -79,7 +224,27 @@ def _with_file(given: list[str]) -> list[str]:
         settings = _read(Path(file))
     except (OSError, ValueError) as error:
         _stop(f"--config {file}: {error}")
-    return [*_flags(settings, "--"), *others]
+    settings = dict(settings)
+    flags: list[str] = []
+    for field in _presets(config):
+        own = settings.get(field.name)
+        if isinstance(own, Mapping):
+            del settings[field.name]
+            flags += _preset_flags(field, own, others)
+    return [*flags, *_flags(settings, "--"), *others]
+
+
+def _preset_flags(
+    field: dataclasses.Field, fields: Mapping[str, Any], others: Sequence[str]
+) -> list[str]:
+    """The flags of a preset's fields in a file; none if another preset is asked for."""
+    flag = _flag(field.name)
+    if any(word.partition("=")[0] == flag for word in others):
+        return []
+    hidden = {"kind", *field.metadata["without"]}
+    kind = [flag, fields["kind"]] if "kind" in fields else []
+    plain = {k: v for k, v in fields.items() if k not in hidden and v != []}
+    return [*kind, *_flags(plain, f"{flag}.")]
 
 
 def _read(path: Path) -> Mapping[str, Any]:

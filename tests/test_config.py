@@ -8,6 +8,7 @@ import types
 import pytest
 
 from jaxpar.cli.recipe_flags import parse
+from jaxpar.config import preset
 from jaxpar.mesh import MeshShape
 
 
@@ -160,3 +161,127 @@ def test_mesh_auto_is_of_files(capsys, monkeypatch):
         parse(defined, None, ["--mesh", "auto", "--target", "h100:1x8"])
     assert stopped.value.code == 2
     assert "Defined must be in a file" in capsys.readouterr().err
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A model.
+
+    Attributes:
+      width: features.
+      depth: layers.
+      own: what no flag can say.
+      place: of another flag.
+    """
+
+    width: int = 8
+    depth: int | None = None
+    own: object = print
+    place: str = "here"
+
+    def __post_init__(self):
+        if self.width < 1:
+            raise ValueError(f"width={self.width} must be at least 1.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Slow:
+    kind: str = dataclasses.field(default="slow", init=False)
+    decay: float = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Fast:
+    kind: str = dataclasses.field(default="fast", init=False)
+    bits: int = 32
+
+
+SHAPES = {"small": Shape(), "large": Shape(512, 24)}
+RULES = {"slow": Slow(), "fast": Fast()}
+
+
+@dataclasses.dataclass(frozen=True)
+class WithPresets(Config):
+    """One run."""
+
+    model: Shape = preset(SHAPES, "small", without=("place",))
+    """The model's shape."""
+    rule: Slow | Fast = preset(RULES, "slow")
+    """The rule."""
+
+
+@pytest.mark.parametrize(
+    ("args", "model", "rule"),
+    [
+        ((), Shape(), Slow()),
+        (("--model", "large"), Shape(512, 24), Slow()),
+        (("--model=large", "--model.depth", "8"), Shape(512, 8), Slow()),
+        (("--model.depth", "8", "--model", "large"), Shape(512, 8), Slow()),
+        (("--model.width", "9", "--rule.decay", "0.5"), Shape(9), Slow(0.5)),
+        (("--rule", "fast", "--rule.bits", "8"), Shape(), Fast(8)),
+        (("--model", "large", "--model", "small"), Shape(), Slow()),
+    ],
+)
+def test_preset_comes_first_and_its_fields_over_it(args, model, rule):
+    found = parse(WithPresets, None, [*args, "--steps", "3"])
+    assert found == WithPresets(3, model=model, rule=rule)
+    assert type(found) is WithPresets
+
+
+def test_help_lists_presets_and_the_fields_of_the_chosen_one(capsys):
+    with pytest.raises(SystemExit):
+        parse(WithPresets, "Train.", ["--model", "large", "--rule", "fast", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in (
+        "--model NAME is a preset: small, large. By default small",
+        "--rule NAME is a preset: slow, fast",
+        "--model.depth",
+        "(default: 24)",
+        "--rule.bits INT",
+        "Training steps.",
+        "The model's shape.",
+    ):
+        assert text in shown
+    for text in ("--model.own", "--model.place", "--rule.kind", "--rule.decay"):
+        assert text not in shown
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--model", "larg"), "must be one of small, large. Did you mean 'large'?"),
+        (("--model.widht", "3"), "--model.width"),
+        (("--model.width", "0"), "--model: width=0 must be at least 1."),
+        (("--rule", "fast", "--rule.decay", "1"), "--rule.decay"),
+    ],
+)
+def test_wrong_preset_or_field_is_named(args, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse(WithPresets, None, list(args))
+    assert stopped.value.code == 2
+    captured = capsys.readouterr()
+    assert said in " ".join((captured.out + captured.err).split())
+
+
+@pytest.mark.parametrize(
+    ("beside", "model", "rule"),
+    [
+        ((), Shape(512, 8), Fast(8)),
+        (("--model", "small"), Shape(), Fast(8)),
+        (("--model.width", "16"), Shape(16, 8), Fast(8)),
+        (("--rule", "slow"), Shape(512, 8), Slow()),
+    ],
+)
+def test_fields_of_a_runs_record_are_taken_up(beside, model, rule, tmp_path):
+    """What run.json has is resolved; a preset beside it begins anew."""
+    config = {
+        "steps": 4,
+        "model": {"width": 512, "depth": 8, "place": "here"},
+        "rule": {"kind": "fast", "bits": 8},
+    }
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"config": config, "identity": {}}))
+    found = parse(WithPresets, None, ["--config", str(file), *beside])
+    assert found == WithPresets(4, model=model, rule=rule)
+    file.write_text(json.dumps({"model": "large"}))
+    assert parse(WithPresets, None, ["--config", str(file)]).model == Shape(512, 24)

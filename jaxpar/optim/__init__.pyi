@@ -3,6 +3,7 @@
 from .fused import fused_adamw, fused_lamb, fused_lion
 from .fused_update import FusedOptimizer
 from .make_update import HostUpdate, MakesUpdate, Update, UpdateSpec
+from .settings import OPTIMIZERS, OptimizerSettings
 from .with_reduction import (
     LocalGradients,
     PlainReduction,
@@ -12,10 +13,12 @@ from .with_reduction import (
 )
 
 __all__ = [
+    "OPTIMIZERS",
     "FusedOptimizer",
     "HostUpdate",
     "LocalGradients",
     "MakesUpdate",
+    "OptimizerSettings",
     "PlainReduction",
     "Reduction",
     "Update",

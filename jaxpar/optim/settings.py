@@ -1,0 +1,170 @@
+"""Which optimizers can a recipe's flag name, and with which settings?
+
+``--optimizer lion --optimizer.bits 8``: a preset, with fields over it
+(`jaxpar.config.preset`).
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import optax
+
+from jaxpar.optim import fused
+from jaxpar.optim.fused_update import Schedule
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """An optimizer but for its learning rate.
+
+    Attributes:
+      kind: its name among `OPTIMIZERS`.
+      weight_decay: times the parameter it is added to the update.
+    """
+
+    kind: str = dataclasses.field(default="", init=False)
+    weight_decay: float = 0.1
+    _optax: ClassVar[Any]
+    _fused: ClassVar[Any] = None
+
+    def make(self, learning_rate: float | Schedule) -> Any:
+        """Make the optimizer.
+
+        Args:
+          learning_rate: a number, or a schedule of the steps taken; in the metrics as
+            ``learning_rate``.
+
+        Returns:
+          An optimizer for ``jaxpar.initialize``.
+
+        Raises:
+          ValueError: if a number is out of its range.
+        """
+        given = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.init
+        }
+        bits = given.pop("bits", 32)
+        if bits != 32:
+            return type(self)._fused(learning_rate, **given, bits=bits)
+        switches = [name for name, value in given.items() if isinstance(value, bool)]
+        make = optax.inject_hyperparams(type(self)._optax, static_args=switches)
+        return make(learning_rate, **given)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdamWSettings(OptimizerSettings):
+    """AdamW.
+
+    Attributes:
+      weight_decay: times the parameter it is added to the update.
+      b1: decay rate of the mean of gradients.
+      b2: decay rate of the mean of squared gradients.
+      eps: added to the square root.
+      bits: bits of a moment: 32, or 8 (a fused optimizer).
+    """
+
+    kind: str = dataclasses.field(default="adamw", init=False)
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    bits: int = 32
+    _optax: ClassVar[Any] = staticmethod(optax.adamw)
+    _fused: ClassVar[Any] = staticmethod(fused.fused_adamw)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LionSettings(OptimizerSettings):
+    """Lion; its rate is a third to a tenth of AdamW's.
+
+    Attributes:
+      weight_decay: times the parameter it is added to the update.
+      b1: decay rate of the mean whose sign is taken.
+      b2: decay rate of the stored mean.
+      bits: bits of a moment: 32, or 8 (a fused optimizer).
+    """
+
+    kind: str = dataclasses.field(default="lion", init=False)
+    b1: float = 0.9
+    b2: float = 0.99
+    bits: int = 32
+    _optax: ClassVar[Any] = staticmethod(optax.lion)
+    _fused: ClassVar[Any] = staticmethod(fused.fused_lion)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LambSettings(OptimizerSettings):
+    """LAMB, for large batches.
+
+    Attributes:
+      weight_decay: times the parameter it is added to the update.
+      b1: decay rate of the mean of gradients.
+      b2: decay rate of the mean of squared gradients.
+      eps: added to the square root.
+      bits: bits of a moment: 32, or 8 (a fused optimizer).
+    """
+
+    kind: str = dataclasses.field(default="lamb", init=False)
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-6
+    bits: int = 32
+    _optax: ClassVar[Any] = staticmethod(optax.lamb)
+    _fused: ClassVar[Any] = staticmethod(fused.fused_lamb)
+
+
+def _sgd(
+    learning_rate: Any, momentum: Any, nesterov: bool, weight_decay: Any
+) -> optax.GradientTransformation:
+    return optax.chain(
+        optax.add_decayed_weights(weight_decay),
+        optax.sgd(learning_rate, momentum, nesterov),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SgdSettings(OptimizerSettings):
+    """Gradient descent with momentum.
+
+    Attributes:
+      weight_decay: times the parameter it is added to the update.
+      momentum: decay rate of the sum of gradients.
+      nesterov: look ahead.
+    """
+
+    kind: str = dataclasses.field(default="sgd", init=False)
+    weight_decay: float = 0.0
+    momentum: float = 0.9
+    nesterov: bool = False
+    _optax: ClassVar[Any] = staticmethod(_sgd)
+
+
+def _adafactor(learning_rate: Any, weight_decay: Any) -> Any:
+    return optax.adafactor(learning_rate, weight_decay_rate=weight_decay)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdafactorSettings(OptimizerSettings):
+    """Adafactor: second moments by row and column.
+
+    Attributes:
+      weight_decay: fraction of a parameter that is taken off at each step.
+    """
+
+    kind: str = dataclasses.field(default="adafactor", init=False)
+    weight_decay: float = 0.0
+    _optax: ClassVar[Any] = staticmethod(_adafactor)
+
+
+OPTIMIZERS: dict[str, OptimizerSettings] = {
+    each.kind: each
+    for each in (
+        AdamWSettings(),
+        LionSettings(),
+        LambSettings(),
+        SgdSettings(),
+        AdafactorSettings(),
+    )
+}
+"""Name -> an optimizer's usual settings."""
