@@ -25,6 +25,7 @@ from .step.state import TrainState
 from .step.weighted import Max, Sum, Weighted
 from .training.loop import train
 from .training.opening import open_run
+from .training.options import StartOptions
 from .training.recovery import Recovery
 from .training.run import check_reopened, mean_loss
 
@@ -44,6 +45,7 @@ __all__ = [
     "Recovery",
     "Replicated",
     "Schedule",
+    "StartOptions",
     "Step",
     "Sum",
     "TrainState",

@@ -13,16 +13,18 @@ import jax
 import optax
 
 import jaxpar
+from jaxpar.config import preset
 from jaxpar.data import Loader, open_splits, tokenize
-from jaxpar.models import continue_text, gpt_config, gpt_loss, make_gpt
+from jaxpar.models import PRESETS, GPTConfig, continue_text, gpt_loss, make_gpt
+from jaxpar.optim import OPTIMIZERS, OptimizerSettings
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(jaxpar.StartOptions):
     """One run of the GPT."""
 
-    model: str = "1m"
-    """A preset: tiny, 1m, 124m, 350m, 1.3b, 7b, or a row of Megatron's table."""
+    model: GPTConfig = preset(PRESETS, "1m", without=("remat", "sequence_parallel"))
+    """The GPT's shape."""
     mesh: jaxpar.MeshShape = dataclasses.field(default_factory=jaxpar.MeshShape)
     """Devices by axis; by default all accelerators on data, or data 2 x tensor 2."""
     zero: int = 3
@@ -39,6 +41,8 @@ class Config:
     """Training steps; a run may go on with more."""
     schedule_steps: int | None = None
     """Of the learning rate's schedule; by default the steps at the first start."""
+    optimizer: OptimizerSettings = preset(OPTIMIZERS, "adamw")
+    """The optimizer, but for its learning rate."""
     learning_rate: float = 5e-3
     """Peak of the schedule: linear warm-up over a tenth of it, then cosine."""
     clip_norm: float = 1.0
@@ -61,25 +65,21 @@ class Config:
     """What is done about bad numbers, failed saves and corrupt replicas."""
     seed: int = 0
     """Of the parameters and of the data's order."""
-    tensorboard: bool = False
-    """Also write TensorBoard events."""
     out: str = "runs/gpt"
     """The run's folder."""
 
 
 def build(config: Config, mesh: jax.sharding.Mesh | None = None) -> jaxpar.Engine:
     """Make the engine of a config, on its own mesh or another."""
-    model = gpt_config(
-        config.model, remat=config.remat, sequence_parallel=config.sequence_parallel
-    )
+    how = {"remat": config.remat, "sequence_parallel": config.sequence_parallel}
+    model = dataclasses.replace(config.model, **how)
     shape = (config.batch_size, model.seq_len + 1)
     rate, steps = config.learning_rate, config.schedule_steps or config.steps
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps)
-    adamw = optax.inject_hyperparams(optax.adamw)
     return jaxpar.initialize(
         model=make_gpt(model),
         loss_fn=gpt_loss,
-        optimizer=adamw(schedule, b2=0.95, weight_decay=0.1),
+        optimizer=config.optimizer.make(schedule),
         sample_batch={"tokens": jax.ShapeDtypeStruct(shape, "int32")},
         mesh=mesh or choose_meshes(config)[0][0],
         zero=config.zero,
@@ -93,7 +93,7 @@ def build(config: Config, mesh: jax.sharding.Mesh | None = None) -> jaxpar.Engin
 
 def tokens_per_step(config: Config) -> int:
     """Tokens that a step learns to predict."""
-    return config.batch_size * gpt_config(config.model).seq_len
+    return config.batch_size * config.model.seq_len
 
 
 def choose_meshes(config: Config) -> list[tuple[jax.sharding.Mesh, int]]:
@@ -107,7 +107,7 @@ def choose_meshes(config: Config) -> list[tuple[jax.sharding.Mesh, int]]:
 
 def main(config: Config) -> None:
     """Train, evaluate and save, on one mesh and then on another; sample."""
-    meshes, model = choose_meshes(config), gpt_config(config.model)
+    meshes, model = choose_meshes(config), config.model
     corpus, heldout = open_splits(config.data, config.heldout)
     run = jaxpar.open_run(config.out, config, {"corpus_sha256": corpus.sha256})
     corpus, heldout, tokenizer = tokenize(corpus, heldout, model.vocab_size, run.folder)

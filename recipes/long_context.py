@@ -6,28 +6,31 @@ full. The run is evaluated, saved, and reopened on one device; run it again to r
 """
 
 import dataclasses
-import itertools
+from typing import Any
 
 import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
-from rich.console import Console
 
 import jaxpar
+from jaxpar.config import preset
 from jaxpar.data import Loader, open_splits
-from jaxpar.models import GPTConfig, gpt_config, gpt_loss, make_gpt, tile_work_of
+from jaxpar.models import PRESETS, GPTConfig, gpt_loss, make_gpt, tile_work_of
 from jaxpar.sparse_attention import SparsityPattern, causal_pattern
 
 CPU_MESH = jaxpar.MeshShape(data=2, tensor=2)
+OWN = ("seq_len", "remat", "attention")  # Flags of the recipe's own.
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(jaxpar.StartOptions):
     """One run of the GPT on long text."""
 
-    model: str = "tiny"
-    """A preset: tiny, 124m, 350m, 1.3b, 7b, or a row of Megatron's table."""
+    model: GPTConfig = preset(
+        PRESETS, "tiny", without=("seq_len", "remat", "attention")
+    )
+    """The GPT's shape."""
     seq_len: int = 2048
     """Tokens that the model is trained on at once."""
     pattern: str = "longformer"
@@ -72,7 +75,8 @@ class Config:
 
 def model_of(config: Config) -> tuple[GPTConfig, SparsityPattern]:
     """The model, and the pattern that it has in place of dense attention."""
-    model = gpt_config(config.model, seq_len=config.seq_len, remat=config.remat)
+    own, length = config.model, config.seq_len
+    model = dataclasses.replace(own, seq_len=length, remat=config.remat)
     pattern = causal_pattern(
         config.pattern,
         num_heads=model.num_heads,
@@ -111,27 +115,25 @@ def tokens_per_step(config: Config) -> int:
 
 def main(config: Config) -> None:
     """Train, evaluate, save, reopen on one device."""
-    console = Console(highlight=False, soft_wrap=True)
     model, pattern = model_of(config)
     mesh = jaxpar.choose_mesh(config.mesh, on_cpu=CPU_MESH)
     corpus, heldout = open_splits(config.data, config.heldout)
     run = jaxpar.open_run(config.out, config, {"corpus_sha256": corpus.sha256})
-    rows, length = config.batch_size, config.seq_len
-    loader = Loader(corpus, batch_size=rows, seq_len=length, seed=config.seed)
-    held = Loader(heldout, batch_size=rows, seq_len=length, repeat=False)
-    held_batches = list(itertools.islice(held, config.eval_batches))
+    size: Any = {"batch_size": config.batch_size, "seq_len": config.seq_len}
+    loader = Loader(corpus, seed=config.seed, **size)
+    held = Loader(heldout, repeat=False, num_batches=config.eval_batches, **size)
     engine = build(run.config, mesh)
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-    console.print(f"mesh     {shape} on {mesh.devices.flat[0].device_kind} devices")
+    print(f"mesh     {shape} on {mesh.devices.flat[0].device_kind} devices")
     work = tile_work_of(pattern, model.seq_len, model.num_heads)
-    console.print(f"pattern  {config.pattern}: {work.active_tiles:.1%} of tiles active")
+    print(f"pattern  {config.pattern}: {work.active_tiles:.1%} of tiles active")
     loss = jaxpar.train(
         engine,
         loader,
         run,
         steps=config.steps,
         save_every=config.save_every,
-        evaluate=lambda: jaxpar.mean_loss(engine, held_batches),
+        evaluate=lambda: jaxpar.mean_loss(engine, held),
         recovery=config.recovery,
         tokens_per_step=tokens_per_step(config),
     )
@@ -141,7 +143,7 @@ def main(config: Config) -> None:
     reopened = build(
         run.config, jaxpar.make_mesh(jaxpar.MeshShape(), jax.devices()[:1])
     )
-    console.print(jaxpar.check_reopened(reopened, run, held_batches, loss))
+    print(jaxpar.check_reopened(reopened, run, held, loss))
 
 
 if __name__ == "__main__":

@@ -74,6 +74,7 @@ class Checkpoints:
         self._folder = Path(folder).expanduser().absolute()
         self._keep, self._former, self._parts = as_keep(keep), former, parts
         self._run: str | None = None
+        self._reset_at: int | None = None
         self._damaged: set[int] = set()
         self._writer: stored_arrays.Writer | None = None
         self._saving: concurrent.futures.Future[None] | None = None
@@ -215,7 +216,8 @@ class Checkpoints:
         """Read a checkpoint into the shapes, dtypes and shardings of target.
 
         Every file is verified first. Waits for a save in progress. Afterwards this
-        object continues the run of that checkpoint: it may save into the folder.
+        object continues the run of that checkpoint: it may save into the folder, with
+        `reset` also another optimizer's leaves.
 
         Args:
           target: tree with the leaves of the saved one, as jax.ShapeDtypeStruct with a
@@ -265,6 +267,7 @@ class Checkpoints:
             )
         read = load(path, {name: targets[name] for name in wanted}, wanted)
         self._run, self._damaged = manifest.run, set(skipped)
+        self._reset_at = found["step"] if reset else None
         return Restored(
             step=found["step"],
             tree=jax.tree.unflatten(
@@ -327,11 +330,12 @@ class Checkpoints:
         own = {there[name]: spec for name, spec in specs.items()}
         logical = (self._parts.logical(x, content.meta) for x in (own, content.leaves))
         difference = named.describe_mismatch(*logical)
-        if difference:
+        if difference and newest != self._reset_at:
             raise ValueError(
                 f"folder {str(self._folder)!r} holds checkpoints of another model "
                 f"or optimizer; those of step {newest} differ:\n{difference}\n"
-                "Nothing was written. Save to another folder"
+                "Nothing was written. Save to another folder, or restore from this "
+                "one with reset= first, to go on with these leaves"
             )
         if content.run != run and not force:
             raise ValueError(

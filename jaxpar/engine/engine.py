@@ -341,7 +341,7 @@ class Engine(CompiledStep):
                 state = filled_in(state, self.placement.unpack(self._packed))
             self._take(self.placement.begin_parts(state, restored.anew))
             self._ahead = RunAhead(skipped=skipped_steps(self._losses, state))
-            self._number = restored.step
+            self._number = int(state.step)
             return restored.step
 
     def probe(self) -> None:

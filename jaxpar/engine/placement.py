@@ -126,8 +126,13 @@ class Placement:
         return in_memory_of(unpack_state(self.update, packed), self.shardings)
 
     def begin_parts(self, state: TrainState, paths: Collection[str]) -> TrainState:
-        """A logical state whose parts at some paths, "carried/...", start anew."""
-        own = [part for part in self.carried if f"carried/{part.name}" in paths]
+        """A logical state whose parts at some paths, "carried/...", start anew.
+
+        Before the first step all do: an average of the initial parameters is one of
+        those that were restored.
+        """
+        is_new = int(state.step) == 0
+        own = [p for p in self.carried if is_new or f"carried/{p.name}" in paths]
         if not own:
             return state
 

@@ -20,11 +20,14 @@ from jaxpar.checkpoint.processes import from_first, gather
 from jaxpar.launch.agreement import require_same
 from jaxpar.launch.lease import is_lease, read_holder, take_lease, use_lease
 from jaxpar.launch.worker_environment import current
+from jaxpar.training.options import options_of
+from jaxpar.training.origin import find_parameters
 from jaxpar.training.record import (
     FILE,
     OF_RATES,
     SAME_NUMBERS,
     as_json,
+    brought_up,
     differences,
     first_record,
     later_record,
@@ -50,7 +53,8 @@ def open_run(
     *,
     may_change: Iterable[str] = SAME_NUMBERS,
     fixed: Mapping[str, str] = MappingProxyType({"schedule_steps": "steps"}),
-    tensorboard: bool | None = None,
+    change: bool | None = None,
+    init_from: str | os.PathLike[str] | None = None,
 ) -> Run:
     """Start a run in a folder, or go on with the run that it holds.
 
@@ -64,9 +68,11 @@ def open_run(
         field in `fixed`: another one's learning rate may depend on them.
       fixed: field of the config, None by default -> the field whose value it takes at
         the first start and keeps; a config without the field has nothing fixed.
-      tensorboard: write TensorBoard events beside ``metrics.jsonl``; None for the
-        config's field of that name, or not. A field "writers" of the config has names
-        of other `jaxpar.training.writers`.
+      change: go on with settings that make another run: a learning rate, a batch size,
+        a corpus. They are recorded; see docs/runs.md for what becomes of the state.
+        None for the config's field of that name (`jaxpar.StartOptions`), or False.
+      init_from: a run's folder, a folder of checkpoints, or safetensors, whose
+        parameters a new run begins with; None for the config's field, or to initialise.
 
     Returns:
       The run; `Run.config` is the config with what is fixed.
@@ -78,21 +84,23 @@ def open_run(
       PermissionError: if the folder can't be written.
       ModuleNotFoundError: if a writer's package is missing.
     """
-    events = (
-        getattr(config, "tensorboard", False) if tensorboard is None else tensorboard
-    )
-    named = ["tensorboard"] * events, getattr(config, "writers", ())
-    writers = tuple(named_writers([*named[0], *named[1]]))
+    options = options_of(config)
+    named = [*["tensorboard"] * options.tensorboard, *options.writers]
+    writers = tuple(named_writers(named))
+    start_from = options.init_from if init_from is None else init_from
     wanted = as_json(config, identity)
+    if start_from is not None:
+        wanted["init_from"] = str(Path(start_from).absolute())
     require_same(wanted["config"], wanted["identity"])
     fixed = {k: v for k, v in fixed.items() if k in wanted["config"]}
     allowed = set(may_change) - (set() if fixed else OF_RATES)
-    asks = wanted, allowed, fixed
-    record, lease = from_first(lambda: _claim(Path(folder), *asks))
+    change = options.change if change is None else change
+    asks = _Asked(config, wanted, None if change else frozenset(allowed), fixed)
+    record, lease = from_first(lambda: _claim(Path(folder), asks))
     kept = {name: record["config"][name] for name in fixed}
     _say_fixed(record["config"], fixed)
     config = dataclasses.replace(config, **kept)
-    run = Run(Path(folder), record, writers, config)
+    run = Run(Path(folder), record, writers, config, change)
     use_lease(Path(folder), lease).keep_for(run)
     _require_shared(Path(folder), lease)
     return run
@@ -136,52 +144,75 @@ def _say_fixed(config: Mapping[str, Any], fixed: Mapping[str, str]) -> None:
             )
 
 
-def _claim(
-    folder: Path,
-    wanted: Mapping[str, Any],
-    may_change: Set[str],
-    fixed: Mapping[str, str],
-) -> tuple[dict[str, Any], int]:
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """What a start asks for.
+
+    Attributes:
+      config: the recipe's.
+      wanted: the settings, by `as_json`.
+      may_change: settings that may differ from the last start; None for all.
+      fixed: as `open_run` takes them.
+    """
+
+    config: Any
+    wanted: dict[str, Any]
+    may_change: Set[str] | None
+    fixed: Mapping[str, str]
+
+
+def _claim(folder: Path, asked: _Asked) -> tuple[dict[str, Any], int]:
     """Find or write the run's record, and its lease; called on process 0 only."""
     _require_usable(folder)
-    _went_on(folder, wanted, may_change, fixed)
+    if _went_on(folder, asked) is None and "init_from" in asked.wanted:
+        find_parameters(Path(asked.wanted["init_from"]))
     worker = current()
     if worker and worker.lease and _same(worker.folder, folder):
         lease = use_lease(folder, worker.lease)
     else:
         lease = take_lease(folder)
     # Again: whoever had the lease before may have written it.
-    found = _went_on(folder, wanted, may_change, fixed)
+    found = _went_on(folder, asked)
     if found is not None:
         return found, lease.number
-    made = first_record(resolved(wanted, None, fixed))
+    made = first_record(resolved(asked.wanted, None, asked.fixed))
     lease.require()
     write(folder, made)
     return made, lease.number
 
 
-def _went_on(
-    folder: Path,
-    wanted: Mapping[str, Any],
-    may_change: Set[str],
-    fixed: Mapping[str, str],
-) -> dict[str, Any] | None:
+def _went_on(folder: Path, asked: _Asked) -> dict[str, Any] | None:
     """The record of the run in a folder as it goes on; None if there is none."""
     found = read(folder)
     if found is None:
         return None
-    now = resolved(wanted, found, fixed)
-    kept = {name: now["config"][name] for name in fixed if name not in found["config"]}
+    found = brought_up(found, asked.config)
+    now = resolved(asked.wanted, found, asked.fixed)
+    kept = {n: now["config"][n] for n in asked.fixed if n not in found["config"]}
     found = {**found, "config": {**found["config"], **kept}}
+    _require_same_origin(folder, found, now)
     changed = differences(found, now)
-    wrong = refused(changed, may_change)
+    wrong = [] if asked.may_change is None else refused(changed, asked.may_change)
     if wrong:
         raise ValueError(
             f"out={str(folder)!r} holds another run: {'; '.join(wrong)}. "
-            "Choose another folder (--out), or the same settings to resume it."
+            "Choose another folder (--out), the same settings to resume it, or "
+            "--change (open_run(change=True)) to go on with these."
         )
     step = max(complete_steps(folder / CHECKPOINTS), default=None)
     return later_record(found, now, changed, step)
+
+
+def _require_same_origin(
+    folder: Path, found: Mapping[str, Any], now: Mapping[str, Any]
+) -> None:
+    origin, asked = found.get("init_from"), now.get("init_from")
+    if asked is not None and asked != origin:
+        began = f"from {origin!r}" if origin else "with parameters of its own"
+        raise ValueError(
+            f"init_from={asked!r}: the run in out={str(folder)!r} has begun {began}. "
+            "Choose another folder (--out) for a new run, or leave --init-from out."
+        )
 
 
 def _same(one: str | Path, other: str | Path) -> bool:

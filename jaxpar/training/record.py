@@ -15,6 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from jaxpar.training.options import OPTIONS
+
 FILE = "run.json"
 
 SAME_NUMBERS = (
@@ -43,8 +45,43 @@ schedule as a field; "schedule" is then a pipeline's."""
 
 def as_json(config: Any, identity: Mapping[str, Any]) -> dict[str, Any]:
     """A run's settings, as ``run.json`` has them."""
-    given = {"config": dataclasses.asdict(config), "identity": dict(identity)}
-    return json.loads(json.dumps(given))
+    fields = dataclasses.asdict(config)
+    own = {name: value for name, value in fields.items() if name not in OPTIONS}
+    return json.loads(json.dumps({"config": own, "identity": dict(identity)}))
+
+
+def brought_up(found: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """The record of a run whose recipe had fewer fields at its first start.
+
+    A preset's name gives way to its fields, and a field that was not there had today's
+    default.
+
+    Args:
+      found: the record.
+      config: today's config.
+    """
+    own = {k: v for k, v in found["config"].items() if k not in OPTIONS}
+    defaults: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        presets = field.metadata.get("presets", {})
+        if own.get(field.name) in [*presets]:
+            own[field.name] = dataclasses.asdict(presets[own[field.name]])
+        if field.default is not dataclasses.MISSING:
+            defaults[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            defaults[field.name] = field.default_factory()
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value) and isinstance(own.get(field.name), dict):
+            own[field.name] = _defaults_of(value) | own[field.name]
+    written = json.loads(json.dumps(defaults, default=dataclasses.asdict))
+    fixed = {k: v for k, v in written.items() if v is not None and k not in OPTIONS}
+    return {**found, "config": fixed | own}
+
+
+def _defaults_of(value: Any) -> dict[str, Any]:
+    plain = {f.name: f.default for f in dataclasses.fields(value)}
+    missing = dataclasses.MISSING
+    return {name: x for name, x in plain.items() if x is not missing}
 
 
 def resolved(
@@ -82,10 +119,29 @@ def differences(
 def refused(changed: Mapping[str, list[Any]], may_change: Set[str]) -> list[str]:
     """The changes that make another run, as ``name is there, here``."""
     return [
-        f"{name} is {there!r} there, {here!r} here"
+        f"{part} is {before!r} there, {now!r} here"
         for name, (there, here) in changed.items()
         if name not in may_change
+        for part, before, now in _parts(name, there, here)
     ]
+
+
+def _parts(name: str, there: Any, here: Any) -> list[tuple[str, Any, Any]]:
+    """A setting that differs; of two mappings of the same names, what differs."""
+    if not (isinstance(there, dict) and isinstance(here, dict)) or (
+        there.keys() != here.keys()
+    ):
+        return [(name, there, here)]
+    return [
+        (f"{name}.{key}", there[key], here[key])
+        for key in there
+        if there[key] != here[key]
+    ]
+
+
+def changes_numbers(line: Mapping[str, Any]) -> bool:
+    """Whether a line of the history changed a run's numbers more than by rounding."""
+    return not line["changed"].keys() <= set(SAME_NUMBERS)
 
 
 def first_record(wanted: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,16 @@ from jaxpar.checkpoint import Checkpoints
 from jaxpar.checkpoint.processes import from_first
 from jaxpar.engine.engine import Engine
 from jaxpar.launch.lease import require_lease
+from jaxpar.training.changes import restore_changed
 from jaxpar.training.metrics import read_metrics
-from jaxpar.training.record import read, write
+from jaxpar.training.origin import load_parameters
+from jaxpar.training.record import changes_numbers, read, write
 from jaxpar.training.writers import MetricsWriter
 from jaxpar.types import Batch
 
 _EVENTS, CHECKPOINTS = "events.jsonl", "checkpoints"
+NEW_DATA = "new data"
+"""The event of a run that goes on at the first row of another stream."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +40,14 @@ class Run:
       record: the content of ``run.json``, once `accept` has been called.
       writers: of the numbers, beside ``metrics.jsonl``.
       config: the run's config, with what was fixed at the first start.
+      change: whether this start may change the run's numbers.
     """
 
     folder: Path
     record: dict[str, Any]
     writers: tuple[MetricsWriter, ...] = ()
     config: Any = None
+    change: bool = False
 
     def accept(self, engine: Engine) -> None:
         """Record what has changed since the last start.
@@ -56,11 +62,11 @@ class Run:
         line = from_first(lambda: self._unrecorded())
         for name, (before, now) in (line["changed"] if line else {}).items():
             why = engine.spec.changes_with.get(name)
-            if why:
+            if why and not self.change:
                 raise ValueError(
                     f"{name} was {before!r} and is {now!r}, which changes this run's "
-                    f"numbers: {why}. Give the former one, or choose another folder "
-                    "(--out)."
+                    f"numbers: {why}. Give the former one, choose another folder "
+                    "(--out), or --change to go on with it."
                 )
         if line and jax.process_index() == 0:
             require_lease(self.folder)
@@ -87,9 +93,40 @@ class Run:
         Returns:
           Its step; None if the run has none yet.
         """
-        if self.newest() is None:
+        step = self.newest()
+        if step is None:
             return None
-        return engine.restore(self.checkpoints, data=data)
+        since = self.changes_since(step)
+        if not since:
+            return engine.restore(self.checkpoints, data=data)
+        optimizers = [kinds for line in since if (kinds := _optimizers(line))]
+        step, anew = restore_changed(
+            engine, self.checkpoints, step, data, new_optimizer=bool(optimizers)
+        )
+        if anew:
+            self.note("optimizer began anew", step, leaves=anew)
+            if jax.process_index() == 0:
+                print(f"optimizer state that begins anew: {_listed(anew)}")
+        return step
+
+    def changes_since(self, step: int) -> list[dict[str, Any]]:
+        """Lines of the history, at or after a step, that changed the run's numbers."""
+        return [
+            line
+            for line in self.record.get("history", [])
+            if changes_numbers(line) and (line["step"] or 0) >= step
+        ]
+
+    def begin(self, engine: Engine) -> None:
+        """Give a new run the parameters that it starts from, if it does."""
+        origin = self.record.get("init_from")
+        if origin is None:
+            return
+        step = load_parameters(engine, Path(origin), self.folder)
+        self.note("began from", engine.steps, origin=origin, origin_step=step)
+        if jax.process_index() == 0:
+            at = "" if step is None else f" at step {step}"
+            print(f"parameters of {origin}{at}")
 
     def require_no_progress(self) -> None:
         """Check that a run without a checkpoint has not been trained.
@@ -112,9 +149,11 @@ class Run:
         checkpoints.wait()
         return from_first(checkpoints.latest)
 
-    def batches_drawn(self, step: int) -> int:
-        """Batches that had been drawn from the data when a step was saved."""
-        return Checkpoints(self.checkpoints).meta(step).get("batches_drawn", step)
+    def drawn(self, step: int, batch_rows: int) -> tuple[int, int]:
+        """(batches, rows) that had been drawn from the data when a step was saved."""
+        meta = Checkpoints(self.checkpoints).meta(step)
+        batches = meta.get("batches_drawn", step)
+        return batches, meta.get("rows_drawn", batches * batch_rows)
 
     def note(self, event: str, step: int, **fields: Any) -> None:
         """Add a line to the run's events, on process 0."""
@@ -137,10 +176,37 @@ class Run:
         path = self.folder / "metrics.jsonl"
         return from_first(lambda: _read_numbers(path, step)[-most:])
 
-    def batches_left_out(self) -> set[int]:
-        """Numbers, counted from the start, of batches that rollbacks have skipped."""
-        lists = (event.get("left_out", ()) for event in self.events())
-        return {ordinal for each in lists for ordinal in each}
+    def rows_left_out(self, batch_rows: int) -> list[tuple[int, int]]:
+        """(start, stop) rows, counted from the start, that rollbacks have left out.
+
+        Args:
+          batch_rows: of a batch, for events that were written in batches.
+        """
+        found: list[tuple[int, int]] = []
+        for event in self.events():
+            if event["event"] == NEW_DATA:
+                found = []
+            batches = [
+                (each * batch_rows, (each + 1) * batch_rows)
+                for each in event.get("left_out", ())
+            ]
+            found += [(a, b) for a, b in event.get("rows_left_out", batches)]
+        return sorted(set(found))
+
+
+def _optimizers(line: Mapping[str, Any]) -> list[Any] | None:
+    """The two kinds of optimizer, where a line of the history changes it."""
+    before, now = line["changed"].get("optimizer", (None, None))
+    kinds = [
+        each.get("kind") if isinstance(each, dict) else each for each in (before, now)
+    ]
+    return kinds if kinds[0] != kinds[1] else None
+
+
+def _listed(names: Sequence[str], most: int = 4) -> str:
+    shown = ", ".join(names[:most])
+    more = len(names) - most
+    return f"{shown} and {more} more ({_EVENTS} has all)" if more > 0 else shown
 
 
 def _last_step(path: Path) -> int:

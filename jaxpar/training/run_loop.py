@@ -23,7 +23,7 @@ from jaxpar.training.evaluations import Evaluations, describe
 from jaxpar.training.metrics import MetricsLogger
 from jaxpar.training.performance import Performance
 from jaxpar.training.recovery import Recovery, StepMonitor
-from jaxpar.training.run import Run, digest
+from jaxpar.training.run import NEW_DATA, Run, digest
 from jaxpar.training.signals import RunStopped, StopSignals
 from jaxpar.training.stragglers import StragglerDetector, describe_slow
 from jaxpar.types import Batch, Metrics
@@ -39,22 +39,24 @@ class Taken:
     Attributes:
       step: its number.
       ordinal: number of its batch, counted over all batches that the run has drawn.
+      rows: (start, stop) of the batch in the data, counted from the start.
       batch: the batch.
       metrics: on the device.
     """
 
     step: int
     ordinal: int
+    rows: tuple[int, int]
     batch: Batch
     metrics: Metrics
 
 
 class _BadNumbersError(Exception):
-    """The run must roll back; `ordinals` are the batches to leave out."""
+    """The run must roll back; `taken` are the steps whose batches to leave out."""
 
-    def __init__(self, why: str, ordinals: list[int]):
+    def __init__(self, why: str, taken: list[Taken]):
         super().__init__(why)
-        self.ordinals = ordinals
+        self.taken = taken
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +97,10 @@ class RunLoop:
         self.heldout: float | None = None
         self.first_numbers: dict[str, float] = {}
         self.console = Console(highlight=False, soft_wrap=True)
-        self.rollbacks, self.drawn = 0, 0
-        self.left_out: set[int] = set()
+        self.rollbacks, self.drawn, self.rows = 0, 0, 0
+        self.batch_rows = engine.batch_spec.num_rows
+        self.left_out: list[tuple[int, int]] = []
+        self.last: tuple[int, tuple[int, int]] = (0, (0, 0))
         self.unjudged: Taken | None = None
         self.doubtful: collections.deque[Taken] = collections.deque(
             maxlen=self.recovery.nonfinite
@@ -120,7 +124,7 @@ class RunLoop:
     def begin(self) -> int:
         """Restore the newest valid checkpoint; without one, save the initial state."""
         self.run.accept(self.engine)
-        self.left_out = self.run.batches_left_out()
+        self.left_out = self.run.rows_left_out(self.batch_rows)
         with self.clock.during("restore"):
             start = self.run.resume(self.engine, self.data)
         if start is not None:
@@ -128,6 +132,8 @@ class RunLoop:
             self._evaluate(start)
             return start
         self.run.require_no_progress()
+        with self.clock.during("restore"):
+            self.run.begin(self.engine)
         start = self.engine.steps
         self.clock.resume(start)
         self.first_numbers = self._evaluate(start)
@@ -196,14 +202,19 @@ class RunLoop:
             self.clock.enter("step")
         self._judge(logger)
         logger.flush()
-        self.unjudged = Taken(step, self.drawn - 1, batch, metrics)
+        self.unjudged = Taken(step, *self.last, batch, metrics)
 
     def _draw(self) -> Batch:
         """The next batch that is not left out."""
         while True:
-            batch, ordinal = next(self.data), self.drawn
+            began, batch = self.rows, next(self.data)
+            self.rows = getattr(self.data, "rows", began + self.batch_rows)
+            self.last = self.drawn, (began, self.rows)
             self.drawn += 1
-            if ordinal not in self.left_out:
+            # Data that can leave rows out by itself has done so.
+            if hasattr(self.data, "leave_out") or not any(
+                start < self.rows and began < stop for start, stop in self.left_out
+            ):
                 return batch
 
     def _judge(self, logger: MetricsLogger) -> None:
@@ -238,7 +249,7 @@ class RunLoop:
         if why:
             bad = list(self.doubtful) or [taken]
             self._report("bad", taken.step, why=why, loss=loss, **self._batch(taken))
-            raise _BadNumbersError(why, [each.ordinal for each in bad])
+            raise _BadNumbersError(why, bad)
 
     def _batch(self, taken: Taken) -> dict[str, Any]:
         return {"batch": taken.ordinal, "batch_xxh3": digest(taken.batch)}
@@ -246,13 +257,15 @@ class RunLoop:
     def _roll_back(self, error: _BadNumbersError | FloatingPointError) -> int:
         """Return to the last good step, without the bad batches."""
         why = str(error)
-        ordinals = getattr(error, "ordinals", [self.drawn - 1])
+        taken = getattr(error, "taken", [])
+        lasts = [(each.ordinal, each.rows) for each in taken] or [self.last]
+        ordinals, rows = zip(*sorted(lasts), strict=True)
         self.rollbacks += 1
         if self.rollbacks > self.recovery.rollbacks:
             self._stop(
                 DIVERGED, f"{why}, after {self.recovery.rollbacks} rollbacks already"
             )
-        self.left_out |= set(ordinals)
+        self.left_out = sorted({*self.left_out, *rows})
         self.unjudged = None
         self.doubtful.clear()
         self._wait_for_saves()
@@ -260,15 +273,28 @@ class RunLoop:
             start = self.run.resume(self.engine, self.data)
         assert start is not None, "begin saved the initial state"
         self._take_up(start)
-        self._report("rolled back", start, why=why, left_out=sorted(ordinals))
+        said = {"left_out": list(ordinals), "rows_left_out": list(map(list, rows))}
+        self._report("rolled back", start, why=why, **said)
         return start
 
     def _take_up(self, start: int) -> None:
         """Restore what the run knew at a step."""
         self.clock.resume(start)
-        self.drawn = self.run.batches_drawn(start)
+        self.drawn, self.rows = self.run.drawn(start, self.batch_rows)
+        self._leave_out()
         window = self.recovery.window
         self.monitor.begin_after(self.run.numbers_before(start, window))
+
+    def _leave_out(self) -> None:
+        """Have the data leave rows out, and take its own count of them."""
+        rows = getattr(self.data, "rows", None)
+        if rows is None:
+            return
+        if rows == 0 < self.rows:  # Another stream: its rows are not those left out.
+            self.run.note(NEW_DATA, self.engine.steps, rows_before=self.rows)
+            self.left_out = []
+        self.rows = rows
+        self.data.leave_out(self.left_out)
 
     def _save(self) -> None:
         """Save; report a previous save that failed."""
@@ -279,7 +305,8 @@ class RunLoop:
                     self.run.checkpoints,
                     data=self.data,
                     keep=self.rules.keep,
-                    meta=self.run.record | {"batches_drawn": self.drawn},
+                    meta=self.run.record
+                    | {"batches_drawn": self.drawn, "rows_drawn": self.rows},
                     metric=self.heldout,
                 )
             self.clock.saved(self.engine.steps)

@@ -139,7 +139,7 @@ def test_traceback_is_shown_where_asked_and_after_the_first_step(flags, tmp_path
 
 def test_recipes_of_ours_answer_in_a_line(tmp_path):
     done = subprocess.run(
-        [sys.executable, "recipes/gpt.py", "--model=big", f"--out={tmp_path / 'run'}"],
+        [sys.executable, "recipes/gpt.py", "--zero=4", f"--out={tmp_path / 'run'}"],
         capture_output=True,
         text=True,
         check=False,
@@ -147,6 +147,6 @@ def test_recipes_of_ours_answer_in_a_line(tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("gpt.py: gpt_config: name='big' must be one of")
+    assert done.stderr.startswith("gpt.py: zero=4 must be")
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()

@@ -100,13 +100,25 @@ def test_other_run_is_refused_and_nothing_lost(tmp_path):
     message = (
         r"out='.*' holds another run: data is \['a', 'b'\] there, \['c'\] here; "
         r"corpus_sha256 is 'abc' there, 'abd' here\. Choose another folder \(--out\), "
-        r"or the same "
-        r"settings to resume it"
+        r"the same settings to resume it, or --change"
     )
     other = Config(data=("c",))
     with pytest.raises(ValueError, match=message):
         open_run(tmp_path, other, {"corpus_sha256": "abd"})
     assert contents(tmp_path) == before
+
+
+def test_other_run_goes_on_where_that_is_asked_for(tmp_path):
+    open_run(tmp_path, Config(), IDENTITY)
+    run = open_run(tmp_path, Config(data=("c",)), {"corpus_sha256": "abd"}, change=True)
+    (line,) = run.record["history"]
+    assert line["changed"] == {
+        "data": [["a", "b"], ["c"]],
+        "corpus_sha256": ["abc", "abd"],
+    }
+    assert run.record["config"]["data"] == ["c"]
+    assert run.changes_since(0) == [line]
+    assert run.changes_since(1) == []
 
 
 def test_run_may_go_on_on_another_mesh(tmp_path):

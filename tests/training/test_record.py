@@ -12,11 +12,15 @@ import pytest
 from flax import nnx
 
 import jaxpar
+from jaxpar.config import preset
 from jaxpar.optim import WithReduction
 from jaxpar.training.loop import train
 from jaxpar.training.opening import open_run
+from jaxpar.training.options import StartOptions
 from jaxpar.training.record import (
     as_json,
+    brought_up,
+    changes_numbers,
     differences,
     first_record,
     later_record,
@@ -81,6 +85,46 @@ def test_what_is_fixed_is_taken_from_the_first_start(first, now, right):
     assert given["config"]["schedule_steps"] == right
 
 
+def test_setting_within_a_setting_is_named():
+    changed = {"model": [{"width": 8, "bias": True}, {"width": 16, "bias": True}]}
+    assert refused(changed, set()) == ["model.width is 8 there, 16 here"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    width: int = 8
+    depth: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Later(StartOptions):
+    model: Shape = preset({"a": Shape(), "b": Shape(16)}, "a")
+    rate: float = 0.1
+    extra: int = 5
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"model": "b", "rate": 0.1, "tensorboard": True},
+        {"model": {"width": 16}, "rate": 0.1},
+        {"model": {"width": 16, "depth": 2}, "rate": 0.1, "extra": 5},
+    ],
+)
+def test_record_of_an_older_recipe_is_of_the_same_run(found):
+    """Presets were names, and there were fewer fields."""
+    now = Later(model=Shape(16), change=True, writers=("mlflow",))
+    wanted = as_json(now, {})
+    assert wanted["config"].keys() == {"model", "rate", "extra"}
+    there = brought_up({"config": found, "identity": {}}, now)
+    assert differences(there, wanted) == {}
+
+
+def test_number_changes_are_told_from_those_of_rounding():
+    assert changes_numbers({"changed": {"zero": [1, 2], "rate": [1, 2]}})
+    assert not changes_numbers({"changed": {"zero": [1, 2], "mesh": [1, 2]}})
+
+
 def test_record_is_replaced_whole(tmp_path):
     assert read(tmp_path) is None
     write(tmp_path, {"config": {}})
@@ -130,7 +174,8 @@ def test_micro_batches_of_a_loss_that_draws_may_not_change(tmp_path):
     before, state = (tmp_path / "run.json").read_bytes(), bits(engine)
     message = (
         r"^accumulate was 2 and is 1, which changes this run's numbers: every "
-        r"micro-batch draws random numbers of its own\. Give the former one, or choose"
+        r"micro-batch draws random numbers of its own\. Give the former one, "
+        "choose another"
     )
     with pytest.raises(ValueError, match=message):
         go(Config(accumulate=1, steps=8), make_engine(accumulate=1), tmp_path)

@@ -22,7 +22,17 @@ def test_events_are_lines_and_a_truncated_one_is_dropped(tmp_path):
         file.write('{"event": "ba')
     assert [event["step"] for event in run.events()] == [3, 6]
     assert run.events()[0]["loss"] == "nan"
-    assert run.batches_left_out() == {4, 5, 7}
+    assert run.rows_left_out(10) == [(40, 50), (50, 60), (70, 80)]
+
+
+def test_rows_left_out_are_those_of_the_data_since_it_was_another(tmp_path):
+    run = open_run(tmp_path, Config(), {})
+    run.note("rolled back", 3, left_out=[4], rows_left_out=[[32, 40]])
+    assert run.rows_left_out(10) == [(32, 40)]
+    run.note("new data", 4)
+    assert run.rows_left_out(10) == []
+    run.note("rolled back", 6, left_out=[9], rows_left_out=[[8, 16]])
+    assert run.rows_left_out(10) == [(8, 16)]
 
 
 def test_run_without_a_log_or_with_an_empty_one_may_start(tmp_path):

@@ -1,0 +1,110 @@
+"""How is a checkpoint taken up by a run whose settings have changed since?
+
+A rate that a checkpoint holds gives way to the new one, another optimizer begins anew,
+and the data goes on at its row.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxpar.checkpoint.folder import step_path
+from jaxpar.checkpoint.leaves import leaf_specs
+from jaxpar.checkpoint.manifest import read_manifest
+from jaxpar.engine.engine import Engine
+from jaxpar.tree import named_leaves
+
+_STATE = "opt_state/"
+_INJECTED = "hyperparams"
+"""Where `optax.inject_hyperparams` keeps numbers; it would use those restored."""
+
+
+class ChangedData:
+    """Hands a position to data that may be another than the saved position's.
+
+    Args:
+      data: an iterator with ``set_state``; one with ``leave_out`` takes ``change=``.
+    """
+
+    def __init__(self, data: Any):
+        self._data = data
+
+    def set_state(self, state: Any) -> None:
+        """Move to the position, or to the start of another stream."""
+        takes_change = hasattr(self._data, "leave_out")
+        self._data.set_state(state, **({"change": True} if takes_change else {}))
+
+
+def restore_changed(
+    engine: Engine, folder: Path, step: int, data: Any, *, new_optimizer: bool
+) -> tuple[int, list[str]]:
+    """Restore a checkpoint of other settings.
+
+    Args:
+      engine: of the new settings.
+      folder: the run's checkpoints.
+      step: the newest.
+      data: takes the position; None to leave it.
+      new_optimizer: whether the run asks for another kind of optimizer; one whose
+        state has other leaves is another in any case.
+
+    Returns:
+      (step, leaves of the optimizer's state that begin anew).
+    """
+    stored = read_manifest(step_path(folder, step)).leaves
+    own = leaf_specs(named_leaves(engine.placement.structs()))
+    anew = leaves_anew(stored, own, new_optimizer=new_optimizer)
+    given = None if data is None else ChangedData(data)
+    step = engine.restore(folder, data=given, reset=anew)
+    return step, [name for name in anew if not is_injected(name)]
+
+
+def leaves_anew(
+    stored: Mapping[str, Any], own: Mapping[str, Any], *, new_optimizer: bool
+) -> list[str]:
+    """Which leaves of an optimizer's state are not taken from a checkpoint.
+
+    Args:
+      stored: leaf -> shape and dtype, in the checkpoint.
+      own: likewise, of the engine's state.
+      new_optimizer: whether it is another one though its leaves are the same.
+
+    Returns:
+      Names. Of the same optimizer, only the numbers that were injected into it; of
+      another one all, but for the count of its schedule.
+    """
+    mine = {name: spec for name, spec in own.items() if name.startswith(_STATE)}
+    there = {name: spec for name, spec in stored.items() if name.startswith(_STATE)}
+    if mine == there and not new_optimizer:
+        return [name for name in mine if is_injected(name)]
+    counts = set(schedule_counts(mine)) & there.keys()
+    return [name for name in mine if name not in counts]
+
+
+def is_injected(name: str) -> bool:
+    """Whether a leaf is a number that `optax.inject_hyperparams` keeps."""
+    return _INJECTED in name.split("/")
+
+
+def schedule_counts(names: Iterable[str]) -> list[str]:
+    """Counts that a schedule is read at, not those that correct moments' bias.
+
+    A schedule's count stands alone, or beside the state that it wraps.
+
+    Example:
+      >>> schedule_counts(["state/0/count", "state/0/mu/w", "state/2/count"])
+      ['state/2/count']
+    """
+    names = list(names)
+    found = []
+    for name in names:
+        head, _, last = name.rpartition("/")
+        siblings = {
+            other.removeprefix(f"{head}/").split("/")[0]
+            for other in names
+            if other.startswith(f"{head}/")
+        }
+        wrapped = {"count", _INJECTED, f"{_INJECTED}_states", "inner_state"}
+        if last == "count" and siblings <= wrapped:
+            found.append(name)
+    return found

@@ -1,0 +1,36 @@
+"""What is asked of one start of a run, beside what the run is?"""
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class StartOptions:
+    """Flags of a start, for a recipe's config to inherit; not in ``run.json``'s config.
+
+    `jaxpar.open_run` reads them from the config.
+    """
+
+    change: bool = False
+    """Go on with settings that change the run's numbers: its rate, batch, data."""
+    init_from: str | None = None
+    """Begin with the parameters of another run, checkpoint or safetensors folder."""
+    tensorboard: bool = False
+    """Also write TensorBoard events."""
+    writers: tuple[str, ...] = ()
+    """Also write the numbers to tensorboard, wandb or mlflow."""
+
+
+OPTIONS = tuple(field.name for field in dataclasses.fields(StartOptions))
+"""Names of the fields."""
+
+
+def options_of(config: Any) -> StartOptions:
+    """The options in a config, which may have some of the fields or none.
+
+    Example:
+      >>> options_of(StartOptions(writers=("wandb",))).writers
+      ('wandb',)
+    """
+    given = {name: getattr(config, name) for name in OPTIONS if hasattr(config, name)}
+    return StartOptions(**given)
