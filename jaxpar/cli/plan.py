@@ -65,8 +65,8 @@ def show_plan(args: ShowPlan) -> None:
 
 def _check_files(args: ShowPlan) -> None:
     """Check that the files can be written, before anything compiles."""
+    from jaxpar.show.page import SUFFIXES  # noqa: PLC0415
     from jaxpar.show.plotting import check_path  # noqa: PLC0415
-    from jaxpar.show.report import SUFFIXES  # noqa: PLC0415
 
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise FileNotFoundError(
@@ -155,7 +155,7 @@ def _write(args: ShowPlan, plan: "Plan | None", text: str) -> None:
         return
     if args.png is not None or args.html is not None:
         from jaxpar.show.picture import draw  # noqa: PLC0415 - matplotlib
-        from jaxpar.show.report import write_html  # noqa: PLC0415
+        from jaxpar.show.plan_page import write_html  # noqa: PLC0415
 
         if args.png is not None:
             draw(plan, args.png)

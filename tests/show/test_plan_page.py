@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import html.parser
 import json
 import re
 import sys
@@ -10,7 +9,7 @@ import sys
 import jax
 import pytest
 
-from jaxpar.show.report import as_html, write_html
+from jaxpar.show.plan_page import as_html, write_html
 from jaxpar.show.sections import memory_pieces, verdict
 from tests.planner.handmade import (
     CASES,
@@ -20,45 +19,7 @@ from tests.planner.handmade import (
     make_plan,
     make_program,
 )
-
-HOSTILE = "</script><script>alert(1)</script><img src=x>$x_{ & \"q\" 'p' <!-- --> ]]>"
-VOID = {"meta", "path", "use", "rect", "image"}
-
-
-class Page(html.parser.HTMLParser):
-    """The elements of a page, its tables' rows, its texts by element."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.attributes, self.rows, self.texts = [], [], [], []
-        self.open = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += [(tag, *attr) for attr in attrs]
-        if tag not in VOID:
-            self.open.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += [(tag, *attr) for attr in attrs]
-
-    def handle_endtag(self, tag):
-        if tag not in VOID:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        here = self.open[-1] if self.open else ""
-        self.texts.append((here, data))
-        if here in ("td", "th"):
-            self.rows[-1].append(data)
-
-    def text(self, tag) -> list[str]:
-        return [data for here, data in self.texts if here == tag]
+from tests.show.pages import HOSTILE, Page
 
 
 @functools.cache
