@@ -20,6 +20,7 @@ from jaxpar.cli.ckpt import Ckpt, run_ckpt
 from jaxpar.cli.launch import StartRun, start_run
 from jaxpar.cli.layout import ShowLayout, show_layout
 from jaxpar.cli.plan import ShowPlan, show_plan
+from jaxpar.cli.report import WriteReport, write_run_report
 from jaxpar.show.schedule import draw, report
 
 
@@ -103,6 +104,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], None]]] = {
     "launch": (StartRun, start_run),
     "layout": (ShowLayout, show_layout),
     "plan": (ShowPlan, show_plan),
+    "report": (WriteReport, write_run_report),
     "schedule": (ShowSchedule, show_schedule),
 }
 """Subcommand -> its arguments and its function."""

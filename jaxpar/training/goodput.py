@@ -24,7 +24,7 @@ from jaxpar.launch.lease import require_lease
 FILE = "goodput.json"
 
 _WRITE_SECONDS = 1.0
-_WORDS = {
+WORDS = {
     "step": "useful steps",
     "lost": "repeated steps",
     "start": "start",
@@ -206,10 +206,10 @@ def show(folder: Path, console: Console) -> None:
     )
     table.add_column("s", justify="right")
     table.add_column("%", justify="right")
-    for kind in [*_WORDS, *sorted(set(sums) - set(_WORDS))]:
+    for kind in [*WORDS, *sorted(set(sums) - set(WORDS))]:
         if sums.get(kind, 0.0) > 0:
             spent = sums[kind]
-            name = _WORDS.get(kind, kind)
+            name = WORDS.get(kind, kind)
             table.add_row(name, f"{spent:.1f}", f"{100 * spent / whole:.1f}")
     table.add_row("all", f"{whole:.1f}", "100")
     console.print(table)
