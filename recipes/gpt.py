@@ -7,7 +7,7 @@ the last quarter on data 4). Run it again to go on; `--out` names another run.
 import contextlib
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import optax
@@ -115,8 +115,7 @@ def main(config: Config) -> None:
     size: Any = {"batch_size": config.batch_size, "seq_len": model.seq_len}
     loader = Loader(corpus, seed=config.seed, **size)
     held = Loader(heldout, repeat=False, num_batches=config.eval_batches, **size)
-    engine: Any = None
-    loss: Any = None
+    engine = loss = cast(Any, None)
     for mesh, steps in meshes:
         if steps < config.steps and steps <= (run.newest() or 0):
             continue
@@ -134,7 +133,7 @@ def main(config: Config) -> None:
             recovery=config.recovery,
             tokens_per_step=tokens_per_step(config),
         )
-    if heldout.num_bytes:
+    if loss is not None and heldout.num_bytes:
         print(f"held-out {loss * len(heldout) / heldout.num_bytes:.3f} nats a byte")
     if jax.process_count() > 1:
         return  # A sample needs the whole model in one process.
@@ -142,6 +141,7 @@ def main(config: Config) -> None:
     sample = functools.partial(continue_text, engine.model(), seq_len=model.seq_len)
     text = sample(prompt, 400, tokenizer=tokenizer)
     print(f"{' 400 tokens by the model ':─^80}\n{text}\n{'─' * 80}")
+    (run.folder / "sample.txt").write_text(text, encoding="utf-8")
     with contextlib.suppress(ModuleNotFoundError):  # It needs matplotlib.
         print(f"picture  {jaxpar.draw_loss(run.folder).resolve()}")
 

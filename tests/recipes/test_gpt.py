@@ -41,6 +41,7 @@ def test_recipe_trains_moves_resumes_and_refuses(
     length = len(text) / len(tokenizer.encode(text).ids)
     assert float(per_byte) == pytest.approx(trained / length, abs=6e-4)
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / "sample.txt").read_text() in first.text
 
     second = start(RECIPE, *args)
     assert second.code == 0, second.text
