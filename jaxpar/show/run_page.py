@@ -246,6 +246,8 @@ def _sample(run: RunData, runs: Sequence[RunData]) -> str:
     if not run.sample:
         return ""
     of = f" of {run.name}" if len(runs) > 1 else ""
+    if not run.sample.strip():
+        return _section(f"Sample{of}", "<p>Only white space.</p>\n")
     return _section(f"Sample{of}", f"<pre>{html.escape(run.sample)}</pre>\n")
 
 

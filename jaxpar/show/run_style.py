@@ -15,6 +15,7 @@ pre { background: var(--panel); border-radius: 6px; padding: 0.75rem; overflow-x
   white-space: pre-wrap; overflow-wrap: anywhere; font-size: 0.85rem; }
 td.word { white-space: normal; overflow-wrap: anywhere; min-width: 4rem;
   vertical-align: top; }
+td.word:first-child { overflow-wrap: normal; }
 .charts { display: grid; gap: 0 2rem; align-items: end;
   grid-template-columns: repeat(auto-fill, minmax(min(19rem, 100%), 1fr)); }
 .chart { margin: 0.75rem 0 0.25rem; min-width: 0; }

@@ -79,6 +79,11 @@ def test_run_without_a_plan_says_how_to_get_one(tmp_path):
     assert command.startswith("jaxpar plan recipes/gpt.py --target TARGET --json ")
 
 
+def test_sample_without_a_letter_is_said_to_be_blank(tmp_path):
+    (write_run(tmp_path) / "sample.txt").write_text("  \n ")
+    assert "Only white space." in page_of(tmp_path).text("p")
+
+
 def test_run_that_has_just_started_has_a_page(tmp_path):
     (tmp_path / "run.json").write_text("{}")
     page = page_of(tmp_path)
