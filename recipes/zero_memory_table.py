@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -18,6 +17,7 @@ from rich.table import Table
 import jaxpar
 from jaxpar.compiled.collectives import Collective
 from jaxpar.compiled.hlo import ArrayType
+from jaxpar.launch.extras import import_extra
 from jaxpar.mesh import DATA
 from jaxpar.planner.plan import Plan
 from jaxpar.planner.recipe import plan_in_subprocess
@@ -105,7 +105,8 @@ def make_table(plans: Sequence[Plan], theirs: Sequence[float]) -> Table:
 
 def draw(plans: Sequence[Plan], theirs: Sequence[float], file: Path) -> None:
     """Draw bars by stage: DeepSpeed's, and ours stacked by kind."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figures = import_extra("matplotlib.figure", "--png")
+    figure = figures.Figure(figsize=(8, 4.5), layout="constrained")
     axes, stages, below = figure.add_subplot(), range(4), [0.0] * 4
     left, right = ([stage + side for stage in stages] for side in (-0.2, 0.2))
     heights = [number / 1e9 for number in theirs]
@@ -125,6 +126,7 @@ def draw(plans: Sequence[Plan], theirs: Sequence[float], file: Path) -> None:
 
 def main(config: Config) -> None:
     """Plan the stages, print the table, draw it."""
+    import_extra("matplotlib.figure", "--png")  # Not after the plans are made.
     console = Console(highlight=False, soft_wrap=True)
     plans = make_plans(config, console)
     psi, devices = plans[0].num_params, plans[0].num_devices

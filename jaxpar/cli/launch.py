@@ -9,6 +9,7 @@ import tyro
 from rich.console import Console
 
 from jaxpar.cli.hand_over import OF_SCRIPTS, hand_over, this_command
+from jaxpar.launch.extras import import_extra, pip_install
 from jaxpar.launch.group import variables, worker_command
 from jaxpar.launch.k8s import K8s, write_manifest
 from jaxpar.launch.limits import Limits
@@ -270,7 +271,7 @@ def _start_mpi(args: Mpi) -> None:
     if place is not None:
         _start_at(args, place)
         return
-    remedy = "install an MPI (such as mpich with pip), or use `jaxpar launch local`"
+    remedy = f"install an MPI ({pip_install('mpi')}), or use `jaxpar launch local`"
     mpiexec = require_program("mpiexec", remedy)
     more = shlex.split(args.mpiexec)
     hand_over(
@@ -382,6 +383,7 @@ def _print_what_starts(launch: Launch) -> None:
 
 
 def _make_certificates(args: Certs) -> None:
+    import_extra("cryptography", "`jaxpar launch certs`")
     from jaxpar.launch.certificates import make_certificates  # noqa: PLC0415 - an extra
 
     console = Console(highlight=False, soft_wrap=True)

@@ -8,6 +8,7 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
+from jaxpar.launch.extras import import_extra
 from jaxpar.sparse_attention import (
     BigBird,
     BSLongformer,
@@ -51,6 +52,8 @@ def show_layout(args: ShowLayout) -> None:
     """Print a layout, and draw it if a file is named."""
     from jaxpar.show.sparse_attention import draw, report  # noqa: PLC0415 - jax
 
+    if args.png is not None:
+        import_extra("matplotlib.figure", "--png")
     layout = make_layout(args.pattern, args.seq_len)
     if args.png is not None:
         draw(layout, args.head, args.png)

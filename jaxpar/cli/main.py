@@ -21,6 +21,7 @@ from jaxpar.cli.launch import StartRun, start_run
 from jaxpar.cli.layout import ShowLayout, show_layout
 from jaxpar.cli.plan import ShowPlan, show_plan
 from jaxpar.cli.report import WriteReport, write_run_report
+from jaxpar.launch.extras import import_extra
 from jaxpar.show.schedule import draw, report
 
 
@@ -57,6 +58,8 @@ def show_schedule(args: ShowSchedule) -> None:
     """Print a schedule, and draw it if a file is named."""
     from jaxpar.pipeline.schedules.catalog import make_schedule  # noqa: PLC0415 - imports jax
 
+    if args.png is not None:
+        import_extra("matplotlib.figure", "--png")
     name = args.name if args.chunks is None else f"{args.name}:{args.chunks}"
     schedule = make_schedule(name, args.stages, args.microbatches)
     times = _times(args, splits_backward=schedule.splits_backward)

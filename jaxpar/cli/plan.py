@@ -55,11 +55,7 @@ def show_plan(args: ShowPlan) -> None:
     from jaxpar.planner.targets import parse_target  # noqa: PLC0415 - imports jax
 
     parse_target(args.target)
-    for path in (args.json, args.png, args.html):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(
-                f"{path}: there is no folder {path.parent}; make it first."
-            )
+    _check_files(args)
     (_search if args.search else _plan)(args, Console())
 
 
@@ -73,9 +69,9 @@ def _check_files(args: ShowPlan) -> None:
             f"--json {args.json}: there is no folder {args.json.parent}; make it first."
         )
     if args.png is not None:
-        check_path(args.png)
+        check_path(args.png, flag="--png")
     if args.html is not None:
-        check_path(args.html, SUFFIXES)
+        check_path(args.html, SUFFIXES, flag="--html")
 
 
 def _plan(args: ShowPlan, console: Console) -> None:

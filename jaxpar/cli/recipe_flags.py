@@ -12,6 +12,7 @@ from pathlib import Path
 
 from jaxpar import config as flags
 from jaxpar.config import Config
+from jaxpar.launch.extras import require_extras
 from jaxpar.launch.heartbeat import own_heartbeat
 from jaxpar.launch.worker_environment import current
 
@@ -45,6 +46,7 @@ def run_recipe(
     described = "\n\n".join(filter(None, (description, _HELP)))
     chosen = parse(config, described, others)
     try:
+        require_extras(chosen)
         main(chosen)
     except _WRONG as error:
         is_wrong = own_heartbeat().phase in ("start", "restore")

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxpar.launch.extras import import_extra
 from jaxpar.launch.security import is_loopback
 
 _TOKEN_BYTES = 32
@@ -105,10 +106,4 @@ def import_ray() -> Any:
     Raises:
       ModuleNotFoundError: if it is not installed.
     """
-    try:
-        import ray  # noqa: PLC0415 # pyright: ignore - an extra; needs its settings
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            f"`jaxpar launch ray` needs Ray ({error}): pip install jaxpar[ray]"
-        ) from error
-    return ray
+    return import_extra("ray", "`jaxpar launch ray`")

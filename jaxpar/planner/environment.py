@@ -7,6 +7,7 @@ import platform
 import jax
 
 from jaxpar.compiled.hardware import kinds, load_hardware
+from jaxpar.launch.extras import pip_install
 from jaxpar.planner.absent_devices import has_gpu_compiler, has_tpu_compiler
 
 _PACKAGES = (
@@ -38,7 +39,7 @@ def describe() -> dict[str, str]:
     ):
         kind = [k for k in kinds() if load_hardware(k).platform == platform_name]
         method = ", ".join(kind)
-        remedy = f"{method} with XLA:CPU's program; pip install 'jaxpar[{extra}]'"
+        remedy = f"{method} with XLA:CPU's program; {pip_install(extra)}"
         found[name] = method if there else remedy
     return found
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxpar.compiled.hardware import Hardware, kinds, load_hardware
+from jaxpar.launch.extras import pip_install
 from jaxpar.planner.absent_devices import (
     gpu_devices,
     has_gpu_compiler,
@@ -55,7 +56,7 @@ class Target:
         """The command that installs its compiler."""
         is_gpu = self.hardware is not None and self.hardware.platform == "cuda"
         extra = "plan-gpu" if is_gpu else "plan-tpu"
-        return f"pip install 'jaxpar[{extra}]'"
+        return pip_install(extra)
 
     def devices(self) -> Sequence[Any]:
         """Make the devices to compile for; CPU devices if no compiler is installed.

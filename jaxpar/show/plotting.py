@@ -1,13 +1,14 @@
 """How are figures made and saved: in one style, with equal bytes for equal content?"""
 
 import contextlib
-import importlib
 import io
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from jaxpar.launch.extras import import_extra
 
 INK, MUTED = "#1f2328", "#59636e"
 METADATA: Mapping[str, Mapping[str, None]] = MappingProxyType(
@@ -42,20 +43,15 @@ _STYLE = {
 }
 
 
-def import_matplotlib(module: str = "matplotlib.figure") -> Any:
+def import_matplotlib(
+    module: str = "matplotlib.figure", needed_by: str = "a picture"
+) -> Any:
     """Import one of matplotlib's modules, which only pictures need.
 
     Raises:
       ModuleNotFoundError: if matplotlib is missing; the message says what to install.
     """
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "a picture needs matplotlib, which is not installed; run pip install "
-            "'jaxpar[plot]', or leave --png and --html out.",
-            name=error.name,
-        ) from error
+    return import_extra(module, needed_by)
 
 
 @contextlib.contextmanager
@@ -82,20 +78,28 @@ def save(figure: Any, file: str | os.PathLike[str] | io.StringIO, suffix: str) -
 
 
 def check_path(
-    path: Path, suffixes: tuple[str, ...] = (".png", ".svg", ".pdf")
+    path: Path,
+    suffixes: tuple[str, ...] = (".png", ".svg", ".pdf"),
+    *,
+    flag: str | None = None,
 ) -> None:
     """Reject a file that can't be written; call it before anything compiles.
+
+    Args:
+      path: the file.
+      suffixes: those that it may have.
+      flag: that named it, for messages; None if it was the argument ``path``.
 
     Raises:
       ModuleNotFoundError: if matplotlib is missing.
       ValueError: if it has none of `suffixes`.
       FileNotFoundError: if its folder does not exist.
     """
-    import_matplotlib()
+    import_matplotlib(needed_by=flag or "a picture")
+    named = f"path={str(path)!r}" if flag is None else f"{flag} {path}"
     if path.suffix.lower() not in suffixes:
-        raise ValueError(f"path={str(path)!r} must end in {' or '.join(suffixes)}.")
+        raise ValueError(f"{named} must end in {' or '.join(suffixes)}.")
     if not path.parent.is_dir():
         raise FileNotFoundError(
-            f"path={str(path)!r}: there is no folder {str(path.parent)!r}; make it "
-            "first."
+            f"{named}: there is no folder {str(path.parent)!r}; make it first."
         )

@@ -4,13 +4,14 @@
 the run goes on.
 """
 
-import importlib
 import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
+
+from jaxpar.launch.extras import import_extra
 
 _FLUSH_SECONDS = 10
 _SEND_SECONDS = 1.0
@@ -58,7 +59,7 @@ class TensorBoard:
     """
 
     def __init__(self):
-        self._package = _import("tensorboardX", "tensorboard")
+        self._package = import_extra("tensorboardX", "TensorBoard")
         self._events: Any = None
 
     def begin(
@@ -96,7 +97,7 @@ class Wandb:
     """
 
     def __init__(self, project: str = "jaxpar", **options: Any):
-        self._package = _import("wandb", "wandb")
+        self._package = import_extra("wandb", "Weights & Biases")
         self._options = {"project": project, "resume": "allow"} | options
         self._run: Any = None
 
@@ -134,7 +135,7 @@ class MLflow:
     """
 
     def __init__(self, experiment: str = "jaxpar", uri: str | None = None):
-        _import("mlflow", "mlflow")
+        self._package = import_extra("mlflow", "MLflow")
         self._experiment, self._uri = experiment, uri
         self._client: Any = None
         self._metric: Any = None
@@ -147,8 +148,8 @@ class MLflow:
     ) -> None:
         """Start or continue the run; its id is in ``mlflow.id``."""
         del resume_at
-        self._client = importlib.import_module("mlflow").MlflowClient(self._uri)
-        self._metric = importlib.import_module("mlflow.entities").Metric
+        self._client = self._package.MlflowClient(self._uri)
+        self._metric = import_extra("mlflow.entities", "MLflow").Metric
         file = folder / "mlflow.id"
         if file.exists():
             self._id = file.read_text().strip()
@@ -248,14 +249,3 @@ def _own_id(file: Path) -> str:
     if not file.exists():
         file.write_text(uuid.uuid4().hex)
     return file.read_text().strip()
-
-
-def _import(package: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"writing to {extra} needs {package}, which is not installed; run pip "
-            f"install 'jaxpar[{extra}]', or leave that writer out.",
-            name=error.name,
-        ) from error

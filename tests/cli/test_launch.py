@@ -98,7 +98,20 @@ def test_what_cant_be_done_is_said_before_anything_starts(
 def test_mpi_without_mpiexec_says_what_to_install(script, capsys, monkeypatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    assert "install an MPI" in refused(capsys, "mpi", script)
+    said = refused(capsys, "mpi", script)
+    assert "install an MPI (pip install 'jaxpar[mpi]')" in said
+
+
+def test_certificates_without_their_package_say_what_to_install(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    out = tmp_path / "certs"
+    assert refused(capsys, "certs", "node1", f"--out={out}") == (
+        "jaxpar: `jaxpar launch certs` needs cryptography, which is not installed: "
+        "pip install 'jaxpar[certs]'"
+    )
+    assert not out.exists()
 
 
 def test_supervisor_has_no_jax() -> None:

@@ -203,7 +203,13 @@ def test_what_cannot_be_shown_says_why(capsys, args, message):
     assert re.search(message, refused(capsys, "schedule", *args))
 
 
-def test_missing_matplotlib_names_the_extra(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "asked",
+    [(*RIGHT, "--png", "x.png"), ("layout", "--png=x.png", "fixed", "--num-heads=4")],
+    ids=["schedule", "layout"],
+)
+def test_missing_matplotlib_names_the_extra(capsys, monkeypatch, asked):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    said = refused(capsys, *RIGHT, "--png", "schedule.png")
+    said = refused(capsys, *asked)
+    assert said.startswith("jaxpar: --png needs matplotlib, which is not installed")
     assert "pip install 'jaxpar[plot]'" in said

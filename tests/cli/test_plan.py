@@ -1,6 +1,7 @@
 """Does `jaxpar plan` refuse early, write what was asked for, and tell each step?"""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,25 @@ def test_wrong_target_is_said_before_the_recipe_is_read(capsys, args, message):
 def test_folder_of_a_file_is_looked_for_before_anything_compiles(
     capsys, tmp_path, flag
 ) -> None:
-    file = tmp_path / "missing" / "plan.png"
+    file = tmp_path / "missing" / f"plan.{flag.removeprefix('--')}"
     said = refused(capsys, "plan", "nowhere.py", "--target", "cpu:2", flag, file)
-    assert "there is no folder" in said
+    assert said.startswith(f"jaxpar: {flag} {file}: there is no folder")
     assert "make it first" in said
+
+
+@pytest.mark.parametrize("flag", ["--png", "--html"])
+def test_picture_is_refused_before_anything_compiles(
+    capsys, tmp_path, monkeypatch, flag
+) -> None:
+    asked = "plan", "nowhere.py", "--target", "cpu:2", flag
+    said = refused(capsys, *asked, tmp_path / "plan.gif")
+    assert said.startswith(f"jaxpar: {flag} {tmp_path}/plan.gif must end in .")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    said = refused(capsys, *asked, "plan.png")
+    assert said == (
+        f"jaxpar: {flag} needs matplotlib, which is not installed: "
+        "pip install 'jaxpar[plot]'"
+    )
 
 
 @pytest.fixture

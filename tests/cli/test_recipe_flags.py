@@ -95,6 +95,7 @@ from jaxpar.launch.heartbeat import own_heartbeat
 @dataclasses.dataclass(frozen=True)
 class Config:
     step: int = 0
+    tensorboard: bool = False
 
 def main(config):
     if config.step:
@@ -127,6 +128,15 @@ def test_wrong_setting_is_answered_in_a_line_with_a_code(tmp_path):
         "train.py: rows=3 must be even; give 4.\nIt is the loader's.\n"
         "(--traceback shows where)\n",
     )
+
+
+def test_missing_package_of_a_flag_is_said_before_the_recipe_starts(tmp_path):
+    # The folder of the script comes first on the path.
+    (tmp_path / "tensorboardX.py").write_text("import a_package_that_is_not_there")
+    code, said = fails(tmp_path, "--tensorboard")
+    assert code == 2
+    assert said.startswith("train.py: --tensorboard needs tensorboardX, which can't")
+    assert "pip install 'jaxpar[tensorboard]'" in said
 
 
 @pytest.mark.parametrize("flags", [("--traceback",), ("--step=1",)])

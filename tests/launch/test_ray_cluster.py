@@ -113,7 +113,7 @@ def test_missing_ray_is_reported_with_what_installs_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with (
-        pytest.raises(ModuleNotFoundError, match=r"pip install jaxpar\[ray\]"),
+        pytest.raises(ModuleNotFoundError, match=r"pip install 'jaxpar\[ray\]'"),
         connected(None, 1, insecure=False),
     ):
         pytest.fail("connected")

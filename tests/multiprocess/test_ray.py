@@ -69,7 +69,7 @@ TWO_HOSTS: Any = {"hosts": 2, "processes": 1, "insecure": True}
 @pytest.fixture(scope="session")
 def ray() -> None:
     if importlib.util.find_spec("ray") is None:
-        missing("needs Ray: pip install jaxpar[ray]")
+        missing("needs Ray: pip install 'jaxpar[ray]'")
 
 
 @dataclasses.dataclass(frozen=True)

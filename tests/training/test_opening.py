@@ -58,6 +58,14 @@ def test_first_start_records_config_identity_and_versions(tmp_path):
     }
 
 
+def test_missing_package_is_said_before_the_folder_is_made(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    said = r"^TensorBoard needs tensorboardX, .*'jaxpar\[tensorboard\]'$"
+    with pytest.raises(ModuleNotFoundError, match=said):
+        open_run(tmp_path / "run", Config(), IDENTITY, tensorboard=True)
+    assert not (tmp_path / "run").exists()
+
+
 def test_empty_folder_is_taken(tmp_path):
     assert (open_run(tmp_path, Config(), IDENTITY).folder / "run.json").exists()
 

@@ -1,0 +1,89 @@
+"""Is a missing package refused in a line that says who needs it and what to install?"""
+
+import dataclasses
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from jaxpar.launch.extras import PACKAGES, import_extra, pip_install, require_extras
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One run."""
+
+    tensorboard: bool = False
+    writers: tuple[str, ...] = ()
+
+
+def extras() -> dict[str, list[str]]:
+    """The extras of the package, with the names of what they install."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return {
+        extra: [re.match(r"[\w-]+", line)[0] for line in lines]
+        for extra, lines in project["optional-dependencies"].items()
+    }
+
+
+@pytest.mark.parametrize("module", PACKAGES)
+def test_extra_of_a_package_installs_it(module):
+    package, extra = PACKAGES[module]
+    assert package in extras()[extra]
+
+
+def test_package_that_is_there_is_imported():
+    assert import_extra("matplotlib.figure", "--png").__name__ == "matplotlib.figure"
+
+
+@pytest.mark.parametrize(
+    ("module", "flag", "line"),
+    [
+        ("tensorboardX", "--tensorboard", "tensorboardX.*'jaxpar[tensorboard]'"),
+        ("matplotlib.figure", "--png", "matplotlib.*'jaxpar[plot]'"),
+        ("ray", "`jaxpar launch ray`", "ray.*'jaxpar[ray]'"),
+    ],
+)
+def test_missing_package_names_the_flag_and_the_extra(module, flag, line, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    package, remedy = line.split(".*")
+    said = f"{flag} needs {package}, which is not installed: pip install {remedy}"
+    with pytest.raises(ModuleNotFoundError, match=f"^{re.escape(said)}$"):
+        import_extra(module, flag)
+
+
+def test_package_that_is_broken_says_why(tmp_path, monkeypatch):
+    """As one built for another Python, or without a package of its own."""
+    (tmp_path / "tensorboardX.py").write_text("import a_package_of_its_own")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "tensorboardX", raising=False)
+    said = (
+        r"^--tensorboard needs tensorboardX, which can't be imported \(No module named "
+        r"'a_package_of_its_own'\): pip install 'jaxpar\[tensorboard\]'$"
+    )
+    with pytest.raises(ModuleNotFoundError, match=said):
+        import_extra("tensorboardX", "--tensorboard")
+
+
+def test_config_that_asks_for_a_missing_package_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    require_extras(Config())
+    with pytest.raises(ModuleNotFoundError, match=r"^--tensorboard needs tensorboardX"):
+        require_extras(Config(tensorboard=True))
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ModuleNotFoundError, match=r"^--writers wandb needs wandb, "):
+        require_extras(Config(writers=("of my own", "wandb")))
+
+
+def test_config_that_asks_for_nothing_imports_nothing(monkeypatch):
+    monkeypatch.setattr("jaxpar.launch.extras.import_extra", None)
+    require_extras(Config())
+    require_extras(object())
+
+
+def test_command_that_installs_an_extra_is_quoted_for_the_shell():
+    assert pip_install("plan-gpu") == "pip install 'jaxpar[plan-gpu]'"
