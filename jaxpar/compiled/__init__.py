@@ -5,3 +5,7 @@ Read `hlo` (the text, parsed), `collectives` (what it communicates over which ax
 `closed_form` (what the ZeRO table predicts) and `explain`. `xla_flags` are the options
 that the step is compiled with.
 """
+
+from jaxpar.lazy import load_modules
+
+load_modules(globals())

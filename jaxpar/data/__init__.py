@@ -5,6 +5,7 @@ from jaxpar.data.loader import Loader
 from jaxpar.data.splits import open_splits
 from jaxpar.data.stdlib import stdlib_source
 from jaxpar.data.tokens import Tokens, read_tokens
+from jaxpar.lazy import load_modules
 
 __all__ = [
     "Loader",
@@ -17,3 +18,5 @@ __all__ = [
     "tokenize",
     "train_tokenizer",
 ]
+
+load_modules(globals())

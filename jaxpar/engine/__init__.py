@@ -3,3 +3,7 @@
 Read `initialize` (all steps in order), `placement` (how the state is stored),
 `batches`, `program` (what is compiled), then `engine`, which binds them.
 """
+
+from jaxpar.lazy import load_modules
+
+load_modules(globals())

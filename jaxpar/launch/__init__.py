@@ -9,4 +9,7 @@ others (`join`), and its `heartbeat` records what it is doing. `scheduler`, `sba
 
 import lazy_loader
 
+from jaxpar.lazy import load_modules
+
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+load_modules(globals())

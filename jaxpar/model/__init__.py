@@ -3,3 +3,7 @@
 `bridge` converts NNX modules, `linen` Linen modules; `blocks` is a model that a
 pipeline can divide into stages, run by `network` and recorded by `proxies`.
 """
+
+from jaxpar.lazy import load_modules
+
+load_modules(globals())

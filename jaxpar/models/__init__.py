@@ -1,5 +1,6 @@
 """The repository's own models: a folder per family, and the layers that they share."""
 
+from jaxpar.lazy import load_modules
 from jaxpar.models.gpt import (
     PRESETS,
     GPTConfig,
@@ -29,3 +30,5 @@ __all__ = [
     "sparse_attention",
     "tile_work_of",
 ]
+
+load_modules(globals())

@@ -3,3 +3,7 @@
 Read `targets` and `hardware` (the devices), `work` and `roofline` (how long a
 step takes), `plan` (all of it for one step), then `choices`, `search` and `recipe`.
 """
+
+from jaxpar.lazy import load_modules
+
+load_modules(globals())

@@ -3,3 +3,7 @@
 Read `rules` and `tensor` (names and paths to specs), `zero` (the ZeRO table),
 `constrain` (activations), then `collectives`.
 """
+
+from jaxpar.lazy import load_modules
+
+load_modules(globals())

@@ -1,5 +1,6 @@
 """Patterns of sparse attention: which blocks of a sequence see which."""
 
+from jaxpar.lazy import load_modules
 from jaxpar.sparse_attention.causal import causal_pattern
 from jaxpar.sparse_attention.layouts import SparsityPattern, make_layout
 from jaxpar.sparse_attention.patterns import (
@@ -22,3 +23,5 @@ __all__ = [
     "causal_pattern",
     "make_layout",
 ]
+
+load_modules(globals())

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # A file imports from lower layers or from its own folder. An entry is a file or a
 # folder of jaxpar/; a layer is as low as what its entries are built on allows.
 LAYERS = (
-    ("types", "mesh", "config", "progress"),
+    ("types", "mesh", "config", "progress", "lazy"),
     ("tree", "jaxprs", "launch"),
     ("sharding", "sparse_attention", "data"),
     ("model",),

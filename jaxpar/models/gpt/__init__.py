@@ -1,5 +1,6 @@
 """A GPT with stacked layers, its loss, presets and sampling."""
 
+from jaxpar.lazy import load_modules
 from jaxpar.models.gpt.config import GPTConfig, num_params
 from jaxpar.models.gpt.loss import gpt_loss
 from jaxpar.models.gpt.model import make_gpt
@@ -16,3 +17,5 @@ __all__ = [
     "make_gpt",
     "num_params",
 ]
+
+load_modules(globals())

@@ -1,1 +1,5 @@
 """Pipeline schedules: tables of the work in each tick, and their validation."""
+
+from jaxpar.lazy import load_modules
+
+load_modules(globals())
