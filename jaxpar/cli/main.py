@@ -20,6 +20,7 @@ from jaxpar.cli.ckpt import Ckpt, run_ckpt
 from jaxpar.cli.launch import StartRun, start_run
 from jaxpar.cli.layout import ShowLayout, show_layout
 from jaxpar.cli.plan import ShowPlan, show_plan
+from jaxpar.cli.recipes import Recipes, run_recipes
 from jaxpar.cli.report import WriteReport, write_run_report
 from jaxpar.launch.extras import import_extra
 from jaxpar.show.schedule import draw, report
@@ -107,6 +108,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], None]]] = {
     "launch": (StartRun, start_run),
     "layout": (ShowLayout, show_layout),
     "plan": (ShowPlan, show_plan),
+    "recipes": (Recipes, run_recipes),
     "report": (WriteReport, write_run_report),
     "schedule": (ShowSchedule, show_schedule),
 }

@@ -1,6 +1,7 @@
 """Is every name of jaxpar that a page or a message has there after `import jaxpar`?"""
 
 import ast
+import functools
 import json
 import re
 import subprocess
@@ -50,6 +51,7 @@ def texts() -> Iterator[tuple[str, str]]:
                 yield file.relative_to(ROOT).as_posix(), node.value
 
 
+@functools.cache
 def names() -> dict[str, str]:
     """Each dotted name -> a file that has it."""
     return {
