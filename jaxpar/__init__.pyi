@@ -7,7 +7,7 @@ from .compiled.budget import Budget, BudgetExceeded
 from .engine.engine import Engine
 from .engine.initialize import initialize
 from .engine.replicas import CorruptionError
-from .launch.devices import choose_mesh, scaled_accumulation
+from .launch.devices import choose_mesh, cpu_devices, scaled_accumulation
 from .mesh import MeshShape, make_mesh
 from .model.blocks import PipelineModel
 from .model.remat import remat
@@ -55,6 +55,7 @@ __all__ = [
     "check_reopened",
     "choose_mesh",
     "constrain",
+    "cpu_devices",
     "data",
     "draw_loss",
     "initialize",

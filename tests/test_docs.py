@@ -2,7 +2,9 @@
 
 import contextlib
 import io
+import os
 import re
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -37,7 +39,7 @@ def run(page: Path, texts: list[str], **scope: object) -> str:
 def test_readme_example_runs_and_learns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (source,) = examples(README)
+    source, _ = examples(README)
     assert source.count(FIRST_STEP) == 1
     # The loss of the first step, which the example does not print.
     told = source.replace(FIRST_STEP, f"{FIRST_STEP}; losses.append(metrics['loss'])")
@@ -50,6 +52,33 @@ def test_readme_example_runs_and_learns(
     assert float(match[1]) < 0.5 * float(losses[0])
     assert list((tmp_path / "runs/mine").glob("step_*")), "it saves a checkpoint"
     assert "kernel" in printed, "it explains where leaves are stored"
+
+
+def test_second_example_of_the_readme_prints_the_bytes_that_it_says() -> None:
+    """The engine's lines are put in the place of the first example's."""
+    first, second = examples(README)
+    model, engine, _ = first.partition("engine = ")
+    assert engine
+    lines = run(README, [model, second]).splitlines()
+    stage, said = "ZeRO {}: {} bytes a device", r"prints ([\d,]+) bytes .* and ([\d,]+)"
+    (numbers,) = re.findall(said, README.read_text())
+    assert lines == [stage.format(0, numbers[0]), stage.format(3, numbers[1])]
+
+
+def test_devices_of_the_second_example_are_made_in_a_new_process() -> None:
+    """In a new process: nothing before it asks for devices."""
+    first, second = examples(README)
+    model = first.partition("engine = ")[0]
+    program = model + second.partition("for zero")[0] + "print(len(devices))"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "4\n"), done.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import socket
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -41,6 +42,37 @@ def choose_mesh(shape: MeshShape, *, on_cpu: MeshShape) -> Mesh:
         wanted = shape
     _require_devices(wanted, len(devices))
     return make_mesh(wanted, devices)
+
+
+def cpu_devices(number: int) -> list[Any]:
+    """Make CPU devices, to try a mesh on a machine without accelerators.
+
+    Call it before anything asks jax for its devices, because that fixes their number.
+
+    Args:
+      number: how many.
+
+    Returns:
+      The first `number` CPU devices of this process.
+
+    Raises:
+      ValueError: if it is not at least 1, or jax has started with fewer.
+
+    Example:
+      >>> len(cpu_devices(4))
+      4
+    """
+    if number < 1:
+        raise ValueError(f"cpu_devices: number={number} must be at least 1.")
+    _make_cpu_devices(number)
+    devices = jax.local_devices(backend="cpu")
+    if len(devices) < number:
+        raise ValueError(
+            f"cpu_devices: number={number}, but jax has started with {len(devices)} "
+            "CPU devices, and keeps that number. Call cpu_devices in a new process, "
+            "before anything asks jax for devices (arrays, jax.devices(), a mesh)."
+        )
+    return devices[:number]
 
 
 def scaled_accumulation(accumulate: int) -> int:

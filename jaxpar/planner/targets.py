@@ -1,6 +1,5 @@
 """What is a plan's target: a number of devices of a kind, such as "h200:8x8"."""
 
-import contextlib
 import dataclasses
 import difflib
 import re
@@ -10,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxpar.compiled.hardware import Hardware, kinds, load_hardware
+from jaxpar.launch.devices import cpu_devices
 from jaxpar.launch.extras import pip_install
 from jaxpar.planner.absent_devices import (
     gpu_devices,
@@ -65,6 +65,7 @@ class Target:
           `num_devices` of them, host by host.
         """
         if self.hardware is None or not self.has_compiler:
+            jax.config.update("jax_platforms", "cpu")
             return cpu_devices(self.num_devices)
         if self.hardware.platform == "cuda":
             return gpu_devices(self.hardware, self.hosts, self.devices_per_host)
@@ -119,21 +120,3 @@ def parse_target(name: str) -> Target:
     for side in size.split("x"):
         num_devices *= int(side)
     return Target(name, 1, num_devices, hardware, topology=size)
-
-
-def cpu_devices(number: int) -> Sequence[Any]:
-    """Make CPU devices; call it before jax's first device is requested.
-
-    Raises:
-      ValueError: if jax has started with fewer.
-    """
-    jax.config.update("jax_platforms", "cpu")
-    with contextlib.suppress(RuntimeError):  # jax has started: it may have enough.
-        jax.config.update("jax_num_cpu_devices", number)
-    devices = jax.devices("cpu")
-    if len(devices) < number:
-        raise ValueError(
-            f"target: {number} CPU devices, but jax has started with {len(devices)}; "
-            "plan in a separate process, or set jax_num_cpu_devices first."
-        )
-    return devices[:number]

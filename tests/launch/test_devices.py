@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxpar.launch import choose_mesh
+from jaxpar.launch import choose_mesh, cpu_devices
 from jaxpar.mesh import MeshShape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +31,16 @@ def choose(sizes):
     except ValueError as error:
         return str(error)
 print(json.dumps([*map(choose, [first, *again]), len(jax.devices())]))
+"""
+
+TO_TRY = """
+import jax, jaxpar
+print(len(jaxpar.cpu_devices(4)), len(jax.devices("cpu")))
+print(len(jaxpar.cpu_devices(2)), len(jax.devices("cpu")))
+try:
+    jaxpar.cpu_devices(5)
+except ValueError as error:
+    print(error)
 """
 
 
@@ -63,6 +73,30 @@ def test_cpu_run_makes_the_devices_of_its_default_mesh_and_keeps_them():
 
 def test_cpu_run_makes_the_devices_of_its_shape_and_none_for_an_open_axis():
     assert chosen([-1, 1, 2]) == [shape(1, 1, 2), 2]
+
+
+def test_cpu_devices_are_as_many_as_asked_for_and_then_fixed():
+    done = subprocess.run(
+        [sys.executable, "-c", TO_TRY],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    four, two, said = done.stdout.splitlines()
+    assert (four, two) == ("4 4", "2 4")
+    assert said == (
+        "cpu_devices: number=5, but jax has started with 4 CPU devices, and keeps that "
+        "number. Call cpu_devices in a new process, before anything asks jax for "
+        "devices (arrays, jax.devices(), a mesh)."
+    )
+
+
+def test_cpu_devices_are_the_first_of_those_that_there_are():
+    assert cpu_devices(3) == jax.devices()[:3]
+    with pytest.raises(ValueError, match=r"^cpu_devices: number=0 must be at least 1"):
+        cpu_devices(0)
 
 
 @pytest.mark.parametrize("wanted", [MeshShape(), MeshShape(tensor=4)])

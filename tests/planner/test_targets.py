@@ -47,7 +47,7 @@ def test_wrong_name_says_what_is_right(name, message):
 
 def test_cpu_devices_are_those_of_this_process():
     assert len(parse_target("cpu:8").devices()) == 8
-    with pytest.raises(ValueError, match=r"target: 9 CPU devices, but jax has started"):
+    with pytest.raises(ValueError, match=r"cpu_devices: number=9, but jax has started"):
         parse_target("cpu:9").devices()
 
 
