@@ -1,4 +1,4 @@
-"""What does a run cost per leaf, and what is communicated over which axis: explain().
+"""What does a run cost, in a few lines or per leaf and collective: explain().
 
 Shardings and their reasons come from the leaf shardings; communication and memory from
 the compiled step.
@@ -7,6 +7,7 @@ the compiled step.
 import dataclasses
 import io
 import json
+import math
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -48,6 +49,11 @@ _MEANT = {
     ),
 }
 
+_PARTS = ("params", "frozen", "model_state", "opt_state", "carried")
+"""Parts of the train state that are named; the others are a few scalars."""
+
+_FOR_DETAILS = "explain().details has a row for each leaf and each collective"
+
 
 @dataclasses.dataclass(frozen=True)
 class LeafReport:
@@ -78,11 +84,16 @@ class LeafReport:
 class Explanation:
     """The cost of a step, for people (``print``) and programs (``as_json``).
 
+    ``print(explanation)`` says what a device stores and sends, and what is to be noted;
+    ``print(explanation.details)`` has a row for each leaf and each collective.
+
     Attributes:
       mesh: axis -> devices.
       zero: the ZeRO stage.
       leaves: a row per leaf of the train state.
       closed_form: what should be communicated over which axis, by the ZeRO stage.
+      notes: lines about the pipeline, the optimizer and the loss: what is done in
+        another way than asked for, and what was not checked.
       program: what is communicated, and the memory, read from the compiled step.
       settings: the compiler options that were set, and why.
     """
@@ -91,6 +102,7 @@ class Explanation:
     zero: int
     leaves: tuple[LeafReport, ...]
     closed_form: tuple[str, ...]
+    notes: tuple[str, ...]
     program: CompiledProgram
     settings: tuple[Setting, ...]
 
@@ -134,6 +146,38 @@ class Explanation:
         return json.dumps(dataclasses.asdict(self))
 
     def __str__(self) -> str:
+        lines = [self.summary, self._by_part(), self._memory()]
+        lines += [f"- {line}" for line in (*self.notes, *self._unknown_loops)]
+        return "\n".join([*lines, _FOR_DETAILS])
+
+    def _by_part(self) -> str:
+        """The stored bytes by part of the state, and the number of parameters."""
+        stored = dict.fromkeys((*_PARTS, "other"), 0)
+        parameters = 0
+        for leaf in self.leaves:
+            part = leaf.name.partition("/")[0]
+            part = part if part in _PARTS else "other"
+            stored[part] += leaf.bytes_per_device + leaf.host_bytes_per_device
+            is_weight = part in ("params", "frozen")
+            parameters += math.prod(leaf.shape) if is_weight else 0
+        parts = ", ".join(f"{decimal(n)} {part}" for part, n in stored.items() if n)
+        return f"stored: {parts}; the model has {parameters:,} parameters"
+
+    def _memory(self) -> str:
+        memory = self.program.memory
+        return (
+            f"a step takes {decimal(memory.peak)} of a device's memory at its peak; "
+            f"{decimal(memory.temporaries)} are temporary"
+        )
+
+    @property
+    def _unknown_loops(self) -> list[str]:
+        loops = self.program.unknown_loops
+        return [f"loop {loop}: trip count unknown, counted once" for loop in loops]
+
+    @property
+    def details(self) -> str:
+        """A row for each leaf and each collective, the memory, and the options."""
         out = io.StringIO()
         console = Console(file=out, width=140, color_system=None)
         shape = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
@@ -147,8 +191,8 @@ class Explanation:
         console.print(_traffic_table(self.program))
         for line in self.closed_form:
             console.print(f"- closed form: {line}")
-        for loop in self.program.unknown_loops:
-            console.print(f"- loop {loop}: trip count unknown, counted once")
+        for line in (*self.notes, *self._unknown_loops):
+            console.print(f"- {line}")
         console.print("\nmemory of the compiled step, bytes per device:")
         for name, number in dataclasses.asdict(self.program.memory).items():
             console.print(f"  {name.replace('_', ' '):<12}{number:>18,}")
@@ -223,8 +267,8 @@ def make_explanation(
       coupled: whether examples are coupled (data is automatic).
       program: the compiled step, read.
       settings: the compiler options.
-      notes: closed forms of a pipeline; with one, every stage reduces and gathers once.
-      remarks: the optimizer's.
+      notes: of a pipeline; with one, every stage reduces and gathers once.
+      remarks: the optimizer's and the loss's.
 
     Returns:
       The explanation.
@@ -250,7 +294,8 @@ def make_explanation(
         mesh=dict(mesh.shape),
         zero=zero.number,
         leaves=tuple(rows),
-        closed_form=(*closed_form, *notes, *remarks),
+        closed_form=closed_form,
+        notes=(*notes, *remarks),
         program=program,
         settings=settings,
     )

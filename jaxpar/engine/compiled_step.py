@@ -144,10 +144,11 @@ class CompiledStep(abc.ABC):
         }
 
     def explain(self) -> Explanation:
-        """Compile the step, and report bytes by leaf, traffic by axis, and memory.
+        """Compile the step, and report what a device stores, sends and needs.
 
         Returns:
-          Text when printed, also in a notebook; `as_json` for programs.
+          A few lines when printed, also in a notebook; ``details`` has a row for each
+          leaf and each collective, `as_json` is for programs.
         """
         compiled = {name: each.compile() for name, each in self.lowered().items()}
         return self._explanation(

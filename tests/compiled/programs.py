@@ -303,7 +303,7 @@ def calls_refused() -> dict[str, str]:
         "restore": lambda: engine.restore("never-made"),
         "model": engine.model,
     }
-    said = {"explain": str(engine.explain())}
+    said = {"explain": engine.explain().details}
     for name, call in calls.items():
         try:
             call()

@@ -1,6 +1,8 @@
 """Does the report say what really lies on a device, and what crosses which axis?"""
 
+import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -174,7 +176,7 @@ def test_memory_is_the_compilers(engine):
 def test_options_of_the_compiler_are_said(engine):
     (setting,) = engine.explain().settings
     assert (setting.option, setting.value) == ("xla_cpu_enable_fast_math", False)
-    assert "xla_cpu_enable_fast_math=False: given" in str(engine.explain())
+    assert "xla_cpu_enable_fast_math=False: given" in engine.explain().details
 
 
 def test_a_notebook_shows_the_text(engine):
@@ -191,9 +193,38 @@ def test_json_holds_every_row():
     assert [row["name"] for row in read["leaves"]] == [x.name for x in report.leaves]
 
 
-def test_text_shows_mesh_leaves_total_and_communication():
+def test_text_is_a_summary_of_eight_lines_at_most(engine):
+    report = engine.explain()
+    lines = str(report).splitlines()
+    assert len(lines) <= 8
+    assert "\n".join(lines[:2]) == report.summary
+    # The kernel of 32 x 64 by 4 x 2 devices, the bias whole; two moments of each.
+    own = 32 * 64 * 4 // 8 + 64 * 4
+    assert lines[2].startswith(
+        f"stored: {own / 1e3:.1f} kB params, {2 * own / 1e3:.1f} kB opt_state, "
+    )
+    assert lines[2].endswith("; the model has 2,112 parameters")
+    assert re.fullmatch(
+        r"a step takes [\d.]+ kB of a device's memory at its peak; [\d.]+ kB are "
+        "temporary",
+        lines[3],
+    )
+    assert lines[-1] == "explain().details has a row for each leaf and each collective"
+
+
+def test_text_has_what_is_to_be_noted():
+    notes = ("pipe: a stage is idle.", "loss_fn: not checked.")
+    report = dataclasses.replace(explained(3)[0], notes=notes)
+    assert str(report).splitlines()[4:-1] == [f"- {line}" for line in notes]
+    assert all(f"- {line}" in report.details for line in notes)
+    program = dataclasses.replace(report.program, unknown_loops=("while.1",))
+    loops = dataclasses.replace(report, program=program)
+    assert "- loop while.1: trip count unknown, counted once" in str(loops)
+
+
+def test_details_show_mesh_leaves_total_and_communication():
     report, *_ = explained(3)
-    text = str(report)
+    text = report.details
     assert "mesh data 4 x pipe 1 x tensor 2, ZeRO 3" in text
     assert "params/up/kernel" in text
     assert f"{report.bytes_per_device:,} bytes per device" in text

@@ -287,7 +287,8 @@ def test_train_step_and_evaluate_and_probe_see_leaves() -> None:
 
 
 def test_explanation_tells_of_the_buckets() -> None:
-    text = str(make_engine(fused_adamw(1e-3, bits=8), precision="bf16").explain())
+    engine = make_engine(fused_adamw(1e-3, bits=8), precision="bf16")
+    text = engine.explain().details
     assert "opt_state/0/mu/over_data/codes" in text
     assert "8 leaves are in buckets (whole, over_data)" in text
     assert "leaf by leaf, 1.4e-05 GB more on a device" in text

@@ -111,7 +111,7 @@ def test_error_of_every_shard_is_stored_on_it_and_counted():
     errors = carried(engine)["up/kernel"]
     assert not np.array_equal(errors[0], errors[1])
     explained = engine.explain()
-    assert "data: gradients are sent in int8." in explained.closed_form
+    assert "data: gradients are sent in int8." in explained.notes
     rows = {leaf.name: leaf for leaf in explained.leaves}
     assert rows["carried/reduction/up/kernel"].bytes_per_device == 4 * 16 * 32
     engine.probe()

@@ -28,7 +28,8 @@ def explained(**change) -> str:
         accumulate=4,
         **change,
     )
-    return "\n".join(engine.explain().closed_form)
+    explanation = engine.explain()
+    return "\n".join((*explanation.closed_form, *explanation.notes))
 
 
 def test_explanation_tells_schedule_bubble_and_what_is_kept():
