@@ -36,11 +36,11 @@ class WriteReport:
 
 def write_run_report(args: WriteReport) -> None:
     """Write the page, and print its path."""
-    from jaxpar.show.run_data import name_apart, read_run  # noqa: PLC0415 - imports jax
+    from jaxpar.show.run_data import distinct_names, read_run  # noqa: PLC0415 - imports jax
     from jaxpar.show.run_page import write_report  # noqa: PLC0415
 
     folders = [args.run, *([args.other] if args.other is not None else [])]
-    runs = name_apart([read_run(folder) for folder in folders])
+    runs = distinct_names([read_run(folder) for folder in folders])
     path = args.run / "report.html" if args.out is None else args.out
     write_report(runs, path)
     print(path)

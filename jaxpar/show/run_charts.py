@@ -39,7 +39,7 @@ _NOISY_FROM = 8.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class ChartGroup:
     """Charts under one heading.
 
     Attributes:
@@ -53,16 +53,16 @@ class Group:
     note: str = ""
 
 
-def groups(runs: Sequence[RunData]) -> list[Group]:
+def groups(runs: Sequence[RunData]) -> list[ChartGroup]:
     """The charts of one run, or of two laid over each other."""
     loss = _loss_chart(runs)
     training, note = _training(runs)
     found = [
-        Group("", [loss] if loss else [], _FAINT if loss else ""),
-        Group("Training", training, note),
-        Group("Evaluations", list(_plain(runs, "eval/", leave_out=(_HELDOUT,)))),
-        Group("Rates", *_rates(runs)),
-        Group("Memory", _memory(runs)),
+        ChartGroup("", [loss] if loss else [], _FAINT if loss else ""),
+        ChartGroup("Training", training, note),
+        ChartGroup("Evaluations", list(_plain(runs, "eval/", leave_out=(_HELDOUT,)))),
+        ChartGroup("Rates", *_rates(runs)),
+        ChartGroup("Memory", _memory(runs)),
     ]
     return [group for group in found if group.charts or group.note]
 

@@ -282,7 +282,7 @@ def _read_saved(folder: Path) -> list[Saved]:
     return found
 
 
-def name_apart(runs: Sequence[RunData]) -> list[RunData]:
+def distinct_names(runs: Sequence[RunData]) -> list[RunData]:
     """Give runs whose folders have one name the paths of these as names."""
     names = [run.name for run in runs]
     if len(set(names)) == len(names):

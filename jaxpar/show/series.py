@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 
 _TRIMMED_FROM = 50
-"""Of more values than this, the outermost do not count, so that a spike is no hill."""
+"""Of more values than this, the outermost do not set the scale: they may be spikes."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,6 +42,9 @@ from jaxpar.training.writers import named_writers
 _LAUNCH = "launch"
 """The launcher's folder."""
 
+_BEGUN = (CHECKPOINTS, "metrics.jsonl")
+"""What a run has written once it has begun."""
+
 _SHARED_SECONDS = 30.0
 """Time for a file of process 0 to be seen by all."""
 
@@ -182,9 +185,10 @@ def _claim(folder: Path, asked: _Asked) -> tuple[dict[str, Any], int]:
 
 
 def _went_on(folder: Path, asked: _Asked) -> dict[str, Any] | None:
-    """The record of the run in a folder as it goes on; None if there is none."""
+    """The record of the run in a folder as it goes on; None if none has begun there."""
     found = read(folder)
-    if found is None:
+    # A start whose settings no engine could be made of has written a record alone.
+    if found is None or not any((folder / name).exists() for name in _BEGUN):
         return None
     found = brought_up(found, asked.config)
     now = resolved(asked.wanted, found, asked.fixed)

@@ -10,8 +10,8 @@ import pytest
 
 import jaxpar
 
-# Two more than the aim of 40: without cpu_devices, a mesh can't be tried on a laptop but
-# by jax's own setting; StartOptions is what every recipe's config inherits.
+# Two more than the aim of 40: without cpu_devices, a mesh can't be tried on a laptop
+# but by jax's own setting; StartOptions is what every recipe's config inherits.
 MOST = 42
 STUB = Path(jaxpar.__file__).with_suffix(".pyi")
 

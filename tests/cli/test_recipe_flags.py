@@ -159,4 +159,3 @@ def test_recipes_of_ours_answer_in_a_line(tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith("gpt.py: zero=4 must be")
     assert "Traceback" not in done.stderr
-    assert not (tmp_path / "run").exists()

@@ -160,7 +160,7 @@ def test_file_of_another_kind_is_refused(tmp_path):
 
 def test_missing_matplotlib_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    message = r"needs matplotlib, .* run pip install 'jaxpar\[plot\]'"
+    message = r"needs matplotlib, .* pip install 'jaxpar\[plot\]'"
     with pytest.raises(ModuleNotFoundError, match=message):
         write_html(make_plan(), tmp_path / "plan.html")
     assert not list(tmp_path.iterdir())

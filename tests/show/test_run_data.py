@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxpar.show.run_data import MOST_EVENTS, name_apart, read_run
+from jaxpar.show.run_data import MOST_EVENTS, distinct_names, read_run
 from tests.show.handmade_runs import EVENTS, account, write_full_run, write_run
 from tests.test_older_files import WRITTEN
 
@@ -120,10 +120,10 @@ def test_folder_that_is_not_a_run_is_refused(tmp_path):
 def test_runs_of_one_name_are_called_by_their_paths(tmp_path):
     one, two = (write_run(tmp_path / place / "gpt") for place in "ab")
     runs = [read_run(one), read_run(two)]
-    assert [run.name for run in name_apart(runs)] == [str(one), str(two)]
-    assert [run.name for run in name_apart([runs[0]] * 2)] == ["gpt (1)", "gpt (2)"]
+    assert [run.name for run in distinct_names(runs)] == [str(one), str(two)]
+    assert [run.name for run in distinct_names([runs[0]] * 2)] == ["gpt (1)", "gpt (2)"]
     other = dataclasses.replace(runs[1], name="other")
-    assert name_apart([runs[0], other]) == [runs[0], other]
+    assert distinct_names([runs[0], other]) == [runs[0], other]
 
 
 def test_accounts_of_another_form_are_left_out(tmp_path):

@@ -58,11 +58,16 @@ def test_first_start_records_config_identity_and_versions(tmp_path):
     }
 
 
+@dataclasses.dataclass(frozen=True)
+class Drawn(Config):
+    tensorboard: bool = True
+
+
 def test_missing_package_is_said_before_the_folder_is_made(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     said = r"^TensorBoard needs tensorboardX, .*'jaxpar\[tensorboard\]'$"
     with pytest.raises(ModuleNotFoundError, match=said):
-        open_run(tmp_path / "run", Config(), IDENTITY, tensorboard=True)
+        open_run(tmp_path / "run", Drawn(), IDENTITY)
     assert not (tmp_path / "run").exists()
 
 
@@ -88,6 +93,7 @@ class Watched(Config):
 def test_run_goes_on_under_other_rules_of_recovery(tmp_path):
     """They change no number; where the caller says that they do, it is another run."""
     record = open_run(tmp_path, Watched(recovery={"spike": 9.0}), IDENTITY).record
+    (tmp_path / "metrics.jsonl").touch()
     other = Watched(recovery={"spike": 5.0, "new": 1.0})
     again = open_run(tmp_path, other, IDENTITY).record
     assert again["history"][0]["changed"].keys() == {"recovery"}
@@ -116,8 +122,18 @@ def test_other_run_is_refused_and_nothing_lost(tmp_path):
     assert contents(tmp_path) == before
 
 
+def test_run_that_never_began_gives_way_to_other_settings(tmp_path):
+    """As after a start whose settings no engine could be made of."""
+    open_run(tmp_path, Config(), IDENTITY)
+    other = open_run(tmp_path, Config(data=("c",)), {"corpus_sha256": "abd"})
+    assert other.record["config"]["data"] == ["c"]
+    assert "history" not in other.record
+    assert json.loads((tmp_path / "run.json").read_text()) == other.record
+
+
 def test_other_run_goes_on_where_that_is_asked_for(tmp_path):
     open_run(tmp_path, Config(), IDENTITY)
+    (tmp_path / "metrics.jsonl").touch()
     run = open_run(tmp_path, Config(data=("c",)), {"corpus_sha256": "abd"}, change=True)
     (line,) = run.record["history"]
     assert line["changed"] == {
@@ -131,6 +147,7 @@ def test_other_run_goes_on_where_that_is_asked_for(tmp_path):
 
 def test_run_may_go_on_on_another_mesh(tmp_path):
     open_run(tmp_path, Config(), IDENTITY)
+    (tmp_path / "metrics.jsonl").touch()
     before = contents(tmp_path)
     again = open_run(tmp_path, Config(mesh=MeshShape(data=4)), IDENTITY)
     assert again.record["config"]["mesh"]["data"] == 4
@@ -140,12 +157,14 @@ def test_run_may_go_on_on_another_mesh(tmp_path):
 def test_steps_may_set_the_rate_of_a_config_that_does_not_say_otherwise(tmp_path):
     """As in a recipe of somebody's own: cosine over `steps`."""
     open_run(tmp_path, Config(), IDENTITY)
+    (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(ValueError, match="holds another run: steps is 10 there, 20"):
         open_run(tmp_path, Config(steps=20), IDENTITY)
 
 
 def test_setting_that_the_record_lacks_differs(tmp_path):
     open_run(tmp_path, Config(), {})
+    (tmp_path / "metrics.jsonl").touch()
     message = "corpus_sha256 is None there, 'abc' here"
     with pytest.raises(ValueError, match=message):
         open_run(tmp_path, Config(), IDENTITY)

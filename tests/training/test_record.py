@@ -212,6 +212,7 @@ def test_record_is_json_that_people_read(tmp_path):
 
 def test_steps_beyond_the_schedule_are_said(tmp_path, capsys):
     assert open_run(tmp_path, Config(), {}).config.schedule_steps == 6
+    (tmp_path / "metrics.jsonl").touch()
     assert capsys.readouterr().out == ""
     assert open_run(tmp_path, Config(steps=9), {}).config.schedule_steps == 6
     assert capsys.readouterr().out == (
