@@ -75,9 +75,9 @@ def _check_files(args: ShowPlan) -> None:
 
 
 def _plan(args: ShowPlan, console: Console) -> None:
+    from jaxpar.planner.plan_text import show_plan as show  # noqa: PLC0415
     from jaxpar.planner.recipe import plan_in_subprocess  # noqa: PLC0415
     from jaxpar.planner.recipe_search import what_would_fit  # noqa: PLC0415
-    from jaxpar.show.plan import show_plan as show  # noqa: PLC0415
     from jaxpar.show.search import show_tried  # noqa: PLC0415
 
     with console.status(f"compiling {args.recipe.name} for {args.target}"):
@@ -93,8 +93,8 @@ def _plan(args: ShowPlan, console: Console) -> None:
 
 
 def _search(args: ShowPlan, console: Console) -> None:
+    from jaxpar.planner.plan_text import show_plan as show  # noqa: PLC0415
     from jaxpar.planner.recipe_search import search_recipe, smallest_target  # noqa: PLC0415
-    from jaxpar.show.plan import show_plan as show  # noqa: PLC0415
     from jaxpar.show.search import as_json, show_search  # noqa: PLC0415
 
     with console.status(f"surveying {args.recipe.name} on {args.target}") as status:

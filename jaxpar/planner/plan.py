@@ -53,9 +53,9 @@ class BytesPerDevice:
     host_state: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-    """What a step costs on a target.
+    """What a step costs on a target; ``print`` shows what ``jaxpar plan`` prints.
 
     Attributes:
       target: the target's name.
@@ -118,6 +118,23 @@ class Plan:
         """Device-hours of a run over so many tokens."""
         rate = self.tokens_per_second
         return None if rate is None else tokens / rate * self.num_devices / 3600
+
+    def __repr__(self) -> str:
+        mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
+        fits = {None: "", True: ", fits", False: ", does not fit"}[self.fits]
+        return (
+            f"<Plan: {self.target}, {mesh}, ZeRO {self.zero}, {self.num_params:,} "
+            f"parameters, peak {self.memory.peak:,} bytes{fits}>"
+        )
+
+    def __str__(self) -> str:
+        from jaxpar.planner.plan_text import as_text  # noqa: PLC0415 - needs Plan
+
+        return as_text(self)
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
+        """The text that a notebook shows."""
+        return {"text/plain": str(self)}
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as JSON's types; its keys are stable between versions."""

@@ -9,6 +9,14 @@ from typing import Any
 
 from jaxpar.planner.plan import Plan
 from jaxpar.planner.roofline import Estimate
+from jaxpar.planner.sections import (
+    Piece,
+    headline,
+    memory_pieces,
+    quantity,
+    sections,
+    time_pieces,
+)
 from jaxpar.show.plotting import (
     INK,
     MUTED,
@@ -18,14 +26,6 @@ from jaxpar.show.plotting import (
     save,
 )
 from jaxpar.show.schedule import draw_schedule
-from jaxpar.show.sections import (
-    Piece,
-    headline,
-    memory_pieces,
-    quantity,
-    sections,
-    time_pieces,
-)
 
 WIDTH, HEADING = 8.0, 0.35
 """Inches: the picture, a heading."""

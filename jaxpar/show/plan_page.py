@@ -7,10 +7,10 @@ from pathlib import Path
 import jax
 
 from jaxpar.planner.plan import Plan
+from jaxpar.planner.sections import Section, headline, notes, sections
 from jaxpar.show.page import SUFFIXES, frame, table
 from jaxpar.show.picture import as_svg, panels
 from jaxpar.show.plotting import check_path
-from jaxpar.show.sections import Section, headline, notes, sections
 
 _MOODS = {None: "", True: "fits", False: "over"}
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxpar.planner.sections import quantity
 from jaxpar.show.quantities import duration, moment, number
 from jaxpar.show.run_data import PLAN, RunData
-from jaxpar.show.sections import quantity
 from jaxpar.show.series import Series, smooth
 from jaxpar.training import goodput
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from jaxpar.planner.sections import quantity
 from jaxpar.show.chart import draw_chart
 from jaxpar.show.hover import SCRIPT
 from jaxpar.show.hover import STYLE as HOVER_STYLE
@@ -25,7 +26,6 @@ from jaxpar.show.run_facts import (
     state_of,
 )
 from jaxpar.show.run_style import STYLE
-from jaxpar.show.sections import quantity
 from jaxpar.training.goodput import WORDS
 
 POINTS, MOST_POINTS = 600, 30_000

@@ -3,24 +3,17 @@
 import collections
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 from rich.console import Group
 from rich.table import Column, Table
-from rich.text import Text
 
+from jaxpar.pipeline.schedules.chart import LETTERS, chart, lanes, title
 from jaxpar.pipeline.schedules.table import IDLE, Schedule, cost, kept
 from jaxpar.show.plotting import new_figure, save
 
-# Work -> letter and colour in the terminal, colour and name in the drawing.
-LETTERS = {"forward": "F", "backward": "B", "weight": "W"}
-STYLES = {
-    "forward": "black on bright_blue",
-    "backward": "black on bright_green",
-    "weight": "black on bright_yellow",
-}
+# Work -> colour and name in the drawing.
 COLOURS = {"forward": "#56b4e9", "backward": "#2cb48c", "weight": "#f0b429"}
 NAMES = {"forward": "forward", "backward": "backward", "weight": "gradients of weights"}
 
@@ -65,7 +58,7 @@ def boxes(schedule: Schedule, times: Mapping[str, float]) -> list[Box]:
         tick_end = tick_begin
         for stage in range(schedule.num_stages):
             now = tick_begin
-            for work, slots in _lanes(schedule):
+            for work, slots in lanes(schedule):
                 m, chunk = map(int, slots[tick, stage])
                 if m == IDLE:
                     continue
@@ -75,45 +68,6 @@ def boxes(schedule: Schedule, times: Mapping[str, float]) -> list[Box]:
             tick_end = max(tick_end, now)
         tick_begin = tick_end
     return found
-
-
-def chart(schedule: Schedule, width: int) -> Text:
-    """Write a schedule with one row per stage, time from left to right in ticks.
-
-    A stage's row has a line for each kind of work. A chart wider than `width`
-    characters continues in another band below. Its colours are not needed to read it.
-
-    Example:
-      >>> from jaxpar.pipeline.schedules.interleaved import make_1f1b
-      >>> print(chart(make_1f1b(2, 3), width=80))
-      tick       0 1 2 3 4
-      stage 0 F  0 1 2 . .
-              B  . . 0 1 2
-      stage 1 F  . 0 1 2 .
-              B  . 0 1 2 .
-    """
-    lanes = list(_lanes(schedule))
-    last = _name(schedule, (schedule.num_microbatches - 1, schedule.num_chunks - 1))
-    cell = 1 + max(len(last), len(str(schedule.num_ticks - 1)))
-    label = len(f"stage {schedule.num_stages - 1} F ")
-    ticks_a_band = max((width - label) // cell, 1)
-    lines = []
-    for first in range(0, schedule.num_ticks, ticks_a_band):
-        ticks = range(first, min(first + ticks_a_band, schedule.num_ticks))
-        head = "tick".ljust(label) + "".join(f"{tick:>{cell}}" for tick in ticks)
-        lines += [Text()] * bool(first) + [Text(head, style="dim")]
-        for stage in range(schedule.num_stages):
-            name = f"stage {stage}"
-            for work, slots in lanes:
-                line = Text(f"{name:<{label - 2}}{LETTERS[work]} ")
-                for slot in slots[list(ticks), stage]:
-                    text = _name(schedule, slot)
-                    line.append(
-                        f"{text:>{cell}}", "dim" if text == "." else STYLES[work]
-                    )
-                lines.append(line)
-                name = ""
-    return Text("\n").join(lines)
 
 
 def report(schedule: Schedule, times: Mapping[str, float], width: int) -> Group:
@@ -127,7 +81,7 @@ def report(schedule: Schedule, times: Mapping[str, float], width: int) -> Group:
     Returns:
       A rich renderable.
     """
-    works = list(dict.fromkeys(work for work, _ in _lanes(schedule)))
+    works = list(dict.fromkeys(work for work, _ in lanes(schedule)))
     found = cost(schedule, **times)
     legend = ", ".join(f"{LETTERS[work]} {NAMES[work]}" for work in works)
     number = "micro-batch" if schedule.num_chunks == 1 else "micro-batch.chunk"
@@ -148,21 +102,6 @@ def report(schedule: Schedule, times: Mapping[str, float], width: int) -> Group:
         f"time of a micro-batch on a stage: {taken}\n",
         "held at once, at most, in micro-batches:",
         table,
-    )
-
-
-def title(schedule: Schedule) -> str:
-    """The schedule's name and numbers.
-
-    Example:
-      >>> from jaxpar.pipeline.schedules.interleaved import make_1f1b
-      >>> title(make_1f1b(2, 3))
-      '1f1b: 2 stages, 3 micro-batches'
-    """
-    chunks = f" of {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
-    return (
-        f"{schedule.name}: {schedule.num_stages} stages{chunks}, "
-        f"{schedule.num_microbatches} micro-batches"
     )
 
 
@@ -238,18 +177,3 @@ def draw_schedule(
     time += "; a tick lasts as long as its slowest stage; blank: idle"
     axes.set_xlabel(time + paler, loc="left")
     figure.legend(named.values(), named, loc="outside lower left", ncols=len(named))
-
-
-def _lanes(schedule: Schedule) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (work, slots [ticks, P, 2]), in the order in which a tick does them."""
-    yield "forward", schedule.forward
-    yield "backward", schedule.backward
-    for slot in range(schedule.weight.shape[2]):
-        if (schedule.weight[:, :, slot] != IDLE).any():
-            yield "weight", schedule.weight[:, :, slot]
-
-
-def _name(schedule: Schedule, slot: Sequence[int] | np.ndarray) -> str:
-    m, chunk = map(int, slot)
-    name = str(m) if schedule.num_chunks == 1 else f"{m}.{chunk}"
-    return "." if m == IDLE else name

@@ -11,10 +11,7 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
 from jaxpar.compiled.collectives import Collective
-from jaxpar.show.picture import MOODS, MOST_ROWS, RED, as_svg, draw
-from jaxpar.show.plotting import INK
-from jaxpar.show.schedule import COLOURS, boxes
-from jaxpar.show.sections import (
+from jaxpar.planner.sections import (
     headline,
     memory_pieces,
     quantity,
@@ -22,6 +19,9 @@ from jaxpar.show.sections import (
     time_pieces,
     verdict,
 )
+from jaxpar.show.picture import MOODS, MOST_ROWS, RED, as_svg, draw
+from jaxpar.show.plotting import INK
+from jaxpar.show.schedule import COLOURS, boxes
 from tests.planner.handmade import (
     CASES,
     COLLECTIVES,
@@ -324,7 +324,7 @@ def test_file_of_another_kind_is_refused(tmp_path, name):
 
 def test_missing_matplotlib_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    message = r"picture needs matplotlib, .* pip install 'jaxpar\[plot\]'"
+    message = r"picture needs matplotlib, .*: pip install 'jaxpar\[plot\]'"
     with pytest.raises(ModuleNotFoundError, match=message):
         draw(make_plan(), tmp_path / "plan.png")
     assert not list(tmp_path.iterdir())

@@ -9,8 +9,8 @@ import sys
 import jax
 import pytest
 
+from jaxpar.planner.sections import memory_pieces, verdict
 from jaxpar.show.plan_page import as_html, write_html
-from jaxpar.show.sections import memory_pieces, verdict
 from tests.planner.handmade import (
     CASES,
     COLLECTIVES,
@@ -160,7 +160,7 @@ def test_file_of_another_kind_is_refused(tmp_path):
 
 def test_missing_matplotlib_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    message = r"needs matplotlib, .* pip install 'jaxpar\[plot\]'"
+    message = r"needs matplotlib, .*: pip install 'jaxpar\[plot\]'"
     with pytest.raises(ModuleNotFoundError, match=message):
         write_html(make_plan(), tmp_path / "plan.html")
     assert not list(tmp_path.iterdir())

@@ -1,14 +1,16 @@
 """How is a plan printed: tables in the terminal."""
 
+import io
+
 from rich import box
 from rich.bar import Bar
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jaxpar.pipeline.schedules.chart import chart
 from jaxpar.planner.plan import Plan
-from jaxpar.show.schedule import chart
-from jaxpar.show.sections import Section, headline, notes, sections
+from jaxpar.planner.sections import Section, headline, notes, sections
 
 _MOODS = {None: "", True: "bold green", False: "bold red"}
 """Whether a finding is good news -> its style."""
@@ -39,6 +41,13 @@ def show_plan(plan: Plan, console: Console, *, tokens: float | None = None) -> N
         )
     for line in notes(plan):
         console.print(Text(f"- {line}"))
+
+
+def as_text(plan: Plan) -> str:
+    """What `show_plan` prints, without colours, as wide as the terminal."""
+    out = io.StringIO()
+    show_plan(plan, Console(file=out, color_system=None, force_terminal=False))
+    return out.getvalue().rstrip("\n")
 
 
 def _table(section: Section) -> Table:

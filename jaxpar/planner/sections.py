@@ -3,11 +3,11 @@
 import dataclasses
 import math
 
+from jaxpar.pipeline.schedules.chart import title
 from jaxpar.pipeline.schedules.table import cost
 from jaxpar.planner.plan import Plan
 from jaxpar.planner.roofline import Estimate, assumptions
 from jaxpar.planner.targets import parse_target
-from jaxpar.show.schedule import title
 
 SCALES = {
     "B": ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B")),

@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 
 from jaxpar.planner.roofline import assumptions
-from jaxpar.planner.targets import parse_target
-from jaxpar.show.sections import (
+from jaxpar.planner.sections import (
     headline,
     memory_pieces,
     notes,
@@ -15,6 +14,7 @@ from jaxpar.show.sections import (
     time_pieces,
     verdict,
 )
+from jaxpar.planner.targets import parse_target
 from tests.planner.handmade import (
     CASES,
     ESTIMATE,

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from rich.console import Console
 
-from jaxpar.show.plan import show_plan
-from jaxpar.show.sections import memory_pieces
+from jaxpar.planner.plan_text import show_plan
+from jaxpar.planner.sections import memory_pieces
 from tests.planner.handmade import (
     CASES,
     GB,
@@ -27,6 +27,17 @@ def test_every_kind_of_plan_can_be_shown_narrow_and_wide(name, capsys):
     for width in (60, 80, 160):
         lines = shown(CASES[name], capsys, width).splitlines()
         assert max(map(len, lines)) <= width
+
+
+def test_print_of_a_plan_is_what_the_command_prints(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    for plan in CASES.values():
+        assert f"{plan}\n" == shown(plan, capsys)
+        assert plan._repr_mimebundle_() == {"text/plain": str(plan)}
+    assert repr(make_plan(device_memory_bytes=60 * GB)) == (
+        "<Plan: h200:8x8, data 64 x pipe 1 x tensor 1, ZeRO 3, 6,738,415,616 "
+        "parameters, peak 75,000,000,000 bytes, does not fit>"
+    )
 
 
 def test_verdict_links_and_cost_are_told(capsys):
