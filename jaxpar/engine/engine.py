@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxpar.checkpoint import Checkpoints, Keep
 from jaxpar.engine.compiled_step import CompiledStep
+from jaxpar.engine.description import describe
 from jaxpar.engine.loss_step import LossStep, skipped_steps, unknown_loss
 from jaxpar.engine.one_thread import OneThread
 from jaxpar.engine.placement import Placement
@@ -27,7 +28,7 @@ from jaxpar.engine.state_view import (
 )
 from jaxpar.model.bridge import Network
 from jaxpar.step.state import TrainState, filled_in, require_sound
-from jaxpar.tree import merged, named_leaves, num_elements
+from jaxpar.tree import merged, named_leaves
 from jaxpar.types import Batch, Metrics, Params
 
 
@@ -70,14 +71,10 @@ class Engine(CompiledStep):
         self._ahead, self._number = RunAhead(), 0
 
     def __repr__(self) -> str:
-        spec, sizes = self.spec, self.mesh.shape.items()
-        mesh = " x ".join(f"{axis} {size}" for axis, size in sizes)
-        return (
-            f"<jaxpar.Engine: {num_elements(self.placement.abstract.params):,} "
-            f"parameters, ZeRO {self.placement.zero.number}, {mesh}, "
-            f"{spec.precision.compute_dtype}, accumulate {spec.accumulate}, "
-            f"{self.batch_spec.num_rows} rows a step>"
-        )
+        # Without waiting for the steps that are in flight, as `steps` does.
+        given = self._network, self.placement, self.spec
+        rows = self.batch_spec.num_rows
+        return f"<jaxpar.Engine: {describe(*given, rows)}, at step {self._number}>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -165,6 +165,7 @@ class _NnxNetwork:
     def _split(self, key: jax.Array) -> tuple[Any, ...]:
         with nnx.use_eager_sharding(False):
             model = _call_factory(self._factory, nnx.Rngs(key))
+            self.class_name = type(model).__name__
             _mark_arrays(model)
             return nnx.split(model, nnx.Param, nnx.RngState, Step, ...)
 

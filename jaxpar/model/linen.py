@@ -51,13 +51,14 @@ class LinenNetwork:
     Attributes:
       axis_rules: the ``logical_axis_rules`` in context when it is made.
       former_names: none.
+      class_name: of the module.
     """
 
     former_names: Sequence[tuple[str, str]] = ()
 
     def __init__(self, module: nn.Module, loss_fn: LossFn, sample_batch: Batch):
         self._module, self._loss_fn = module, loss_fn
-        self._sample_batch = sample_batch
+        self._sample_batch, self.class_name = sample_batch, type(module).__name__
         self.axis_rules = axis_rules()
 
     def init(self, key: jax.Array) -> tuple[Params, PyTree]:
