@@ -14,13 +14,13 @@ import optax
 
 import jaxpar
 from jaxpar.config import preset
-from jaxpar.data import Loader, open_splits, tokenize
+from jaxpar.data import DataConfig, Loader
 from jaxpar.models import PRESETS, GPTConfig, continue_text, gpt_loss, make_gpt
 from jaxpar.optim import OPTIMIZERS, OptimizerSettings
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(jaxpar.StartOptions):
+class Config(jaxpar.StartOptions, DataConfig):
     """One run of the GPT."""
 
     model: GPTConfig = preset(PRESETS, "1m", without=("remat", "sequence_parallel"))
@@ -51,10 +51,6 @@ class Config(jaxpar.StartOptions):
     """Activation checkpointing of each block: none, full, dots or save-names."""
     sequence_parallel: bool = False
     """Shard activations between blocks over tokens on the tensor axis."""
-    data: tuple[str, ...] = ()
-    """Text files or folders, .bin or .npy tokens; by default the standard library."""
-    heldout: tuple[str, ...] = ()
-    """Held-out data in the same form; needed where `data` is given."""
     eval_batches: int = 32
     """Held-out batches to evaluate on."""
     save_every: int = 120
@@ -108,9 +104,11 @@ def choose_meshes(config: Config) -> list[tuple[jax.sharding.Mesh, int]]:
 def main(config: Config) -> None:
     """Train, evaluate and save, on one mesh and then on another; sample."""
     meshes, model = choose_meshes(config), config.model
-    corpus, heldout = open_splits(config.data, config.heldout)
-    run = jaxpar.open_run(config.out, config, {"corpus_sha256": corpus.sha256})
-    corpus, heldout, tokenizer = tokenize(corpus, heldout, model.vocab_size, run.folder)
+    opened = config.open_data()
+    run = jaxpar.open_run(config.out, config, {"corpus_sha256": opened.sha256})
+    corpus, heldout, tokenizer = opened.for_run(
+        run.folder, model.vocab_size, cache=config.data_cache
+    )
     print(f"corpus   {len(corpus):,} tokens of {', '.join(config.data) or 'Python'}")
     size: Any = {"batch_size": config.batch_size, "seq_len": model.seq_len}
     loader = Loader(corpus, seed=config.seed, **size)

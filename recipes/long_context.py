@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 import jaxpar
 from jaxpar.config import preset
-from jaxpar.data import Loader, open_splits
+from jaxpar.data import DataConfig, Loader
 from jaxpar.models import PRESETS, GPTConfig, gpt_loss, make_gpt, tile_work_of
 from jaxpar.sparse_attention import SparsityPattern, causal_pattern
 
@@ -24,12 +24,10 @@ OWN = ("seq_len", "remat", "attention")  # Flags of the recipe's own.
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(jaxpar.StartOptions):
+class Config(jaxpar.StartOptions, DataConfig):
     """One run of the GPT on long text."""
 
-    model: GPTConfig = preset(
-        PRESETS, "tiny", without=("seq_len", "remat", "attention")
-    )
+    model: GPTConfig = preset(PRESETS, "tiny", without=OWN)
     """The GPT's shape."""
     seq_len: int = 2048
     """Tokens that the model is trained on at once."""
@@ -57,10 +55,6 @@ class Config(jaxpar.StartOptions):
     """Peak of the schedule: linear warm-up over a tenth of it, then cosine."""
     remat: str = "none"
     """Activation checkpointing of each block: none, full or dots."""
-    data: tuple[str, ...] = ()
-    """Text files or folders, .bin or .npy tokens; by default the standard library."""
-    heldout: tuple[str, ...] = ()
-    """Held-out data in the same form; needed where `data` is given."""
     eval_batches: int = 8
     """Held-out batches to evaluate on."""
     save_every: int = 50
@@ -117,8 +111,9 @@ def main(config: Config) -> None:
     """Train, evaluate, save, reopen on one device."""
     model, pattern = model_of(config)
     mesh = jaxpar.choose_mesh(config.mesh, on_cpu=CPU_MESH)
-    corpus, heldout = open_splits(config.data, config.heldout)
-    run = jaxpar.open_run(config.out, config, {"corpus_sha256": corpus.sha256})
+    opened = config.open_data()
+    run = jaxpar.open_run(config.out, config, {"corpus_sha256": opened.sha256})
+    corpus, heldout, _ = opened.for_run(run.folder, model.vocab_size, byte_pairs=False)
     size: Any = {"batch_size": config.batch_size, "seq_len": config.seq_len}
     loader = Loader(corpus, seed=config.seed, **size)
     held = Loader(heldout, repeat=False, num_batches=config.eval_batches, **size)

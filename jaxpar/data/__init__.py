@@ -1,17 +1,21 @@
-"""Where do batches come from: text or token files, tokenized, and shuffled by Grain."""
+"""Where do batches come from: data in any format, tokenized, and shuffled by Grain."""
 
 from jaxpar.data.byte_pairs import encode, open_tokenizer, tokenize, train_tokenizer
+from jaxpar.data.corpus import DataConfig, open_corpus
+from jaxpar.data.disk_array import ChangedDataError
+from jaxpar.data.files import read_tokens
 from jaxpar.data.loader import Loader
-from jaxpar.data.splits import open_splits
 from jaxpar.data.stdlib import stdlib_source
-from jaxpar.data.tokens import Tokens, read_tokens
+from jaxpar.data.tokens import Tokens
 from jaxpar.lazy import load_modules
 
 __all__ = [
+    "ChangedDataError",
+    "DataConfig",
     "Loader",
     "Tokens",
     "encode",
-    "open_splits",
+    "open_corpus",
     "open_tokenizer",
     "read_tokens",
     "stdlib_source",

@@ -7,19 +7,26 @@ Source: Sennrich et al., "Neural Machine Translation of Rare Words with Subword 
 (2016); on bytes as in GPT-2.
 """
 
+import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import xxhash
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from jaxpar.data.tokens import Tokens
+from jaxpar.data.cache import cached, root_for
+from jaxpar.data.disk_array import DiskArray
+from jaxpar.data.encoding import Encoded, Encoder, encode_documents, tokenizer_encoder
+from jaxpar.data.text_documents import chunks, documents_of, require_bytes
+from jaxpar.data.token_files import open_split, write_tokens
+from jaxpar.data.tokens import Tokens, is_first
+from jaxpar.progress import counting
 
-_CHUNK_BYTES = 1 << 17
-"""About as much text is tokenized at once, in parallel with other chunks."""
-
-_NEWLINE, _SPACE = ord("\n"), ord(" ")
+END = "<|endoftext|>"
+"""Of a trained vocabulary, where documents have an end."""
 
 
 def open_tokenizer(
@@ -54,7 +61,12 @@ def open_tokenizer(
 
 
 def tokenize(
-    train: Tokens, heldout: Tokens, vocab_size: int, folder: str | os.PathLike[str]
+    train: Tokens,
+    heldout: Tokens,
+    vocab_size: int,
+    folder: str | os.PathLike[str],
+    *,
+    cache: str | os.PathLike[str] | None = None,
 ) -> tuple[Tokens, Tokens, Tokenizer | None]:
     """Make byte pairs of two splits, if they are text and the model reads more.
 
@@ -63,14 +75,16 @@ def tokenize(
       heldout: the held-out split.
       vocab_size: of the model; 256 or fewer for a model of bytes.
       folder: where ``tokenizer.json`` is, or is written.
+      cache: the folder of the tokens' cache; None for one beside the data.
 
     Returns:
       (train, heldout, tokenizer); as given, and None, for token files and for bytes.
     """
-    if train.vocab_size != 256 or vocab_size <= 256:
+    if train.dtype != np.uint8 or vocab_size <= 256:
         return train, heldout, None
     tokenizer = open_tokenizer(Path(folder, "tokenizer.json"), train, vocab_size)
-    return encode(tokenizer, train), encode(tokenizer, heldout), tokenizer
+    train, heldout = (encode(tokenizer, text, cache=cache) for text in (train, heldout))
+    return train, heldout, tokenizer
 
 
 def train_tokenizer(text: Tokens, vocab_size: int) -> Tokenizer:
@@ -91,7 +105,7 @@ def train_tokenizer(text: Tokens, vocab_size: int) -> Tokenizer:
       >>> train_tokenizer(text, 264).encode("one two").tokens
       ['one', 'Ġtwo']
     """
-    _require_bytes(text)
+    require_bytes(text)
     if vocab_size < 256:
         raise ValueError(
             f"vocab_size={vocab_size} must be at least 256, the number of bytes."
@@ -102,54 +116,80 @@ def train_tokenizer(text: Tokens, vocab_size: int) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[] if text.end_id is None else [END],
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_chunks(text), trainer)
+    pieces = (piece.text for each in documents_of(text) for piece in each.pieces)
+    tokenizer.train_from_iterator(
+        chunks(text) if text.end_id is None else pieces, trainer
+    )
     return tokenizer
 
 
-def encode(tokenizer: Tokenizer, text: Tokens) -> Tokens:
-    """Encode a text.
+def encode(
+    tokenizer: Tokenizer,
+    text: Tokens,
+    *,
+    cache: str | os.PathLike[str] | None = None,
+    ends: bool = False,
+) -> Tokens:
+    """Encode a text; a text on disk once, into a cache.
 
     Args:
       tokenizer: any of the `tokenizers` library.
       text: bytes; those that are not UTF-8 are replaced.
+      cache: the folder of the cache; None for one beside the data.
+      ends: whether each document ends with the tokenizer's end-of-text token, also
+        where the text has no end for it.
 
     Returns:
-      The ids, as uint16 or, for a large vocabulary, uint32, with the text's files and
-      number of bytes.
+      The ids, as uint16 or, for a large vocabulary, uint32, with the text's files,
+      documents, loss mask and number of bytes.
 
     Raises:
-      ValueError: if the text is not bytes.
+      ValueError: if the text is not bytes, or the cache can't be written.
     """
-    _require_bytes(text)
-    size = tokenizer.get_vocab_size()
-    dtype = np.uint16 if size <= 1 << 16 else np.uint32
-    ids = [
-        np.asarray(encoding.ids, dtype)
-        for encoding in tokenizer.encode_batch_fast(
-            list(_chunks(text)), add_special_tokens=False
-        )
+    require_bytes(text)
+    encoder = tokenizer_encoder(tokenizer)
+
+    def stream(advance: Callable[[int], None]) -> Iterator[Encoded]:
+        return encode_documents(documents_of(text, ends=ends, advance=advance), encoder)
+
+    if not isinstance(text.parts[0], DiskArray):
+        return _joined([*stream(lambda _: None)], text, encoder)
+    starts = text.starts if text.starts is not None else np.zeros(1, np.int64)
+    key = {
+        "sha256": text.sha256,
+        "starts": xxhash.xxh3_128_hexdigest(np.ascontiguousarray(starts)),
+        "tokenizer": hashlib.sha256(tokenizer.to_str().encode()).hexdigest(),
+        "ends": ends,
+    }
+
+    def build(folder: Path) -> dict[str, Any]:
+        what = f"tokenizing {text.files[0]}" + (" and others" if text.files[1:] else "")
+        with counting(what, len(text), unit="B", shown=is_first()) as advance:
+            return write_tokens(folder, stream(advance), encoder)
+
+    folder, index = cached(root_for([text.parts[0].path], cache), key, build)
+    tokens = open_split(folder, index, "train", text.files)
+    assert tokens is not None, "text that is not empty has tokens"
+    return tokens
+
+
+def _joined(stream: Sequence[Encoded], text: Tokens, encoder: Encoder) -> Tokens:
+    """What a text in memory is encoded to, in memory."""
+    ends = np.cumsum([len(each.ids) for each in stream])
+    starts = [
+        each.starts + end - len(each.ids)
+        for each, end in zip(stream, ends, strict=True)
     ]
-    return Tokens((np.concatenate(ids),), text.files, size, num_bytes=len(text))
-
-
-def _chunks(text: Tokens) -> Iterator[str]:
-    """Cut a text before newlines: a word ends there, and a run of whitespace begins."""
-    start = 0
-    while start < len(text):
-        chunk = text.read(start, start + _CHUNK_BYTES)
-        if start + len(chunk) < len(text):
-            ends = (chunk[1:] == _NEWLINE) & (chunk[:-1] > _SPACE)
-            if ends.any():
-                chunk = chunk[: np.flatnonzero(ends)[-1] + 1]
-        start += len(chunk)
-        yield chunk.tobytes().decode(errors="replace")
-
-
-def _require_bytes(text: Tokens) -> None:
-    if text.dtype != np.uint8:
-        raise ValueError(
-            f"text: {text.files[0]!r} holds {text.dtype} ids, not bytes; token files "
-            "need no tokenizer."
-        )
+    learned = np.concatenate([each.learned for each in stream])
+    return Tokens(
+        (np.concatenate([each.ids for each in stream]),),
+        text.files,
+        encoder.vocab_size,
+        num_bytes=sum(each.num_bytes for each in stream),
+        starts=np.concatenate(starts) if text.starts is not None else None,
+        loss_mask=None if learned.all() else learned,
+        end_id=encoder.end_id,
+    )

@@ -48,6 +48,7 @@ class DiskArray:
         offset: int = 0,
         length: int | None = None,
         hashes: UInt64[np.ndarray, "blocks"] | None = None,
+        remedy: str = "Bring the former file back, or start another run (--out).",
     ):
         """Set up an array; nothing is read but the file's size.
 
@@ -57,7 +58,9 @@ class DiskArray:
           offset: bytes before the first element.
           length: elements; None for all up to the end of the file.
           hashes: of the blocks; None if unknown, until `scan` computes them.
+          remedy: what to do if the file has changed, a sentence for people.
         """
+        self.remedy = remedy
         self.path, self.dtype, self.offset = Path(path), np.dtype(dtype), offset
         if length is None:
             length = (self.path.stat().st_size - offset) // self.dtype.itemsize
@@ -88,12 +91,19 @@ class DiskArray:
             offset=self.offset,
             length=len(self),
             hashes=hashes,
+            remedy=self.remedy,
         )
 
     def cut(self, start: int, stop: int) -> "DiskArray":
         """Make an array of some of its elements, without reading them."""
         offset = self.offset + start * self.dtype.itemsize
-        return DiskArray(self.path, self.dtype, offset=offset, length=stop - start)
+        return DiskArray(
+            self.path,
+            self.dtype,
+            offset=offset,
+            length=stop - start,
+            remedy=self.remedy,
+        )
 
     def __getitem__(self, where: slice) -> np.ndarray:
         """Read a slice into memory; its step must be 1.
@@ -157,8 +167,7 @@ class DiskArray:
             at = self.offset + block * BLOCK_BYTES
             raise ChangedDataError(
                 f"'{self.path}' was changed since the run began: block {block}, from "
-                f"byte {at:,}, has another hash. Bring the former file back; to train "
-                "on the new one, start another run (--out)."
+                f"byte {at:,}, has another hash. {self.remedy}"
             )
         self._is_checked[first : first + len(now)] = True
 
@@ -173,8 +182,7 @@ class DiskArray:
                     raise ChangedDataError(
                         f"'{self.path}' ends at byte {os.fstat(file).st_size:,}, but "
                         f"{len(data) - done:,} bytes from {at:,} on were there when "
-                        "it was opened: it was truncated. Bring the whole file back "
-                        "and start the run again; it resumes from its checkpoint."
+                        f"it was opened: it was truncated. {self.remedy}"
                     )
                 done += got
         finally:

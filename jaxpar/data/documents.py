@@ -25,7 +25,7 @@ class BadRowError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class Passage:
     """A part of a document.
 
     Attributes:
@@ -88,7 +88,7 @@ class Fields:
             "answer (prompt= and answer=, --prompt-field and --answer-field)"
         )
 
-    def document(self, row: Mapping[str, Any]) -> list[Piece]:
+    def document(self, row: Mapping[str, Any]) -> list[Passage]:
         """Read the document of a row.
 
         Args:
@@ -105,14 +105,14 @@ class Fields:
             return _conversation(row[MESSAGES])
         texts = [_text(row[name], name) for name in form]
         if len(texts) == 1:
-            return [Piece(texts[0], ends=True)] if texts[0] else []
+            return [Passage(texts[0], ends=True)] if texts[0] else []
         prompt, answer = texts
         apart = prompt[-1:].isspace() or answer[:1].isspace() or not prompt
         before = prompt if apart else f"{prompt}\n"
-        return [Piece(before, is_learned=False), Piece(answer, ends=True)]
+        return [Passage(before, is_learned=False), Passage(answer, ends=True)]
 
 
-def _conversation(messages: Any) -> list[Piece]:
+def _conversation(messages: Any) -> list[Passage]:
     if isinstance(messages, Mapping):  # Columns: as datasets below version 4 wrote it.
         columns = [messages.get(name) or [] for name in ("role", "content")]
         messages = [
@@ -133,8 +133,8 @@ def _conversation(messages: Any) -> list[Piece]:
         is_answered |= is_answer
         start = "\n" if number else ""
         is_last = number == len(messages) - 1
-        pieces.append(Piece(f"{start}<|{role}|>\n", is_learned=False))
-        pieces.append(Piece(content, is_learned=is_answer, ends=is_answer or is_last))
+        pieces.append(Passage(f"{start}<|{role}|>\n", is_learned=False))
+        pieces.append(Passage(content, is_learned=is_answer, ends=is_answer or is_last))
     if not is_answered:
         raise BadRowError(f"{MESSAGES!r} has no message of the role 'assistant'")
     return pieces

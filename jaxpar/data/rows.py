@@ -12,7 +12,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 Advance = Callable[[int], None]
 
@@ -71,7 +71,7 @@ def _lines(path: Path, name: str, advance: Advance) -> Iterator[Row]:
     done, number = 0, 0
     is_packed = path.suffix.lower() == ".gz"
     with path.open("rb") as raw:
-        file: IO[bytes] = gzip.GzipFile(fileobj=raw) if is_packed else raw
+        file: Any = gzip.GzipFile(fileobj=raw) if is_packed else raw
         try:
             for number, line in enumerate(file, start=1):
                 if line.strip():

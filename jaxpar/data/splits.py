@@ -1,33 +1,35 @@
-"""Which tokens are for training, and which are held out?"""
+"""Which documents are held out where no held-out data is given?
 
-from collections.abc import Sequence
+A document is held out by a hash of its own content, so that it stays in its split when
+others are added, and the same document elsewhere in the corpus is in the same split.
+"""
 
-from jaxpar.data.stdlib import stdlib_source
-from jaxpar.data.tokens import Tokens, read_tokens
+HELD_OUT_SHARE = 0.05
+
+_HASHES = 1 << 64
 
 
-def open_splits(
-    data: Sequence[str] = (), heldout: Sequence[str] = ()
-) -> tuple[Tokens, Tokens]:
-    """Open the training and the held-out tokens.
+def is_heldout(content_hash: int, share: float) -> bool:
+    """Whether a document is held out.
 
     Args:
-      data: text files or folders, or .bin or .npy files of tokens; empty for the
-        standard library's source, with its own held-out files.
-      heldout: the held-out ones; required exactly when `data` is given.
+      content_hash: 64 bits, equally distributed, of its content.
+      share: of the documents that is held out, from 0 to 1.
 
     Returns:
-      (train, heldout).
+      Whether it is one of that share.
 
-    Raises:
-      ValueError: if only one of the two is given.
-      FileNotFoundError: if there is no such file.
+    Example:
+      >>> is_heldout(2**60, 0.05), is_heldout(2**59, 0.05)
+      (False, True)
     """
-    if bool(data) != bool(heldout):
+    return content_hash < share * _HASHES
+
+
+def require_share(share: float) -> None:
+    """Raise ValueError unless a share leaves something for both splits."""
+    if not 0 < share < 1:
         raise ValueError(
-            f"data={tuple(data)} and heldout={tuple(heldout)}: give both, or neither "
-            "for the standard library's source."
+            f"heldout_share={share} must be above 0 and below 1, such as "
+            f"{HELD_OUT_SHARE}; it is for data without heldout=."
         )
-    if not data:
-        return stdlib_source()
-    return read_tokens(*data), read_tokens(*heldout)

@@ -3,8 +3,12 @@
 import pathlib
 import sysconfig
 import zlib
+from collections.abc import Sequence
 
-from jaxpar.data.tokens import Tokens, find_files, join_text
+import numpy as np
+
+from jaxpar.data.files import find_files
+from jaxpar.data.tokens import Tokens
 
 _EXCLUDED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "__pycache__"}
@@ -39,9 +43,24 @@ def stdlib_source() -> tuple[Tokens, Tokens]:
             "files, too few for two splits; use a Python with its .py files, or give "
             "your own text to read_tokens()."
         )
-    return join_text(train), join_text(heldout)
+    return _join(train), _join(heldout)
 
 
 def _is_build_record(name: str) -> bool:
     """Whether a file holds paths and flags of the machine that built Python."""
     return name.startswith(("config-", "_sysconfigdata"))
+
+
+def _join(files: Sequence[tuple[str, pathlib.Path]]) -> Tokens:
+    """Read small files into memory as one sequence of bytes, each a document."""
+    corpus, starts = bytearray(), set()
+    for _, path in files:
+        starts.add(len(corpus))
+        corpus += path.read_bytes()
+    return Tokens(
+        (np.frombuffer(corpus, np.uint8),),
+        tuple(name for name, _ in files),
+        256,
+        num_bytes=len(corpus),
+        starts=np.array(sorted(starts - {len(corpus)}), np.int64),
+    )

@@ -1,25 +1,26 @@
 """What is the corpus: one sequence of token ids over files, identified by its hash.
 
-Token files are memory-mapped and never joined, so a corpus larger than memory only
-costs what is read of it.
+Files are never joined, so a corpus larger than memory only costs what is read of it.
 """
 
 import bisect
 import dataclasses
-import fnmatch
 import functools
 import hashlib
 import itertools
 import os
-import pathlib
-from collections.abc import Container, Sequence
+from pathlib import Path
 
+import jax
 import numpy as np
-from jaxtyping import Integer
-from numpy.typing import DTypeLike
+from jaxtyping import Int64, Integer
+
+from jaxpar.data.block_hashes import keep_hashes, num_blocks
+from jaxpar.data.disk_array import DiskArray
+from jaxpar.progress import counting
 
 _HASH_CHUNK = 1 << 22
-"""Elements hashed at a time: enough for the disk's speed, little memory."""
+"""Elements hashed at a time."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,16 +28,20 @@ class Tokens:
     """Token ids in a fixed order, possibly over several arrays on disk.
 
     Attributes:
-      parts: 1-D integer arrays of one dtype, read as one sequence; memory maps for data
+      parts: 1-D integer arrays of one dtype, read as one sequence; `DiskArray` for data
         on disk.
       files: the files of the ids, in order, for messages and records.
       vocab_size: one more than the largest possible id, where the data's format
         determines it (256 for bytes); None otherwise.
       num_bytes: of the text that the ids stand for; None if unknown.
+      starts: position of each document's first id, ascending from 0; None if unknown.
+      loss_mask: uint8, one for each id: 1 where it is to be learned; None for all.
+      end_id: the id that ends every document; None if there is none.
+      known_sha256: what `sha256` is, where it has been computed; None to compute it.
 
     Raises:
       ValueError: if a part is not 1-D, not of integers or of another dtype than the
-        first, or there is no token at all.
+        first, `starts` or `loss_mask` don't fit them, or there is no token at all.
 
     Example:
       >>> tokens = Tokens((np.arange(5), np.arange(5, 8)), files=("a", "b"))
@@ -44,42 +49,59 @@ class Tokens:
       (8, array([3, 4, 5, 6]))
     """
 
-    parts: tuple[np.ndarray, ...]
+    parts: tuple[np.ndarray | DiskArray, ...]
     files: tuple[str, ...]
     vocab_size: int | None = None
     num_bytes: int | None = None
+    starts: Int64[np.ndarray, "documents"] | None = dataclasses.field(
+        default=None, repr=False
+    )
+    loss_mask: np.ndarray | DiskArray | None = dataclasses.field(
+        default=None, repr=False
+    )
+    end_id: int | None = None
+    known_sha256: str | None = None
 
     def __post_init__(self):
         named = len(self.files) == len(self.parts)
         for index, part in enumerate(self.parts):
             name = repr(self.files[index]) if named else f"parts[{index}]"
-            if part.ndim != 1:
-                raise ValueError(
-                    f"{name} has shape {part.shape}, but a corpus is one run of token "
-                    "ids; save it with one dim (array.reshape(-1))."
-                )
-            if not np.issubdtype(part.dtype, np.integer):
-                raise ValueError(
-                    f"{name} holds {part.dtype}, but token ids must be integers; save "
-                    "it as uint16, or uint32 for a vocabulary over 65,536."
-                )
-            if part.dtype != self.parts[0].dtype:
-                raise ValueError(
-                    f"{name} holds {part.dtype} and the part before it "
-                    f"{self.parts[0].dtype}; save all parts of a corpus in one dtype."
-                )
+            _check_part(part, name, self.parts[0].dtype)
         if not len(self):
             raise ValueError(
                 f"the corpus of {len(self.files)} files holds no tokens; give at least "
                 "one file that is not empty."
             )
+        self._check_documents()
+
+    def _check_documents(self) -> None:
+        starts, mask = self.starts, self.loss_mask
+        if starts is not None and not (
+            len(starts)
+            and starts[0] == 0
+            and starts[-1] < len(self)
+            and (np.diff(starts) > 0).all()
+        ):
+            raise ValueError(
+                f"starts must ascend from 0 and stay below the {len(self):,} tokens; "
+                "give the position of each document's first id."
+            )
+        if mask is not None and (mask.dtype, len(mask)) != (np.uint8, len(self)):
+            raise ValueError(
+                f"loss_mask holds {len(mask):,} {mask.dtype}, but must be uint8, one "
+                f"for each of the {len(self):,} tokens."
+            )
 
     def __len__(self) -> int:
-        return sum(len(part) for part in self.parts)
+        return self._ends[-1] if self._ends else 0
 
     @functools.cached_property
-    def _starts(self) -> list[int]:
-        return [0, *itertools.accumulate(len(part) for part in self.parts[:-1])]
+    def _ends(self) -> list[int]:
+        return [*itertools.accumulate(len(part) for part in self.parts)]
+
+    @functools.cached_property
+    def _begins(self) -> list[int]:
+        return [0, *self._ends[:-1]]
 
     @property
     def dtype(self) -> np.dtype:
@@ -88,8 +110,8 @@ class Tokens:
 
     @property
     def array(self) -> Integer[np.ndarray, "_"]:
-        """All ids as one array: in place for one part, otherwise joined in memory."""
-        return self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts)
+        """All ids as one array in memory."""
+        return self.read(0, len(self))
 
     def read(self, start: int, stop: int) -> Integer[np.ndarray, "_"]:
         """Copy the ids from `start` up to `stop` into memory, across parts.
@@ -100,10 +122,13 @@ class Tokens:
 
         Returns:
           The ids, in their stored dtype.
+
+        Raises:
+          ChangedDataError: if a file is not what it was.
         """
-        first = bisect.bisect_right(self._starts, start) - 1
-        last = max(bisect.bisect_left(self._starts, stop), first + 1)
-        begun = zip(self._starts[first:last], self.parts[first:last], strict=True)
+        first = bisect.bisect_right(self._begins, start) - 1
+        last = max(bisect.bisect_left(self._begins, stop), first + 1)
+        begun = zip(self._begins[first:last], self.parts[first:last], strict=True)
         return np.concatenate(
             [part[max(start - at, 0) : max(stop - at, 0)] for at, part in begun]
         )
@@ -112,170 +137,99 @@ class Tokens:
     def sha256(self) -> str:
         """Hash of the corpus bytes in order, in hexadecimal; computed when first read.
 
-        It reads the whole corpus once. For text it is the hash of the files
-        concatenated, for a ``.bin`` file the hash of the file.
+        It reads the whole corpus once, and keeps the hashes of its blocks. For text it
+        is the hash of the files concatenated, for a ``.bin`` file the hash of the file.
+        Where there is a loss mask, it is `joint_sha256` of both.
         """
-        digest = hashlib.sha256()
-        for part in self.parts:
-            for start in range(0, len(part), _HASH_CHUNK):
-                digest.update(np.ascontiguousarray(part[start : start + _HASH_CHUNK]))
+        if self.known_sha256 is not None:
+            return self.known_sha256
+        of_ids = self._hash(self.parts)
+        if self.loss_mask is None:
+            return of_ids
+        return joint_sha256(of_ids, self._hash((self.loss_mask,)))
+
+    def _hash(self, arrays: tuple[np.ndarray | DiskArray, ...]) -> str:
+        digest, total = hashlib.sha256(), sum(array.nbytes for array in arrays)
+        name = ", ".join(self.files[:1]) + (" and others" if self.files[1:] else "")
+        with counting(f"hashing {name}", total, unit="B", shown=is_first()) as advance:
+
+            def see(piece: np.ndarray) -> None:
+                digest.update(piece)
+                advance(piece.nbytes)
+
+            for array in arrays:
+                if isinstance(array, DiskArray):
+                    array.scan(see)
+                    continue
+                for start in range(0, len(array), _HASH_CHUNK):
+                    see(np.ascontiguousarray(array[start : start + _HASH_CHUNK]))
         return digest.hexdigest()
 
+    def require_vocabulary(self, vocab_size: int) -> None:
+        """Raise ValueError if there may be ids that a model's vocabulary lacks."""
+        if (self.vocab_size or 0) > vocab_size:
+            raise ValueError(
+                f"vocab_size={vocab_size:,} of the model is below the "
+                f"{self.vocab_size:,} of the corpus ({self.files[0]}); choose another "
+                "model (--model), or another tokenizer (--tokenizer)."
+            )
 
-def read_tokens(
-    *paths: str | os.PathLike[str], include: str = "*", dtype: DTypeLike | None = None
-) -> Tokens:
-    """Read a corpus: text as bytes, or token files, from files and folders.
+    def with_hashes(self, folder: str | os.PathLike[str]) -> "Tokens":
+        """Compare the data with the block hashes of a folder, or write them there.
 
-    A folder stands for the files below it whose relative path matches `include`, sorted
-    by that path, without hidden ones. The suffix determines the format: ``.npy`` is an
-    array of ids, ``.bin`` is raw ids, anything else is text. Text is read as bytes; one
-    text file is memory-mapped, several are joined in memory.
+        The first start writes ``blocks-<sha256>.npy``. From then on, each process
+        compares a block of the data on disk with its hash when it first reads it.
 
-    Args:
-      *paths: files and folders, in reading order.
-      include: shell-style pattern for the files of folders (``"*.py"``); a star also
-        matches slashes.
-      dtype: of the ids in a ``.bin`` file; None for little-endian uint16.
+        Args:
+          folder: of the run, or any other that stays.
 
-    Returns:
-      The corpus, memory-mapped where possible.
+        Returns:
+          The same tokens; those in memory as they are.
 
-    Raises:
-      FileNotFoundError: if a path doesn't exist, or a folder has no matching file.
-      ValueError: if there is no path, text and token files are mixed, `dtype` is not
-        of integers or is given for other files than ``.bin``, a file's content does not
-        match its suffix, or all files are empty.
-    """
-    if not paths:
+        Raises:
+          ValueError: if the file there is damaged.
+        """
+        on_disk = [part for part in self.parts if isinstance(part, DiskArray)]
+        if not on_disk:
+            return self
+        identity = self.sha256
+        for part in on_disk:
+            if part.hashes is None:
+                part.scan(lambda _: None)
+        path = Path(folder, f"blocks-{identity[:16]}.npy")
+        kept = keep_hashes(path, np.concatenate([part.hashes for part in on_disk]))
+        parts, at = [], 0
+        for part in self.parts:
+            if isinstance(part, DiskArray):
+                end = at + num_blocks(part.nbytes)
+                part, at = part.with_hashes(kept[at:end]), end
+            parts.append(part)
+        return dataclasses.replace(self, parts=tuple(parts), known_sha256=identity)
+
+
+def joint_sha256(of_ids: str, of_mask: str) -> str:
+    """The identity of ids and their loss mask, of the hashes of both."""
+    return hashlib.sha256(f"{of_ids} {of_mask}".encode()).hexdigest()
+
+
+def is_first() -> bool:
+    """Whether this process speaks for the run, without making jax look for devices."""
+    return not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
+def _check_part(part: np.ndarray | DiskArray, name: str, dtype: np.dtype) -> None:
+    if part.ndim != 1:
         raise ValueError(
-            "paths: read_tokens() was given none; give a text file, a folder, or .npy "
-            "or .bin files of token ids."
+            f"{name} has shape {part.shape}, but a corpus is one run of token "
+            "ids; save it with one dim (array.reshape(-1))."
         )
-    found = [
-        named for path in paths for named in find_files(pathlib.Path(path), include)
-    ]
-    kind = _single_kind(found)
-    if dtype is not None and kind != ".bin":
+    if not np.issubdtype(part.dtype, np.integer):
         raise ValueError(
-            f"dtype={np.dtype(dtype).name} is for .bin files, but {found[0][0]!r} is "
-            f"{kind}; omit dtype."
+            f"{name} holds {part.dtype}, but token ids must be integers; save "
+            "it as uint16, or uint32 for a vocabulary over 65,536."
         )
-    if kind == "text":
-        return join_text(found)
-    if kind == ".bin":
-        item = np.dtype("<u2" if dtype is None else dtype)
-        parts = tuple(_map_bin(path, item) for _, path in found)
-    else:
-        parts = tuple(_map_npy(path) for _, path in found)
-    return Tokens(parts, files=tuple(name for name, _ in found))
-
-
-def find_files(
-    path: pathlib.Path, include: str, left_out: Container[str] = ()
-) -> list[tuple[str, pathlib.Path]]:
-    """List the files that a path stands for, with their names.
-
-    Args:
-      path: a file, which stands for itself, or a folder.
-      include: shell-style pattern for the relative paths of a folder's files.
-      left_out: names of folders to skip, besides hidden ones.
-
-    Returns:
-      (name, path) pairs; below a folder, names are relative to it, and sorted.
-
-    Raises:
-      FileNotFoundError: if the path doesn't exist, or no file of the folder matches.
-    """
-    if path.is_file():
-        return [(path.name, path)]
-    if not path.is_dir():
-        raise FileNotFoundError(
-            f"paths: '{path}' does not exist; give a file or a folder (a pattern such "
-            "as '*.bin' goes to include=, with the folder as the path)."
-        )
-    names = []
-    for folder, subfolders, files in os.walk(path):
-        subfolders[:] = [
-            name for name in subfolders if name[0] != "." and name not in left_out
-        ]
-        at = pathlib.Path(folder).relative_to(path)
-        names += [(at / name).as_posix() for name in files if name[0] != "."]
-    found = sorted(name for name in names if fnmatch.fnmatchcase(name, include))
-    if not found:
-        raise FileNotFoundError(
-            f"paths: folder '{path}' has no file that matches include={include!r}; "
-            "give another folder or another pattern."
-        )
-    return [(name, path / name) for name in found]
-
-
-def join_text(files: Sequence[tuple[str, pathlib.Path]]) -> Tokens:
-    """Read text files as one sequence of bytes, in the order given.
-
-    Args:
-      files: (name, path) pairs.
-
-    Returns:
-      The bytes, memory-mapped if there is one file; ``vocab_size`` is 256.
-
-    Raises:
-      ValueError: if all files are empty.
-    """
-    names = tuple(name for name, _ in files)
-    if len(files) == 1:
-        text = _map_bytes(files[0][1], np.dtype(np.uint8))
-        return Tokens((text,), names, 256, num_bytes=len(text))
-    corpus = bytearray()
-    for _, path in files:
-        corpus += path.read_bytes()
-    text = np.frombuffer(corpus, np.uint8)
-    return Tokens((text,), names, 256, num_bytes=len(text))
-
-
-def _single_kind(files: Sequence[tuple[str, pathlib.Path]]) -> str:
-    """The one kind of all files: ``text``, ``.npy`` or ``.bin``."""
-    example = {}
-    for name, path in files:
-        kind = path.suffix if path.suffix in (".npy", ".bin") else "text"
-        example.setdefault(kind, name)
-    if len(example) > 1:
-        listing = ", ".join(f"{name!r} ({kind})" for kind, name in example.items())
+    if part.dtype != dtype:
         raise ValueError(
-            f"paths: {listing} are of different kinds, but a corpus has one; choose "
-            "one kind with include=, such as include='*.bin'."
+            f"{name} holds {part.dtype} and the part before it "
+            f"{dtype}; save all parts of a corpus in one dtype."
         )
-    return next(iter(example))
-
-
-def _map_bytes(path: pathlib.Path, dtype: np.dtype) -> np.ndarray:
-    # mmap refuses an empty file.
-    if not path.stat().st_size:
-        return np.empty(0, dtype)
-    return np.memmap(path, dtype, mode="r")
-
-
-def _map_bin(path: pathlib.Path, dtype: np.dtype) -> np.ndarray:
-    if not np.issubdtype(dtype, np.integer):
-        raise ValueError(
-            f"dtype={dtype.name} must be an integer dtype, because .bin files hold "
-            "token ids; give the one the file was written with, such as 'uint16'."
-        )
-    size = path.stat().st_size
-    if size % dtype.itemsize:
-        raise ValueError(
-            f"paths: '{path}' has {size} bytes, which is not a multiple of the "
-            f"{dtype.itemsize} bytes of a {dtype.name}; give the dtype= it was written "
-            "with, or write the file again if it was truncated."
-        )
-    return _map_bytes(path, dtype)
-
-
-def _map_npy(path: pathlib.Path) -> np.ndarray:
-    try:
-        return np.lib.format.open_memmap(path, mode="r")
-    except ValueError as error:
-        raise ValueError(
-            f"paths: '{path}' can't be read as a .npy array of token ids ({error}); "
-            "write it with numpy.save."
-        ) from error

@@ -21,6 +21,8 @@ FILE = "run.json"
 
 SAME_NUMBERS = (
     "accumulate",
+    "bad_rows",
+    "data_cache",
     "eval_batches",
     "eval_every",
     "keep",

@@ -5,8 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpar.data import Tokens, stdlib_source
-from jaxpar.data.byte_pairs import encode, open_tokenizer, tokenize, train_tokenizer
+from jaxpar.data import Tokens, byte_pairs, read_tokens, stdlib_source
+from jaxpar.data.byte_pairs import (
+    END,
+    encode,
+    open_tokenizer,
+    tokenize,
+    train_tokenizer,
+)
 
 WORDS = "def square(x):\n    return x * x  # größer, π\n"
 
@@ -90,3 +96,43 @@ def test_token_files_and_small_vocabularies_are_refused(tokenizer):
             use()
     with pytest.raises(ValueError, match="vocab_size=255 must be at least 256"):
         train_tokenizer(text(WORDS), 255)
+
+
+def test_text_on_disk_is_encoded_once_beside_it(tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text(WORDS * 50)
+    on_disk = read_tokens(tmp_path / "a.txt")
+    encoded = encode(tokenizer, on_disk)
+    in_memory = encode(tokenizer, text(WORDS * 50))
+    np.testing.assert_array_equal(encoded.array, in_memory.array)
+    assert encoded.num_bytes == in_memory.num_bytes == len(on_disk)
+    monkeypatch.setattr(byte_pairs, "write_tokens", None)
+    assert encode(tokenizer, on_disk).sha256 == encoded.sha256
+    assert len([*tmp_path.glob(".jaxpar/*/index.json")]) == 1
+
+
+def test_documents_keep_their_starts_and_may_be_ended(tokenizer):
+    source = Tokens(
+        (np.frombuffer(b"one two", np.uint8),), ("a",), 256, 7, starts=np.array([0, 3])
+    )
+    plain, ended = encode(tokenizer, source), encode(tokenizer, source, ends=True)
+    assert tokenizer.decode(plain.array.tolist()) == "one two"
+    assert tokenizer.decode(ended.array.tolist()) == "one\n two\n"
+    for tokens in (plain, ended):
+        second = tokens.array[tokens.starts[1] :].tolist()
+        assert tokenizer.decode(second).strip() == "two"
+
+
+def test_trained_vocabulary_has_an_end_where_documents_have():
+    source = Tokens(
+        (np.frombuffer(b"one two\0" * 50, np.uint8),),
+        ("a",),
+        256,
+        350,
+        starts=np.arange(0, 400, 8),
+        end_id=0,
+    )
+    trained = train_tokenizer(source, 300)
+    encoded = encode(trained, source)
+    assert trained.id_to_token(encoded.end_id) == END
+    assert (encoded.array == encoded.end_id).sum() == 50
+    assert encoded.starts.tolist() == [*range(0, len(encoded), len(encoded) // 50)]

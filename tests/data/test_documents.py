@@ -2,10 +2,10 @@
 
 import pytest
 
-from jaxpar.data.documents import BadRowError, Fields, Piece
+from jaxpar.data.documents import BadRowError, Fields, Passage
 
 
-def parts(pieces: list[Piece]) -> list[tuple[str, bool, bool]]:
+def parts(pieces: list[Passage]) -> list[tuple[str, bool, bool]]:
     return [(piece.text, piece.is_learned, piece.ends) for piece in pieces]
 
 

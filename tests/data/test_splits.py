@@ -1,23 +1,24 @@
+"""Is a share of documents held out, whatever else is in the corpus?"""
+
 import pytest
+import xxhash
 
-from jaxpar.data import open_splits, stdlib_source
-
-
-def test_open_splits_without_files_gives_the_standard_library():
-    assert [t.sha256 for t in open_splits()] == [t.sha256 for t in stdlib_source()]
+from jaxpar.data.splits import is_heldout, require_share
 
 
-def test_open_splits_reads_each_split_from_its_files(tmp_path):
-    for name in ("train", "held"):
-        (tmp_path / f"{name}.txt").write_text(f"{name} text")
-    train, held = open_splits(
-        [str(tmp_path / "train.txt")], [str(tmp_path / "held.txt")]
-    )
-    assert bytes(train.array) == b"train text"
-    assert bytes(held.array) == b"held text"
+@pytest.mark.parametrize("share", [0.01, 0.05, 0.5])
+def test_share_of_documents_is_held_out(share):
+    hashes = [xxhash.xxh3_64_intdigest(b"document %d" % i) for i in range(20_000)]
+    held = sum(is_heldout(each, share) for each in hashes)
+    assert held / len(hashes) == pytest.approx(share, rel=0.2)
 
 
-@pytest.mark.parametrize("given", [{"data": ["a.txt"]}, {"heldout": ["a.txt"]}])
-def test_open_splits_with_one_split_says_to_give_both(given):
-    with pytest.raises(ValueError, match=r"'a\.txt'.*give both, or neither"):
-        open_splits(**given)
+def test_share_of_nothing_holds_nothing_out():
+    assert not is_heldout(0, 0.0)
+    assert is_heldout(2**64 - 1, 1.0)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, -0.1, 5.0])
+def test_share_that_empties_a_split_raises(share):
+    with pytest.raises(ValueError, match=f"heldout_share={share} must be above 0 and"):
+        require_share(share)

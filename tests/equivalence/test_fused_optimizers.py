@@ -18,7 +18,7 @@ import pytest
 
 import jaxpar
 from jaxpar.compiled.explain import state_bytes
-from jaxpar.data import Loader, open_splits
+from jaxpar.data import Loader, stdlib_source
 from jaxpar.models import gpt_config, gpt_loss, make_gpt
 from jaxpar.optim import fused_adamw, fused_lamb, fused_lion
 from jaxpar.step.state import packed_structs
@@ -137,7 +137,7 @@ def test_pipeline_accumulates_and_steps_as_one_device_does(bits: int) -> None:
 def heldout_loss(optimizer: Any) -> float:
     """After 300 steps on the standard library's source, in nats a byte."""
     config = gpt_config("tiny", seq_len=128, num_layers=2)
-    corpus, heldout = open_splits((), ())
+    corpus, heldout = stdlib_source()
     loader = Loader(corpus, batch_size=8, seq_len=128, seed=0)
     held = Loader(heldout, batch_size=8, seq_len=128, repeat=False)
     engine = make_engine(

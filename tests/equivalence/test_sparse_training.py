@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxpar
-from jaxpar.data import Loader, open_splits
+from jaxpar.data import Loader, stdlib_source
 from jaxpar.models import gpt_config, gpt_loss, make_gpt
 from jaxpar.sparse_attention import SparsityPattern, causal_pattern
 from jaxpar.training.run import mean_loss
@@ -30,7 +30,7 @@ def heldout_loss(attention: str | SparsityPattern) -> float:
     model = dataclasses.replace(
         gpt_config("tiny", seq_len=LENGTH, num_layers=2), attention=attention
     )
-    corpus, heldout = open_splits((), ())
+    corpus, heldout = stdlib_source()
     loader = Loader(corpus, batch_size=ROWS, seq_len=LENGTH, seed=0)
     held = Loader(heldout, batch_size=ROWS, seq_len=LENGTH, repeat=False)
     engine = jaxpar.initialize(

@@ -64,6 +64,31 @@ def test_model_of_bytes_trains_on_bytes(args: list[str], tmp_path: Path) -> None
     assert not (tmp_path / "run/tokenizer.json").exists()
 
 
+def test_rows_are_split_encoded_and_learned_without_other_flags(
+    tmp_path: Path,
+) -> None:
+    rows = (f'{{"text": "What follows {i}? It is {i + 1}."}}\n' for i in range(1200))
+    (tmp_path / "a.jsonl").write_text("".join([*rows, "{}\n"]))
+    args = ["--data", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "run")]
+    args += ["--model", "tiny", "--mesh.data", "2", "--steps", "4"]
+    args += ["--batch-size", "2", "--eval-batches", "1"]
+    stopped = start(RECIPE, *args)
+    assert stopped.code == 2
+    assert "a.jsonl, line 1,201: has the fields none, not 'text' or" in stopped.text
+    done = start(RECIPE, *args, "--bad-rows", "skip")
+    assert done.code == 0, done.text
+    assert "bad rows 1 of 1,201 rows skipped; the first: a.jsonl, line" in done.text
+    assert re.search(
+        r"held out \d+ of 1,200 documents, by a hash of their c", done.text
+    )
+    assert len([*(tmp_path / "run").glob("blocks-*.npy")]) == 2
+    (path,) = tmp_path.glob(".jaxpar/*/train.ids")
+    path.write_bytes(path.read_bytes()[::-1])
+    changed = start(RECIPE, *args, "--bad-rows", "skip", "--steps", "8")
+    assert changed.code != 0
+    assert "was changed since the run began: block 0" in changed.text
+
+
 @pytest.mark.slow
 def test_pipeline_trains_in_3d_and_goes_on_without_one(tmp_path: Path) -> None:
     args = [*small_run(tmp_path, STEPS), "--batch-size", "8", "--model", "tiny"]

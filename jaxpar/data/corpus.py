@@ -1,0 +1,201 @@
+"""How does a run get its tokens, from data in any format? By one function.
+
+Text without a tokenizer and token files are read where they are. Rows, and text with a
+tokenizer, are encoded once, into a folder beside the data.
+"""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from tokenizers import Tokenizer
+
+from jaxpar.data.byte_pairs import encode, tokenize
+from jaxpar.data.documents import Fields
+from jaxpar.data.encoded_files import Reading, open_encoded
+from jaxpar.data.encoding import read_tokenizer
+from jaxpar.data.files import cut_ids, find_corpus, open_ids
+from jaxpar.data.row_documents import require_bad_rows
+from jaxpar.data.splits import HELD_OUT_SHARE, require_share
+from jaxpar.data.stdlib import stdlib_source
+from jaxpar.data.text_files import read_text, split_text
+from jaxpar.data.tokens import Tokens, is_first
+
+
+class Corpus(NamedTuple):
+    """The data of a run, ``(train, heldout, tokenizer)``.
+
+    Attributes:
+      train: to be learned.
+      heldout: held out.
+      tokenizer: that made their ids; None for bytes, and where it is not known.
+    """
+
+    train: Tokens
+    heldout: Tokens
+    tokenizer: Tokenizer | None
+
+    @property
+    def sha256(self) -> str:
+        """The identity of what is learned, for `jaxpar.open_run`."""
+        return self.train.sha256
+
+    def for_run(
+        self,
+        folder: str | os.PathLike[str],
+        vocab_size: int,
+        *,
+        byte_pairs: bool = True,
+        cache: str | os.PathLike[str] | None = None,
+    ) -> "Corpus":
+        """Protect the data against changes, and encode bytes for a model that can.
+
+        Args:
+          folder: of the run, where block hashes and a trained ``tokenizer.json`` are.
+          vocab_size: of the model.
+          byte_pairs: whether bytes become byte pairs, if the model has more than 256.
+          cache: the folder of the byte pairs' cache; None for one beside the data.
+
+        Returns:
+          The data that the model reads.
+
+        Raises:
+          ValueError: if the data has more different ids than the model.
+        """
+        train, heldout = (each.with_hashes(folder) for each in self[:2])
+        train.require_vocabulary(vocab_size)
+        if self.tokenizer is not None or not byte_pairs:
+            return Corpus(train, heldout, self.tokenizer)
+        return Corpus(*tokenize(train, heldout, vocab_size, folder, cache=cache))
+
+
+def open_corpus(
+    paths: Sequence[str | os.PathLike[str]] = (),
+    *,
+    heldout: Sequence[str | os.PathLike[str]] = (),
+    tokenizer: str | os.PathLike[str] | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    text: str = "text",
+    prompt: str | None = None,
+    answer: str | None = None,
+    bad_rows: str = "stop",
+    eos_token: str | None = None,
+    heldout_share: float = HELD_OUT_SHARE,
+) -> Corpus:
+    """Open the training and the held-out tokens of data in any known format.
+
+    Args:
+      paths: files and folders of one kind: text in UTF-8; rows (``.jsonl``,
+        ``.jsonl.gz``, ``.parquet``, a folder that Hugging Face's ``save_to_disk``
+        wrote); token ids (``.npy``, ``.bin``). None for the standard library's source.
+      heldout: held-out data in the same form; none to hold a share of `paths` out.
+      tokenizer: a ``tokenizer.json``; None for bytes. Token files need none.
+      cache: the folder where encoded data is kept; None for ``.jaxpar`` beside it.
+      text: the field of a row's text. A row without it may have "messages", or a
+        "prompt" with its "completion" or "response" (`jaxpar.data.documents`).
+      prompt: the field of a row's prompt; given with `answer`.
+      answer: the field of the prompt's answer.
+      bad_rows: "stop" or "skip" rows that are not documents.
+      eos_token: the token that ends documents; None for the tokenizer's own, or for
+        the byte 0 where rows are read as bytes.
+      heldout_share: of the documents that is held out if `heldout` is not given.
+
+    Returns:
+      (train, heldout, tokenizer).
+
+    Raises:
+      ValueError: if a file is not of a known format, a row is bad, fields are missing,
+        the cache can't be written, or there is too little to hold out a share.
+      FileNotFoundError: if there is no such file.
+      ModuleNotFoundError: for parquet and Arrow, if pyarrow is not installed.
+    """
+    require_bad_rows(bad_rows)
+    require_share(heldout_share)
+    if heldout and not paths:
+        raise ValueError(
+            f"heldout={tuple(map(str, heldout))} is given without data; give both, or "
+            "neither for the standard library's source."
+        )
+    found = eos = None
+    if tokenizer is not None:
+        found, eos = read_tokenizer(Path(tokenizer))
+    reading = Reading(
+        found, eos_token or eos, cache, Fields(text, prompt, answer), bad_rows == "skip"
+    )
+    if not paths:
+        train, held = (
+            each if found is None else encode(found, each, ends=True)
+            for each in stdlib_source()
+        )
+    elif heldout:
+        train, held = (_read(each, 0.0, reading)[0] for each in (paths, heldout))
+    else:
+        train, held = _read(paths, heldout_share, reading)
+    return Corpus(train, held, found)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Fields of a recipe's config that say which data it trains on.
+
+    A recipe's config derives from it, so that the flags have no prefix.
+    """
+
+    data: tuple[str, ...] = ()
+    """Text, .jsonl, .parquet, folders of datasets, .bin or .npy; else Python's."""
+    heldout: tuple[str, ...] = ()
+    """Held-out data in the same form; by default 5 % of the documents."""
+    tokenizer: str | None = None
+    """A tokenizer.json; by default byte pairs of the data where the model has them."""
+    data_cache: str | None = None
+    """Folder for encoded data; by default .jaxpar beside the data."""
+    text_field: str | None = None
+    """Field of a row's text; by default text, or messages, or prompt and completion."""
+    prompt_field: str | None = None
+    """Field of a row's prompt, which is not learned; with --answer-field."""
+    answer_field: str | None = None
+    """Field of the prompt's answer."""
+    bad_rows: Literal["stop", "skip"] | None = None
+    """Stop at rows that are not documents, or skip them; by default stop."""
+
+    def open_data(self) -> Corpus:
+        """Open the data by `open_corpus`.
+
+        Returns:
+          (train, heldout, tokenizer).
+        """
+        return open_corpus(
+            self.data,
+            heldout=self.heldout,
+            tokenizer=self.tokenizer,
+            cache=self.data_cache,
+            text=self.text_field or "text",
+            prompt=self.prompt_field,
+            answer=self.answer_field,
+            bad_rows=self.bad_rows or "stop",
+        )
+
+
+def _read(
+    paths: Sequence[str | os.PathLike[str]], share: float, reading: Reading
+) -> tuple[Tokens, Tokens]:
+    """Read data of any kind; with share 0, all of it is in both splits."""
+    files, kind = find_corpus(paths)
+    train = heldout = None
+    how = ""
+    if kind == "rows" or (kind == "text" and reading.tokenizer is not None):
+        train, heldout, how = open_encoded(files, kind, Path(paths[0]), share, reading)
+    elif kind == "text" and share:
+        train, heldout, how = split_text(files, share)
+    elif kind == "text":
+        train = read_text(files)
+    else:
+        train = open_ids(files, kind)
+        if share:
+            train, heldout = cut_ids(train, share)
+            how = f"the last {len(heldout):,} tokens"
+    if how and is_first():
+        print(f"held out {how}")
+    return train, train if heldout is None else heldout

@@ -1,0 +1,119 @@
+"""Which documents are in files of rows, and what becomes of bad rows?"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from jaxpar.data.documents import BadRowError, Fields, Passage
+from jaxpar.data.encoding import Document
+from jaxpar.data.rows import Advance, Row, read_rows
+from jaxpar.data.splits import is_heldout
+
+BAD_ROWS = ("stop", "skip")
+
+
+@dataclasses.dataclass
+class RowCounts:
+    """What was found while rows were read.
+
+    Attributes:
+      rows: all but blank lines.
+      documents: those that are not empty.
+      bad: rows that are not documents.
+      first_bad: the first of them, and why; "" without one.
+    """
+
+    rows: int = 0
+    documents: int = 0
+    bad: int = 0
+    first_bad: str = ""
+
+    def skipped(self) -> str:
+        """A sentence on the bad rows."""
+        return (
+            f"{self.bad:,} of {self.rows:,} rows skipped; the first: {self.first_bad}"
+        )
+
+
+def stop_at(first_bad: str) -> ValueError:
+    """The error of a run that is to stop at bad rows."""
+    return ValueError(
+        f"{first_bad}. Correct it, or skip bad rows (bad_rows='skip', --bad-rows skip)."
+    )
+
+
+def require_bad_rows(bad_rows: str) -> None:
+    """Raise ValueError for what is not one of `BAD_ROWS`."""
+    if bad_rows not in BAD_ROWS:
+        raise ValueError(f"bad_rows={bad_rows!r} must be one of {', '.join(BAD_ROWS)}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class RowFiles:
+    """Files of rows, as a stream of documents.
+
+    Attributes:
+      files: (name, path) pairs.
+      fields: where in a row a document is.
+      share: of the documents that is held out, by a hash of their text.
+      skips: whether bad rows are skipped, not an error.
+    """
+
+    files: Sequence[tuple[str, Path]]
+    fields: Fields
+    share: float
+    skips: bool
+
+    def documents(self, counts: RowCounts, advance: Advance) -> Iterator[Document]:
+        """Read the documents.
+
+        Args:
+          counts: updated.
+          advance: called with the bytes of the files that are done.
+
+        Raises:
+          ValueError: for a bad row, unless they are skipped; for a file without the
+            fields or of another format, and if every row is bad.
+        """
+        for name, path in self.files:
+            for row in read_rows(path, name, self._columns_of(name), advance):
+                counts.rows += 1
+                pieces = self._pieces(row, counts)
+                if pieces:
+                    counts.documents += 1
+                    yield Document(pieces, is_heldout(_hash(pieces), self.share))
+        if counts.bad and not counts.documents:
+            raise ValueError(
+                f"all {counts.rows:,} rows are bad or empty; the first bad one: "
+                f"{counts.first_bad}."
+            )
+
+    def _columns_of(self, name: str) -> Any:
+        def columns(names: Sequence[str]) -> Sequence[str]:
+            try:
+                return self.fields.of(names)
+            except BadRowError as error:
+                raise ValueError(f"{name} {error}.") from None
+
+        return columns
+
+    def _pieces(self, row: Row, counts: RowCounts) -> list[Passage]:
+        error: Any = row.error
+        if row.value is not None:
+            try:
+                return self.fields.document(row.value)
+            except BadRowError as bad:
+                error = bad
+        bad_row = f"{row.where}: {error}"
+        if not self.skips:
+            raise stop_at(bad_row)
+        counts.bad += 1
+        counts.first_bad = counts.first_bad or bad_row
+        return []
+
+
+def _hash(pieces: Sequence[Passage]) -> int:
+    return xxhash.xxh3_64_intdigest("".join(piece.text for piece in pieces).encode())
