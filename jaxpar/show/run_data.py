@@ -20,6 +20,7 @@ from jaxpar.checkpoint.folder import is_complete, step_folders
 from jaxpar.checkpoint.manifest import read_manifest
 from jaxpar.show.series import Series
 from jaxpar.training import goodput, record
+from jaxpar.training.metrics import metric_name
 from jaxpar.training.run import CHECKPOINTS
 
 METRICS, EVENTS, PLAN, SAMPLE = (
@@ -30,11 +31,6 @@ METRICS, EVENTS, PLAN, SAMPLE = (
 )
 MOST_EVENTS, MOST_SAMPLE = 2_000, 20_000
 """Events that are kept, the newest; characters of a sample."""
-_OF_WORKERS = tuple(
-    f"{name}_{word}"
-    for name in ("step_seconds", "data_seconds", "memory_gb")
-    for word in ("min", "median", "max")
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,20 +147,6 @@ def read_run(folder: str | os.PathLike[str]) -> RunData:
         saved=_read_saved(folder / CHECKPOINTS),
         problems=problems,
     )
-
-
-def metric_name(name: str) -> str:
-    """The name of a metric as today's logs have it; earlier logs had no prefixes.
-
-    Example:
-      >>> metric_name("heldout_loss"), metric_name("train/loss"), metric_name("mine")
-      ('eval/loss', 'train/loss', 'train/mine')
-    """
-    if "/" in name or name == "time":
-        return name
-    if name == "heldout_loss":
-        return "eval/loss"
-    return f"workers/{name}" if name in _OF_WORKERS else f"train/{name}"
 
 
 def _read_series(path: Path) -> tuple[dict[str, Series], int]:

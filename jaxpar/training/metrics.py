@@ -204,13 +204,18 @@ def _to_line(record: Mapping[str, Any]) -> str:
 
 def _to_numbers(record: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        _name_now(name): float(value) if value in _NON_FINITE else value
+        metric_name(name): float(value) if value in _NON_FINITE else value
         for name, value in record.items()
     }
 
 
-def _name_now(name: str) -> str:
-    """The name of a number, from one of today's files or of an older one."""
+def metric_name(name: str) -> str:
+    """The name of a metric as today's logs have it; earlier ones had no prefixes.
+
+    Example:
+      >>> metric_name("heldout_loss"), metric_name("train/loss"), metric_name("mine")
+      ('eval/loss', 'train/loss', 'train/mine')
+    """
     if name in _RESERVED or "/" in name:
         return name
     if name == "heldout_loss":
