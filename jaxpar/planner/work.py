@@ -10,22 +10,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxpar.compiled.collectives import Collective
-from jaxpar.compiled.hlo import Computation, Instruction, Module, runs_of
-
-_FREE = frozenset(
-    {
-        *("parameter", "constant", "tuple", "get-tuple-element", "bitcast"),
-        *("while", "conditional", "call", "after-all", "add-dependency"),
-        *("opt-barrier", "partition-id", "replica-id", "domain"),
-        "async-update",
-    }
-)
-"""Opcodes that move no bytes: names and control."""
-
+from jaxpar.compiled.hlo import Instruction, Module
+from jaxpar.compiled.memory_traffic import moved_bytes
 
 _PRODUCTS = ("dot", "convolution")
-_FUSIONS = ("fusion", "fusion-start")
-_SLICES = ("dynamic-slice", "slice", "gather")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,38 +46,17 @@ class Traffic:
 def memory_traffic(module: Module) -> Traffic:
     """Count what a program reads from memory and writes to it, on one device.
 
-    A slice of an array counts as the slice, and so does an update in place.
-
     Args:
       module: the program.
 
     Returns:
       Bytes of one run.
     """
-    inside = {
-        name
-        for computation in module.computations.values()
-        for instruction in computation.instructions.values()
-        if instruction.opcode not in ("while", "conditional", "call")
-        for name in instruction.called
-    }
-    runs, _ = runs_of(module)
     moved = {True: 0, False: 0}
-    for name, times in runs.items():
-        if name in inside:
-            continue
-        computation = module.computations[name]
-        for instruction in computation.instructions.values():
-            if not _is_free(instruction):
-                number = times * _moved(instruction, computation, module)
-                beside = instruction.opcode in ("fusion-start", "async-start")
-                moved[beside or _multiplies(instruction, module)] += number
+    for instruction, number in moved_bytes(module):
+        beside = instruction.opcode in ("fusion-start", "async-start")
+        moved[beside or _multiplies(instruction, module)] += number
     return Traffic(products=moved[True], others=moved[False])
-
-
-def _is_free(instruction: Instruction) -> bool:
-    """Whether an instruction moves nothing, or was counted at its start."""
-    return instruction.opcode in _FREE or instruction.opcode.endswith("-done")
 
 
 def _multiplies(instruction: Instruction, module: Module) -> bool:
@@ -101,68 +68,6 @@ def _multiplies(instruction: Instruction, module: Module) -> bool:
         fused = module.computations[instruction.called[0]].instructions.values()
         return any(inner.opcode in _PRODUCTS for inner in fused)
     return instruction.opcode in _PRODUCTS
-
-
-def _moved(instruction: Instruction, around: Computation, module: Module) -> int:
-    """What one instruction reads and writes."""
-    sizes = [
-        sum(array.bytes for array in around.instructions[name].types)
-        for name in instruction.operands
-    ]
-    written = sum(array.bytes for array in instruction.types)
-    if instruction.opcode == "async-start":
-        inner = module.computations[instruction.called[0]]
-        return _moved(inner.root, inner, module)
-    if instruction.opcode in _FUSIONS:
-        return _fusion_bytes(module.computations[instruction.called[0]], sizes)
-    if instruction.opcode.endswith("-start"):
-        return written  # The operands are listed with the results.
-    if instruction.opcode in _SLICES:
-        return 2 * written
-    if instruction.opcode == "dynamic-update-slice":
-        return 2 * sizes[1]
-    return sum(sizes) + written
-
-
-def _fusion_bytes(fused: Computation, sizes: list[int]) -> int:
-    """Bytes: slices of operands only sliced, and updates of results in place."""
-    updated: set[str] = set()
-    written = sum(array.bytes for array in fused.root.types)
-    for instruction in fused.instructions.values():
-        if instruction.opcode == "dynamic-update-slice":
-            array, update = instruction.operands[:2]
-            updated.add(_behind_views(fused, array))
-            whole = sum(a.bytes for a in instruction.types)
-            part = sum(a.bytes for a in fused.instructions[update].types)
-            written += part - whole
-    read = 0
-    for instruction in fused.instructions.values():
-        if instruction.opcode != "parameter":
-            continue
-        number = int(instruction.literal)
-        users = [
-            user
-            for user in fused.instructions.values()
-            if instruction.name in user.operands
-        ]
-        sliced = [
-            user
-            for user in users
-            if user.opcode in _SLICES and user.operands[0] == instruction.name
-        ]
-        if users and len(sliced) == len(users):
-            read += sum(a.bytes for user in sliced for a in user.types)
-        elif instruction.name not in updated:
-            read += sizes[number]
-    return read + max(written, 0)
-
-
-def _behind_views(computation: Computation, name: str) -> str:
-    """The name of the array behind a chain of views."""
-    instruction = computation.instructions[name]
-    while instruction.opcode in ("bitcast", "copy", "convert", "reshape"):
-        instruction = computation.instructions[instruction.operands[0]]
-    return instruction.name
 
 
 def link_bytes(
