@@ -26,13 +26,23 @@ _VIEWS = frozenset({"reshape", "transpose", "squeeze", "convert_element_type"})
 
 def bind(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
     """Evaluate one equation with the context, scope and source line of its trace."""
+    with scope_of(eqn):
+        return bind_in_scope(eqn, ins)
+
+
+def bind_in_scope(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
+    """`bind`, within the block of `scope_of`."""
     params = eqn.primitive.get_bind_params(eqn.params)
-    scope = str(eqn.source_info.name_stack)
-    named = jax.named_scope(scope) if scope else contextlib.nullcontext()
     traced_at = source_info_util.user_context(eqn.source_info.traceback)
-    with traced_at, named, eqn.ctx.manager:
+    with traced_at, eqn.ctx.manager:
         outs = eqn.primitive.bind(*ins, **params)
     return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def scope_of(eqn: core.JaxprEqn) -> contextlib.AbstractContextManager[None]:
+    """The named scope in which an equation was traced."""
+    scope = str(eqn.source_info.name_stack)
+    return jax.named_scope(scope) if scope else contextlib.nullcontext()
 
 
 def read(env: Mapping[Any, Any], atom: Any) -> Any:
@@ -80,7 +90,8 @@ def _evaluate(
             inner = eqn.params[name]
             if not isinstance(inner, core.ClosedJaxpr):
                 inner = core.ClosedJaxpr(inner, ())
-            outs = _evaluate(inner, ins, views)
+            with scope_of(eqn):
+                outs = _evaluate(inner, ins, views)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(env, atom) for atom in jaxpr.outvars]
 
@@ -99,10 +110,55 @@ def flops(eqns: Iterable[core.JaxprEqn]) -> int:
     Returns:
       The FLOPs of all devices together.
     """
-    return sum(map(_flops_of, eqns))
+    return sum(flops_by_scope(eqns).values())
 
 
-def _flops_of(eqn: core.JaxprEqn) -> int:
+def flops_by_scope(eqns: Iterable[core.JaxprEqn], around: str = "") -> dict[str, int]:
+    """Count `flops` by the named scopes in which they were traced.
+
+    Args:
+      eqns: a jaxpr's equations.
+      around: the scopes in which the jaxpr is called.
+
+    Returns:
+      Scope, such as "transpose(jvp(blocks))/mlp" -> FLOPs of all devices together.
+    """
+    found: dict[str, int] = {}
+    for eqn in eqns:
+        for scope, number in _flops_of(eqn, around).items():
+            found[scope] = found.get(scope, 0) + number
+    return found
+
+
+def _flops_of(eqn: core.JaxprEqn, around: str) -> dict[str, int]:
+    own = _own_flops(eqn)
+    if own == 0:
+        return {}
+    scope = f"{around}/{eqn.source_info.name_stack}"
+    if own is not None:
+        return {scope: own}
+    name, params = eqn.primitive.name, eqn.params
+    inner = [
+        flops_by_scope(closed.jaxpr.eqns, scope)
+        for closed in inner_jaxprs(eqn).values()
+    ]
+    times = 1
+    if name == "cond":
+        inner = [max(inner, key=lambda branch: sum(branch.values()))]
+    elif name == "shard_map":
+        sizes = dict(params["mesh"].shape)
+        times = math.prod(sizes[axis] for axis in params["newly_manual_axes"])
+    elif name == "scan":
+        times = params["length"]
+    found: dict[str, int] = {}
+    for part in inner:
+        for inside, number in part.items():
+            found[inside] = found.get(inside, 0) + times * number
+    return found
+
+
+def _own_flops(eqn: core.JaxprEqn) -> int | None:
+    """The FLOPs of an equation; None for those of the jaxprs that it calls."""
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
@@ -114,18 +170,8 @@ def _flops_of(eqn: core.JaxprEqn) -> int:
         return 2 * _size(eqn.outvars[0]) * math.prod(kernel) // outputs
     if name == "ffi_call":
         return int(dict(params["attributes"]).get("flops", 0))
-    own = operations_of(params["name"]) if name in ("jit", "pjit") else None
-    if own is not None:
-        return own
-    inner = [flops(closed.jaxpr.eqns) for closed in inner_jaxprs(eqn).values()]
-    if name == "cond":
-        return max(inner)
-    if name == "shard_map":
-        sizes = dict(params["mesh"].shape)
-        return sum(inner) * math.prod(
-            sizes[axis] for axis in params["newly_manual_axes"]
-        )
-    return sum(inner) * (params["length"] if name == "scan" else 1)
+    known = operations_of(params["name"]) if name in ("jit", "pjit") else None
+    return known if known is not None or inner_jaxprs(eqn) else 0
 
 
 def _size(var: Any) -> int:

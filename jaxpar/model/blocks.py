@@ -93,11 +93,11 @@ class PipelineModel:
     def __post_init__(self):
         check_policy(self.remat, self.remat_names)
         _check_order(self._named)
-        counts = [given[1] for given in self._named.values() if _is_pair(given)]
-        if not 1 <= self.unroll <= max(counts):
+        most = max(self.counts.values())
+        if not 1 <= self.unroll <= most:
             raise ValueError(
                 f"PipelineModel: unroll={self.unroll} must be between 1 and "
-                f"{max(counts)}, the largest count, which removes the loops."
+                f"{most}, the largest count, which removes the loops."
             )
         for tie in self._ties:
             ends = [(len(end), end[0]) for end in tie]
@@ -107,6 +107,12 @@ class PipelineModel:
                     "('head', path), such as "
                     "tied=(('embed', 'table'), ('head', 'table'))."
                 )
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Name of a section -> its blocks."""
+        named = self._named.items()
+        return {name: given[1] for name, given in named if _is_pair(given)}
 
     @property
     def _named(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from flax import nnx, traverse_util
 from jax.sharding import NamedSharding
 
 from jaxpar.model.linen import LinenNetwork, axis_rules
+from jaxpar.model.scopes import named_calls
 from jaxpar.model.step_number import Step, filled
 from jaxpar.sharding.constrain import placed_rules
 from jaxpar.sharding.rules import AxisRules
@@ -204,7 +205,8 @@ class _NnxNetwork:
             )
             if not training:
                 model.eval()
-            out = fn(model, batch)
+            with named_calls(model):
+                out = fn(model, batch)
         after = dict(nnx.to_flat_state(nnx.state(model)))
         kept = {path: _value(after[path]) for path, _ in self._state if path in after}
         return out, traverse_util.unflatten_dict(kept)

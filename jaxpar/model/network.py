@@ -388,7 +388,8 @@ def _run(
     training: bool,
 ) -> tuple[Any, PyTree]:
     """Run a part; its state keeps its dtypes, and in an evaluation its values."""
-    out, after = run_part(part, variables, call, key, training=training)
+    with jax.named_scope(name):
+        out, after = run_part(part, variables, call, key, training=training)
     if not training:
         return out, variables[1]
     return out, cast_model_state({name: after}, {name: variables[1]})[name]

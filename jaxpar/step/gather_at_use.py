@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jaxpar.jaxprs.compat import scan_counts
-from jaxpar.jaxprs.evaluate import bind, read
+from jaxpar.jaxprs.evaluate import bind_in_scope, read, scope_of
 from jaxpar.jaxprs.residuals import with_own_residuals
 from jaxpar.sharding.collectives import Collectives
 from jaxpar.sharding.leaf_sharding import LeafSharding
@@ -172,14 +172,19 @@ def _evaluate(closed: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
 
     for eqn in jaxpr.eqns:
         ins = [read(env, atom) for atom in eqn.invars]
-        rule = _RULES.get(eqn.primitive.name)
-        outs = bind(eqn, [_made(x) for x in ins]) if rule is None else rule(eqn, ins)
+        rule = _RULES.get(eqn.primitive.name, _bind)
+        with scope_of(eqn):
+            outs = rule(eqn, ins)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [_made(read(env, atom)) for atom in jaxpr.outvars]
 
 
 def _made(value: Any) -> Any:
     return value.make() if isinstance(value, GatheredAtUse) else value
+
+
+def _bind(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
+    return bind_in_scope(eqn, [_made(x) for x in ins])
 
 
 def _inline(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:

@@ -21,6 +21,9 @@ from jaxpar.step.state import TrainState
 from jaxpar.step.update import Update
 from jaxpar.types import Batch, Metrics, PyTree
 
+UPDATE_SCOPE = "update"
+"""The named scope of what follows the gradients."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +143,7 @@ def make_train_step(
         }
         return new, before.results | counters | reported
 
-    return TrainStep(reduced, updated)
+    return TrainStep(reduced, jax.named_scope(UPDATE_SCOPE)(updated))
 
 
 def _clip_factor(norm: jax.Array, clip_norm: float | None) -> jax.Array | float:

@@ -6,7 +6,7 @@ import pytest
 from jax.extend import source_info_util
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.jaxprs.evaluate import bind, flops
+from jaxpar.jaxprs.evaluate import bind, flops, flops_by_scope, inlined
 from jaxpar.mesh import MeshShape, make_mesh
 
 ROWS, WIDTH, OUT = 4, 8, 16
@@ -104,3 +104,29 @@ def test_equation_bound_again_keeps_the_line_that_it_was_traced_at():
     line = source_info_util.summarize(again.source_info)
     assert line == source_info_util.summarize(eqn.source_info)
     assert "doubled" in line
+
+
+def scoped(x, w):
+    def step(x, _):
+        with jax.named_scope("block"):
+            return jax.checkpoint(there_and_back)(x, w), None
+
+    x = jax.lax.scan(step, x, length=5)[0]
+    with jax.named_scope("head"):
+        return x @ w
+
+
+def test_flops_are_counted_by_scope():
+    assert flops_by_scope(jax.make_jaxpr(scoped)(X, W).jaxpr.eqns) == {
+        "//block/": 10 * ONE,
+        "/head": ONE,
+    }
+
+
+def test_inlined_equations_are_in_the_scope_of_the_call():
+    def fn(x, w):
+        with jax.named_scope("lin"):
+            return jax.checkpoint(there_and_back)(x, w)
+
+    eqns = inlined(fn, X, W).jaxpr.eqns
+    assert {str(eqn.source_info.name_stack) for eqn in eqns} == {"lin"}
