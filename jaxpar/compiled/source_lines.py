@@ -18,7 +18,7 @@ from jaxpar.compiled.collectives import find_sites
 from jaxpar.compiled.hlo import ArrayType, Instruction, Module
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_ENGINE = str(_PACKAGE / "engine.py")
+_ENGINE = str(_PACKAGE / "engine" / "")
 _LIBRARIES = re.compile(
     r"[/\\](?:site|dist)-packages[/\\](?:jax|jaxlib|jaxtyping|beartype|flax|optax)[/\\]"
     r"|^<@beartype"
@@ -105,7 +105,7 @@ def read_operations(
             times=site.times,
             bytes=site.times * sum(site.payload.values()),
             name=site.instruction.op_name,
-            line=_line(site.instruction, stacks),
+            line=line_of(site.instruction, stacks),
         )
         found.append(operation)
     return tuple(sorted(found, key=lambda operation: -operation.bytes))
@@ -186,8 +186,13 @@ def _whole(module: Module, instruction: Instruction) -> list[ArrayType]:
     return [max(pair, key=lambda x: x.bytes) for pair in zip(taken, given, strict=True)]
 
 
-def _line(instruction: Instruction, stacks: Mapping[int, tuple[Frame, ...]]) -> str:
-    """Where an instruction's operation was traced, as "file:line"."""
+def line_of(instruction: Instruction, stacks: Mapping[int, tuple[Frame, ...]]) -> str:
+    """Where an instruction's operation was traced, as "file:line"; empty if unknown.
+
+    Args:
+      instruction: of the program.
+      stacks: from `read_stacks`.
+    """
     number = _FRAME_ID.search(instruction.attributes)
     if number:
         frame = _model_frame(stacks.get(int(number.group(1)), ()))
@@ -203,13 +208,14 @@ def _model_frame(stack: tuple[Frame, ...]) -> Frame | None:
     If there is none, because the step itself does the operation: the innermost call.
     """
     for frame in stack:
-        if frame.file == _ENGINE:
+        if frame.file.startswith(_ENGINE):
             break  # Frames outside the engine belong to the caller.
         if not _is_machinery(frame.file):
             return frame
     return next(iter(stack), None)
 
 
+@functools.cache
 def _is_machinery(file: str) -> bool:
     path = Path(file)
     if path.is_relative_to(_PACKAGE):

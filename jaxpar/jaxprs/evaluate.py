@@ -39,7 +39,7 @@ def bind_in_scope(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
-def scope_of(eqn: core.JaxprEqn) -> contextlib.AbstractContextManager[None]:
+def scope_of(eqn: core.JaxprEqn) -> contextlib.AbstractContextManager:
     """The named scope in which an equation was traced."""
     scope = str(eqn.source_info.name_stack)
     return jax.named_scope(scope) if scope else contextlib.nullcontext()

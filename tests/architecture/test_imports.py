@@ -14,6 +14,7 @@ HOMES = {
     "flax": (
         "jaxpar/model/linen.py",
         "jaxpar/model/bridge.py",
+        "jaxpar/model/scopes.py",
         "jaxpar/model/step_number.py",
         "jaxpar/models/*",
         "jaxpar/models/*/*",
