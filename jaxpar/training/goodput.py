@@ -20,6 +20,7 @@ from rich.table import Table
 
 from jaxpar.launch.heartbeat import own_heartbeat
 from jaxpar.launch.lease import require_lease
+from jaxpar.training.annotations import Annotations
 
 FILE = "goodput.json"
 
@@ -42,11 +43,15 @@ class Clock:
 
     Args:
       folder: of the run.
+
+    Attributes:
+      annotations: of its phases, for profilers.
     """
 
     def __init__(self, folder: Path):
         self._path = folder / FILE
         self._heartbeat = own_heartbeat()
+        self.annotations = Annotations()
         self._writes = jax.process_index() == 0
         self._earlier = read_account(folder) if self._writes else []
         created = psutil.Process().create_time()
@@ -68,6 +73,7 @@ class Clock:
           step: the current step; None for the one before.
         """
         self._heartbeat.enter(phase, step)
+        self.annotations.enter(phase, step)
         self._count()
         self._phase = phase
         self._step = self._step if step is None else step

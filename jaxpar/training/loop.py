@@ -12,6 +12,7 @@ from jaxpar.launch.exit_codes import REPLACED
 from jaxpar.launch.lease import LeaseLostError
 from jaxpar.training.evaluations import Evaluation, Evaluations
 from jaxpar.training.metrics import MetricsLogger
+from jaxpar.training.profile import Profile, profiled_steps
 from jaxpar.training.recovery import Recovery
 from jaxpar.training.run import Run
 from jaxpar.training.run_loop import Hook, RunLoop, RunRules
@@ -34,6 +35,7 @@ def train(  # noqa: PLR0913 - keywords, each of its own kind
     hooks: Sequence[Hook] = (),
     recovery: Recovery | None = None,
     tokens_per_step: int | None = None,
+    profile: tuple[int, int] | str | None = None,
 ) -> float | None:
     """Train to a step, from the newest checkpoint in the run's folder.
 
@@ -60,18 +62,24 @@ def train(  # noqa: PLR0913 - keywords, each of its own kind
         evaluation. One that raises `RunStopped` ends the run.
       recovery: rules for bad numbers and failures; None for the defaults.
       tokens_per_step: of a global batch, for tokens/s.
+      profile: the first and the last step to trace, "10:15" or (10, 15), on process 0;
+        the trace is written to the run's folder "profile", with a summary of where the
+        time went. None for those of the run's config, or none.
 
     Returns:
       The held-out loss at the last step; None without `evaluate`.
 
     Raises:
+      ValueError: if `profile` is not of steps of the run.
       RunStopped: if the run ends early; scripts end with its code.
       ValueError: if `eval_every` is below 1, or given without `evaluate`.
       TypeError: if an evaluation is not a function, or returns no numbers.
     """
     evaluations = Evaluations(evaluate, eval_every)
     rules = RunRules(steps, save_every, keep, recovery or Recovery(), tuple(hooks))
+    profiled = profiled_steps(profile or run.profile, total_steps or steps)
     loop = RunLoop(engine, data, run, rules, evaluations, tokens_per_step)
+    loop.profile = Profile(engine, run.folder, profiled, loop.clock.annotations)
     logging = {
         "total_steps": total_steps or steps,
         "tokens_per_step": tokens_per_step,
@@ -80,7 +88,13 @@ def train(  # noqa: PLR0913 - keywords, each of its own kind
         "console": loop.console,
         "append": True,
     }
-    with _ends_if_replaced(), StopSignals() as signals, warnings.catch_warnings():
+    # Nothing is written of a trace once another process has the run.
+    with (
+        _ends_if_replaced(),
+        loop.profile,
+        StopSignals() as signals,
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore", SkippedStepWarning)  # The loop reports them.
         start: int | None = loop.begin()
         while start is not None:

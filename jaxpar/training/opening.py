@@ -22,6 +22,7 @@ from jaxpar.launch.lease import is_lease, read_holder, take_lease, use_lease
 from jaxpar.launch.worker_environment import current
 from jaxpar.training.options import options_of
 from jaxpar.training.origin import find_parameters
+from jaxpar.training.profile import profiled_steps
 from jaxpar.training.record import (
     FILE,
     OF_RATES,
@@ -63,7 +64,8 @@ def open_run(
 
     Args:
       folder: for everything that the run writes; made if missing.
-      config: the run's config, a dataclass of JSON values.
+      config: the run's config, a dataclass of JSON values. A field "profile" is what
+        `jaxpar.train` takes under that name.
       identity: what else must match to go on (the corpus's sha256).
       may_change: fields of the config that may differ from the last start, because they
         change no number but by rounding. `jaxpar.train` asks the engine whether that
@@ -82,7 +84,8 @@ def open_run(
 
     Raises:
       ValueError: if the folder holds another run, or files but no run, or is a file; if
-        the processes of the run differ in config, code, data or versions.
+        the processes of the run differ in config, code, data or versions; if the
+        config's "profile" is not of its "steps".
       LeaseHeldError: if another process runs this run.
       PermissionError: if the folder can't be written.
       ModuleNotFoundError: if a writer's package is missing.
@@ -90,6 +93,7 @@ def open_run(
     options = options_of(config)
     named = [*["tensorboard"] * options.tensorboard, *options.writers]
     writers = tuple(named_writers(named))
+    profiled = profiled_steps(options.profile, getattr(config, "steps", None))
     start_from = options.init_from if init_from is None else init_from
     wanted = as_json(config, identity)
     if start_from is not None:
@@ -103,7 +107,7 @@ def open_run(
     kept = {name: record["config"][name] for name in fixed}
     _say_fixed(record["config"], fixed)
     config = dataclasses.replace(config, **kept)
-    run = Run(Path(folder), record, writers, config, change)
+    run = Run(Path(folder), record, writers, config, change, profiled)
     use_lease(Path(folder), lease).keep_for(run)
     _require_shared(Path(folder), lease)
     return run

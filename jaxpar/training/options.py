@@ -15,6 +15,8 @@ class StartOptions:
     """Go on with settings that change the run's numbers: its rate, batch, data."""
     init_from: str | None = None
     """Begin with the parameters of another run, checkpoint or safetensors folder."""
+    profile: str | None = None
+    """Steps to trace, such as 10:15, into the run's folder "profile"."""
     tensorboard: bool = False
     """Also write TensorBoard events."""
     writers: tuple[str, ...] = ()

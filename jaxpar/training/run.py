@@ -41,6 +41,7 @@ class Run:
       writers: of the numbers, beside ``metrics.jsonl``.
       config: the run's config, with what was fixed at the first start.
       change: whether this start may change the run's numbers.
+      profile: the first and the last step to trace; None for none.
     """
 
     folder: Path
@@ -48,6 +49,7 @@ class Run:
     writers: tuple[MetricsWriter, ...] = ()
     config: Any = None
     change: bool = False
+    profile: tuple[int, int] | None = None
 
     def accept(self, engine: Engine) -> None:
         """Record what has changed since the last start.

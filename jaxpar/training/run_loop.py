@@ -22,6 +22,7 @@ from jaxpar.training import goodput
 from jaxpar.training.evaluations import Evaluations, describe
 from jaxpar.training.metrics import MetricsLogger
 from jaxpar.training.performance import Performance
+from jaxpar.training.profile import Profile
 from jaxpar.training.recovery import Recovery, StepMonitor
 from jaxpar.training.run import NEW_DATA, Run, digest
 from jaxpar.training.signals import RunStopped, StopSignals
@@ -80,7 +81,12 @@ class RunLoop:
       rules: what does not change.
       evaluations: that the run's `RunRules` ask for.
       tokens_per_step: of a global batch; None if unknown.
+
+    Attributes:
+      profile: traces some of the steps.
     """
+
+    profile: Profile
 
     def __init__(
         self,
@@ -150,7 +156,8 @@ class RunLoop:
         self.first_numbers = {}
         try:
             for step in range(start + 1, self.rules.steps + 1):
-                self._step(step, logger)
+                with self.profile.step(step):
+                    self._step(step, logger)
                 if self._is_due(step, self.recovery.probe_every):
                     self._probe(step)
                 self._evaluate_and_save(step, logger, signals.asked(step))
