@@ -25,6 +25,9 @@ from jaxpar.data.token_files import open_split, write_tokens
 from jaxpar.data.tokens import Tokens, is_first
 from jaxpar.progress import counting
 
+_TRAINED_ON = 1 << 28
+"""Characters that a vocabulary is learnt from, the first of the text."""
+
 END = "<|endoftext|>"
 """Of a trained vocabulary, where documents have an end."""
 
@@ -88,7 +91,7 @@ def tokenize(
 
 
 def train_tokenizer(text: Tokens, vocab_size: int) -> Tokenizer:
-    """Learn a byte-pair vocabulary from a text.
+    """Learn a byte-pair vocabulary from a text, or the first 268 MB of it.
 
     Args:
       text: bytes, such as `jaxpar.data.read_tokens` gives for text files.
@@ -119,11 +122,21 @@ def train_tokenizer(text: Tokens, vocab_size: int) -> Tokenizer:
         special_tokens=[] if text.end_id is None else [END],
         show_progress=False,
     )
-    pieces = (piece.text for each in documents_of(text) for piece in each.pieces)
-    tokenizer.train_from_iterator(
-        chunks(text) if text.end_id is None else pieces, trainer
-    )
+    tokenizer.train_from_iterator(_beginning(text), trainer)
     return tokenizer
+
+
+def _beginning(text: Tokens) -> Iterator[str]:
+    """The text that a vocabulary is learnt from, without the ends of documents."""
+    pieces = (piece.text for each in documents_of(text) for piece in each.pieces)
+    taken, total = 0, min(len(text), _TRAINED_ON)
+    with counting("reading for a tokenizer", total, unit="B", shown=is_first()) as more:
+        for piece in chunks(text) if text.end_id is None else pieces:
+            yield piece
+            taken += len(piece)
+            more(len(piece))
+            if taken >= _TRAINED_ON:
+                return
 
 
 def encode(

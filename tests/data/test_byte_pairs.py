@@ -136,3 +136,11 @@ def test_trained_vocabulary_has_an_end_where_documents_have():
     assert trained.id_to_token(encoded.end_id) == END
     assert (encoded.array == encoded.end_id).sum() == 50
     assert encoded.starts.tolist() == [*range(0, len(encoded), len(encoded) // 50)]
+
+
+def test_vocabulary_is_learnt_from_the_beginning_of_a_large_text(monkeypatch):
+    # Of 128 KiB chunks, the first is enough.
+    monkeypatch.setattr(byte_pairs, "_TRAINED_ON", 1)
+    trained = train_tokenizer(text("early words\n" * 20_000 + "latest " * 90_000), 290)
+    assert trained.token_to_id("early") is not None
+    assert trained.token_to_id("Ġlatest") is None
