@@ -53,7 +53,7 @@ ESSENTIAL: dict[str, tuple[str, ...]] = {
         "*skipped*",
         "*answer",
     ),
-    "tests/data/test_rows.py": (
+    "tests/data/test_read_rows.py": (
         "*by_*",
         "*saved*",
         "*packed*",

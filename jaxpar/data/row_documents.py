@@ -9,7 +9,7 @@ import xxhash
 
 from jaxpar.data.documents import BadRowError, Fields, Passage
 from jaxpar.data.encoding import Document
-from jaxpar.data.rows import Advance, Row, read_rows
+from jaxpar.data.read_rows import Advance, Row, read_rows
 from jaxpar.data.splits import is_heldout
 
 BAD_ROWS = ("stop", "skip")

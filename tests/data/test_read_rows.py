@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jaxpar.data.rows import Row, read_rows
+from jaxpar.data.read_rows import Row, read_rows
 from tests.memory import most_bytes
 
 
