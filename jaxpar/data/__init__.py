@@ -5,15 +5,19 @@ from jaxpar.data.corpus import DataConfig, open_corpus
 from jaxpar.data.disk_array import ChangedDataError
 from jaxpar.data.files import read_tokens
 from jaxpar.data.loader import Loader
+from jaxpar.data.rows import Rows
 from jaxpar.data.stdlib import stdlib_source
 from jaxpar.data.tokens import Tokens
+from jaxpar.data.windows import Windows
 from jaxpar.lazy import load_modules
 
 __all__ = [
     "ChangedDataError",
     "DataConfig",
     "Loader",
+    "Rows",
     "Tokens",
+    "Windows",
     "encode",
     "open_corpus",
     "open_tokenizer",

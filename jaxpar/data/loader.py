@@ -11,28 +11,25 @@ from typing import Any
 import grain
 import jax
 import numpy as np
-from jaxtyping import Int32
 
 from jaxpar.data.left_out import LeftOut
 from jaxpar.data.position import row_to_go_on_at
+from jaxpar.data.rows import Rows
 from jaxpar.data.tokens import Tokens
+from jaxpar.data.windows import Windows
 
 _THREADS = 2
 _BATCHES_AHEAD = 4
-_MOST_EXAMPLES = 2**32
-"""Grain's shuffle counts examples in 32 bits, and wraps silently beyond."""
-
-_MAX_ID = np.iinfo(np.int32).max
 
 
 class Loader:
-    """Batches of token windows, in an order that is independent of the process count.
+    """Batches of rows, in an order that is independent of the process count.
 
-    The corpus is cut into windows of ``seq_len + 1`` tokens that start ``seq_len``
-    apart, so that every token but the first is a target once. Windows are shuffled
-    over the whole corpus, again for each epoch, and form an endless stream: batch k
-    is windows ``[k B, (k + 1) B)`` of that stream, across the ends of epochs, and
-    process p of P takes its rows ``[p B / P, (p + 1) B / P)``. Threads read ahead.
+    Of a corpus, rows are windows of ``seq_len + 1`` tokens (see
+    `jaxpar.data.Windows`). Rows are shuffled over the whole corpus, again for each
+    epoch, and form an endless stream: batch k is rows ``[k B, (k + 1) B)`` of that
+    stream, across the ends of epochs, and process p of P takes its rows
+    ``[p B / P, (p + 1) B / P)``. Threads read ahead.
 
     A loader is its own iterator. With ``repeat=False`` it makes one pass over the full
     batches; looping over it again after the end restarts it, looping after a ``break``
@@ -48,10 +45,10 @@ class Loader:
 
     def __init__(
         self,
-        tokens: Tokens,
+        source: Tokens | Rows,
         *,
         batch_size: int,
-        seq_len: int,
+        seq_len: int | None = None,
         seed: int = 0,
         shuffle: bool | None = None,
         repeat: bool = True,
@@ -62,9 +59,11 @@ class Loader:
         """Set up the order; nothing is read before the first batch is requested.
 
         Args:
-          tokens: the corpus.
+          source: a corpus, or rows: `jaxpar.data.PackedDocuments`,
+            `jaxpar.data.Mixture`, `jaxpar.data.ImageFolder` or your own
+            (`jaxpar.data.Rows`).
           batch_size: rows of the global batch, over all processes.
-          seq_len: targets per row; a row has one token more.
+          seq_len: of a corpus: targets per row; a row has one token more.
           seed: of the order, a non-negative integer.
           shuffle: False for the order of the files; None to shuffle if `repeat`.
           repeat: continue with another epoch; False for one pass, as in evaluation.
@@ -74,19 +73,17 @@ class Loader:
 
         Raises:
           ValueError: if a number is out of its range, `batch_size` doesn't divide by
-            `process_count`, or the corpus has fewer windows than a batch needs.
+            `process_count`, or the source has fewer rows than a batch.
         """
         index = jax.process_index() if process_index is None else process_index
         count = jax.process_count() if process_count is None else process_count
-        _check_sizes(batch_size, seq_len, seed, num_batches)
+        _check_sizes(batch_size, seed, num_batches)
         _check_process(index, count, batch_size)
-        self.tokens, self.batch_size, self.seq_len = tokens, batch_size, seq_len
-        self._seed, self._repeat = seed, repeat
+        self.source = _as_rows(source, seq_len)
+        self.batch_size, self._seed, self._repeat = batch_size, seed, repeat
         self._shuffle = repeat if shuffle is None else shuffle
-
-        num_examples = (len(tokens) - 1) // seq_len
-        _check_examples(num_examples, tokens, batch_size, seq_len)
-        self._order = self._make_order(num_examples)
+        _check_rows(self.source, batch_size)
+        self._order = self.source.order(seed=seed, shuffle=self._shuffle, repeat=repeat)
         self._own = range(
             index * batch_size // count, (index + 1) * batch_size // count
         )
@@ -95,17 +92,6 @@ class Loader:
         self._iterator: grain.DatasetIterator | None = None
         self._rows = 0
         self._ended = False
-
-    def _make_order(self, num_examples: int) -> grain.MapDataset:
-        order = grain.MapDataset.range(num_examples).seed(self._seed)
-        if self._shuffle:
-            order = order.shuffle()
-        if self._repeat:
-            order = order.repeat()
-        # Grain builds its index on the first access, which two reading threads must not
-        # do at once.
-        order[0]
-        return order
 
     @property
     def _last(self) -> int:
@@ -122,8 +108,15 @@ class Loader:
     @property
     def sample_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of a global batch, for ``jaxpar.initialize``."""
-        shape = (self.batch_size, self.seq_len + 1)
-        return {"tokens": jax.ShapeDtypeStruct(shape, np.dtype(np.int32))}
+        return {
+            name: jax.ShapeDtypeStruct((self.batch_size, *row.shape), row.dtype)
+            for name, row in self.source.shapes.items()
+        }
+
+    @property
+    def padding(self) -> float:
+        """Fraction of the rows' tokens that are padding; 0 unless they are packed."""
+        return self.source.padding
 
     def __len__(self) -> int:
         """Count the batches of a pass; TypeError for a loader that never ends."""
@@ -140,7 +133,7 @@ class Loader:
             self._move_to(0)
         return self
 
-    def __next__(self) -> dict[str, Int32[np.ndarray, "B T_plus_1"]]:
+    def __next__(self) -> dict[str, np.ndarray]:
         """Take this process's rows of the next batch."""
         iterator, self._iterator = self._iterator, None
         if iterator is None:
@@ -160,10 +153,9 @@ class Loader:
     def _start(self) -> grain.DatasetIterator:
         kept = self._left_out.num_kept(self._rows)
         batches = _Batches(
-            self.tokens,
+            self.source,
             order=self._order,
             left_out=self._left_out,
-            seq_len=self.seq_len,
             own=range(kept + self._own.start, kept + self._own.stop),
             batch_size=self.batch_size,
             length=(self._last - kept) // self.batch_size,
@@ -201,8 +193,9 @@ class Loader:
 
         Returns:
           ``rows`` and what the batches depend on: ``seed``, ``shuffle``,
-          ``batch_size``, ``seq_len``, ``num_tokens``, ``sha256``. The same on every
-          process. Rows left out are not a part of it.
+          ``batch_size`` and the source's identity, such as ``seq_len``,
+          ``num_tokens`` and ``sha256``. The same on every process. Rows left out are
+          not a part of it.
         """
         return {"rows": self._rows, **self._stream()}
 
@@ -211,9 +204,7 @@ class Loader:
             "seed": self._seed,
             "shuffle": self._shuffle,
             "batch_size": self.batch_size,
-            "seq_len": self.seq_len,
-            "num_tokens": len(self.tokens),
-            "sha256": self.tokens.sha256,
+            **self.source.identity(),
         }
 
     def set_state(self, state: Mapping[str, Any], *, change: bool = False) -> None:
@@ -223,7 +214,7 @@ class Loader:
           state: from `get_state`, of a loader over any number of processes.
           change: accept a state of other batches. With another batch_size this loader
             goes on at the same row; where the stream itself is another (its seed,
-            shuffle, seq_len or corpus), it starts from the beginning.
+            shuffle or source), it starts from the beginning.
 
         Raises:
           ValueError: if the state lacks an entry, belongs to another stream and
@@ -243,45 +234,45 @@ class _Batches:
 
     def __init__(
         self,
-        tokens: Tokens,
+        source: Rows,
         *,
         order: grain.MapDataset,
         left_out: LeftOut,
-        seq_len: int,
         own: range,
         batch_size: int,
         length: int,
     ):
-        self._tokens, self._order, self._left_out = tokens, order, left_out
-        self._seq_len, self._own = seq_len, own
-        self._batch_size, self._length = batch_size, length
+        self._source, self._order, self._left_out = source, order, left_out
+        self._own, self._batch_size, self._length = own, batch_size, length
 
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: int) -> dict[str, Int32[np.ndarray, "B T_plus_1"]]:
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         first = index * self._batch_size
         rows = [self._left_out.row(first + kept) for kept in self._own]
-        starts = np.array([self._order[row] for row in rows]) * self._seq_len
-        windows = np.stack(
-            [
-                self._tokens.read(start, start + self._seq_len + 1)
-                for start in starts.tolist()
-            ]
-        )
-        if not np.can_cast(windows.dtype, np.int32) and windows.max() > _MAX_ID:
-            at = rows[int(windows.max(axis=1).argmax())]
+        numbers = np.array([self._order[row] for row in rows])
+        return self._source.read(numbers.tolist())
+
+
+def _as_rows(source: Tokens | Rows, seq_len: int | None) -> Rows:
+    if isinstance(source, Tokens):
+        if seq_len is None:
             raise ValueError(
-                f"row {at} holds token id {windows.max()}, but ids must be below "
-                "2**31, because models take int32; check the file's dtype=."
+                "seq_len=None, but a corpus needs it: give the targets per row, such "
+                "as seq_len=256."
             )
-        return {"tokens": windows.astype(np.int32)}
+        return Windows(source, seq_len=seq_len)
+    if seq_len is not None:
+        raise ValueError(
+            f"seq_len={seq_len} is for a corpus, but the source is "
+            f"{type(source).__name__}, whose rows have a length already; omit it here."
+        )
+    return source
 
 
-def _check_sizes(
-    batch_size: int, seq_len: int, seed: int, num_batches: int | None
-) -> None:
-    sizes = {"batch_size": batch_size, "seq_len": seq_len, "num_batches": num_batches}
+def _check_sizes(batch_size: int, seed: int, num_batches: int | None) -> None:
+    sizes = {"batch_size": batch_size, "num_batches": num_batches}
     for name, size in sizes.items():
         if size is not None and size < 1:
             raise ValueError(f"{name}={size} must be at least 1; give a positive one.")
@@ -303,19 +294,10 @@ def _check_process(index: int, count: int, batch_size: int) -> None:
         )
 
 
-def _check_examples(
-    num_examples: int, tokens: Tokens, batch_size: int, seq_len: int
-) -> None:
-    if num_examples < batch_size:
+def _check_rows(source: Rows, batch_size: int) -> None:
+    if len(source) < batch_size:
         raise ValueError(
-            f"tokens: the corpus has {len(tokens):,} tokens, {num_examples:,} windows "
-            f"of seq_len={seq_len}, but batch_size={batch_size} needs "
-            f"{batch_size * seq_len + 1:,} tokens; give more data, or a smaller batch "
-            "or seq_len."
-        )
-    if num_examples > _MOST_EXAMPLES:
-        raise ValueError(
-            f"tokens: the corpus has {num_examples:,} windows of seq_len={seq_len}, "
-            f"but at most {_MOST_EXAMPLES:,} can be shuffled; give a longer seq_len, "
-            "or split the corpus."
+            f"source: it has {source.description}, fewer than the {batch_size:,} rows "
+            f"of batch_size={batch_size}; give more data, or a smaller batch or "
+            "seq_len."
         )

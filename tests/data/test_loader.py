@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpar.data import Loader, Tokens
+from jaxpar.data import Loader, Tokens, Windows
 
 
 def make_tokens(length: int, dtype: str = "int32") -> Tokens:
@@ -161,12 +161,12 @@ def test_state_is_the_rows_and_what_the_order_depends_on():
         ({"batch_size": 2}, "batch_size was 4 and is 2"),
         ({"seq_len": 2}, "seq_len was 4 and is 2"),
         ({"shuffle": False}, "shuffle was True and is False"),
-        ({"tokens": make_tokens(34)}, "num_tokens was 33 and is 34; sha256 was '"),
+        ({"source": make_tokens(34)}, "num_tokens was 33 and is 34; sha256 was '"),
         ({"seed": 1, "seq_len": 2}, "seed was 0 and is 1; seq_len was 4 and is 2"),
     ],
 )
 def test_state_of_another_stream_raises(change, message):
-    settings = {"tokens": make_tokens(33), "batch_size": 4, "seq_len": 4}
+    settings = {"source": make_tokens(33), "batch_size": 4, "seq_len": 4}
     state = Loader(**settings).get_state()
     with pytest.raises(ValueError, match=f"another stream of batches: {message}"):
         Loader(**{**settings, **change}).set_state(state)
@@ -303,7 +303,8 @@ def test_process_index_out_of_range_raises(index):
 
 def test_too_short_corpus_raises():
     with pytest.raises(
-        ValueError, match=r"has 16 tokens, 3 windows of seq_len=4.*needs 17 tokens"
+        ValueError,
+        match=r"has 16 tokens, 3 windows of seq_len=4, fewer than the 4 rows",
     ):
         Loader(make_tokens(16), batch_size=4, seq_len=4)
     assert Loader(make_tokens(17), batch_size=4, seq_len=4).batch_size == 4
@@ -313,16 +314,32 @@ def test_corpus_beyond_the_shuffle_raises():
     endless = np.broadcast_to(np.uint8(0), (2**33 + 1,))
     tokens = Tokens((endless,), files=("zeros",))
     with pytest.raises(
-        ValueError, match=r"8,589,934,592 windows.*at most 4,294,967,296"
+        ValueError, match=r"8,589,934,592 rows, but at most 4,294,967,296"
     ):
         Loader(tokens, batch_size=4, seq_len=1)
-    assert Loader(tokens, batch_size=4, seq_len=2).seq_len == 2
+    assert len(Loader(tokens, batch_size=4, seq_len=2).source) == 2**32
+
+
+def test_corpus_needs_a_length():
+    with pytest.raises(ValueError, match="seq_len=None, but a corpus needs it"):
+        Loader(make_tokens(33), batch_size=4)
+
+
+def test_rows_have_their_length_already():
+    windows = Windows(make_tokens(33), seq_len=4)
+    loader = Loader(windows, batch_size=4, shuffle=False)
+    assert examples(take(loader, 2), 4) == list(range(8))
+    assert loader.padding == 0
+    with pytest.raises(ValueError, match=r"seq_len=4 is for a corpus.*Windows"):
+        Loader(windows, batch_size=4, seq_len=4)
 
 
 def test_token_id_beyond_int32_raises():
     tokens = Tokens((np.array([0, 1, 2**31], np.uint32),), files=("ids",))
     loader = Loader(tokens, batch_size=2, seq_len=1, shuffle=False)
-    with pytest.raises(ValueError, match="row 1 holds token id 2147483648, but ids"):
+    with pytest.raises(
+        ValueError, match="token 2 of the corpus has id 2147483648, but"
+    ):
         next(loader)
 
 

@@ -1,0 +1,146 @@
+"""Which tokens make a row, where a corpus is one long text? Windows of equal length."""
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+from jaxtyping import Int32
+
+from jaxpar.data.rows import ordered
+from jaxpar.data.tokens import Tokens
+
+_MAX_ID = np.iinfo(np.int32).max
+
+
+class Windows:
+    """Windows of ``seq_len + 1`` tokens that start ``seq_len`` apart.
+
+    So every token but the first is a target once. A row has "tokens" [T + 1], and
+    "weights" [T] if the corpus has a ``loss_mask``: the weight of predicting
+    tokens[t + 1], 1 or 0.
+
+    Args:
+      tokens: the corpus.
+      seq_len: targets per row, T.
+
+    Raises:
+      ValueError: if `seq_len` is not positive, or the corpus has no window.
+
+    Example:
+      >>> tokens = Tokens((np.arange(9, dtype=np.uint8),), files=("digits",))
+      >>> Windows(tokens, seq_len=4).read([1])
+      {'tokens': array([[4, 5, 6, 7, 8]], dtype=int32)}
+    """
+
+    padding = 0.0
+
+    def __init__(self, tokens: Tokens, *, seq_len: int):
+        check_seq_len(seq_len)
+        check_mask(tokens)
+        if len(tokens) <= seq_len:
+            raise ValueError(
+                f"tokens: the corpus has {len(tokens):,} tokens, but a window of "
+                f"seq_len={seq_len} has {seq_len + 1:,}; give more data, or a smaller "
+                "seq_len."
+            )
+        self.tokens, self.seq_len = tokens, seq_len
+
+    @property
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of one row."""
+        shapes = {"tokens": jax.ShapeDtypeStruct((self.seq_len + 1,), np.int32)}
+        if self.tokens.loss_mask is not None:
+            shapes["weights"] = jax.ShapeDtypeStruct((self.seq_len,), np.float32)
+        return shapes
+
+    @property
+    def description(self) -> str:
+        """Numbers of tokens and windows."""
+        return (
+            f"{len(self.tokens):,} tokens, {len(self):,} windows of "
+            f"seq_len={self.seq_len}"
+        )
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.seq_len
+
+    def read(self, numbers: Sequence[int]) -> dict[str, np.ndarray]:
+        """Read windows."""
+        length = self.seq_len
+        starts = [number * length for number in numbers]
+        ids = [read_ids(self.tokens, start, start + length + 1) for start in starts]
+        rows: dict[str, np.ndarray] = {"tokens": np.stack(ids)}
+        mask = self.tokens.loss_mask
+        if mask is not None:
+            learned = [mask[start + 1 : start + length + 1] for start in starts]
+            rows["weights"] = np.stack(learned).astype(np.float32)
+        return rows
+
+    def identity(self) -> dict[str, Any]:
+        """The length of a window, and the corpus."""
+        return {"seq_len": self.seq_len, **self._corpus}
+
+    @functools.cached_property
+    def _corpus(self) -> dict[str, Any]:
+        return corpus_identity(self.tokens)
+
+    def order(self, *, seed: int, shuffle: bool, repeat: bool) -> grain.MapDataset[int]:
+        """The stream of windows."""
+        numbers = range(len(self))
+        return ordered(numbers, seed=seed, shuffle=shuffle, repeat=repeat)
+
+
+def read_ids(tokens: Tokens, start: int, stop: int) -> Int32[np.ndarray, "_"]:
+    """Read token ids as a model takes them.
+
+    Args:
+      tokens: the corpus.
+      start: position of the first id.
+      stop: position after the last.
+
+    Raises:
+      ValueError: if an id is not below 2**31.
+    """
+    ids = tokens.read(start, stop)
+    if not np.can_cast(ids.dtype, np.int32) and ids.max() > _MAX_ID:
+        at = start + int(ids.argmax())
+        raise ValueError(
+            f"token {at:,} of the corpus has id {ids.max()}, but ids must be below "
+            "2**31, because models take int32; check the file's dtype=."
+        )
+    return ids.astype(np.int32)
+
+
+def corpus_identity(tokens: Tokens) -> dict[str, Any]:
+    """Name a corpus by its hashes, as JSON's types; reads all of it."""
+    identity = {"num_tokens": len(tokens), "sha256": tokens.sha256}
+    if tokens.loss_mask is not None:
+        identity["loss_mask_sha256"] = array_sha256(tokens.loss_mask)
+    return identity
+
+
+def array_sha256(array: np.ndarray) -> str:
+    """Hash the bytes of an array, in hexadecimal."""
+    return hashlib.sha256(np.ascontiguousarray(array)).hexdigest()
+
+
+def check_seq_len(seq_len: int) -> None:
+    """Raise if the number of targets of a row is not positive."""
+    if seq_len < 1:
+        raise ValueError(
+            f"seq_len={seq_len} must be at least 1; give a positive number."
+        )
+
+
+def check_mask(tokens: Tokens) -> None:
+    """Raise if a loss mask does not have one entry per token."""
+    mask = tokens.loss_mask
+    if mask is not None and mask.shape != (len(tokens),):
+        raise ValueError(
+            f"tokens: loss_mask has shape {mask.shape}, but the corpus has "
+            f"{len(tokens):,} tokens; give one entry per token, 1 where it is learned."
+        )
