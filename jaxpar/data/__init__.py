@@ -5,6 +5,7 @@ from jaxpar.data.corpus import DataConfig, open_corpus
 from jaxpar.data.disk_array import ChangedDataError
 from jaxpar.data.files import read_tokens
 from jaxpar.data.loader import Loader
+from jaxpar.data.mixture import Mixture
 from jaxpar.data.rows import Rows
 from jaxpar.data.stdlib import stdlib_source
 from jaxpar.data.tokens import Tokens
@@ -15,6 +16,7 @@ __all__ = [
     "ChangedDataError",
     "DataConfig",
     "Loader",
+    "Mixture",
     "Rows",
     "Tokens",
     "Windows",

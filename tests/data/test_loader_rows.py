@@ -50,7 +50,7 @@ def check_rows_of_any_batch_sizes(
         state = loaders[-1].get_state()
         assert all(each.get_state() == state for each in loaders)
 
-    epochs = take(make(num_examples), 200 // num_examples)
+    epochs = take(make(num_examples), 400 // num_examples)
     stream = list(itertools.chain(*epochs))
     left_out = {row for start, stop in intervals for row in range(start, stop)}
     kept = [row for row in range(len(stream)) if row not in left_out][: len(seen)]
@@ -60,12 +60,13 @@ def check_rows_of_any_batch_sizes(
 
 @pytest.mark.parametrize("cases", [8, pytest.param(300, marks=pytest.mark.slow)])
 def test_rows_of_any_batch_sizes_are_the_stream_without_those_left_out(cases):
-    counts = st.tuples(st.sampled_from([2, 4, 6]), st.integers(1, 3))
-    interval = st.tuples(st.integers(0, 30), st.integers(1, 12))
+    # Grain's shuffle takes milliseconds a row of a short epoch.
+    counts = st.tuples(st.sampled_from([10, 20, 30]), st.integers(1, 2))
+    interval = st.tuples(st.integers(0, 120), st.integers(1, 40))
 
     @settings(max_examples=cases)
     @given(
-        num_examples=st.integers(8, 14),
+        num_examples=st.integers(60, 80),
         shuffle=st.booleans(),
         parts=st.lists(counts, min_size=2, max_size=3),
         intervals=st.lists(interval.map(lambda x: (x[0], sum(x))), max_size=3),
