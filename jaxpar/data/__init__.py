@@ -6,6 +6,7 @@ from jaxpar.data.disk_array import ChangedDataError
 from jaxpar.data.files import read_tokens
 from jaxpar.data.loader import Loader
 from jaxpar.data.mixture import Mixture
+from jaxpar.data.packing import PackedDocuments, packed_shapes
 from jaxpar.data.rows import Rows
 from jaxpar.data.stdlib import stdlib_source
 from jaxpar.data.tokens import Tokens
@@ -17,12 +18,14 @@ __all__ = [
     "DataConfig",
     "Loader",
     "Mixture",
+    "PackedDocuments",
     "Rows",
     "Tokens",
     "Windows",
     "encode",
     "open_corpus",
     "open_tokenizer",
+    "packed_shapes",
     "read_tokens",
     "stdlib_source",
     "tokenize",

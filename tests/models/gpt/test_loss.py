@@ -58,6 +58,41 @@ def test_loss_of_large_logits_does_not_overflow():
     assert np.isfinite(float(loss.total))
 
 
+SEGMENTS = np.array([[1, 1, 1, 2, 2, 2], [1, 1, 2, 3, 3, 0], [1, 2, 2, 2, 0, 0]])
+
+
+def predict_packed(tokens_BT: jax.Array, **given: jax.Array) -> jax.Array:
+    """Check what the model gets of a packed batch."""
+    assert set(given) == {"segment_ids_BT", "positions_BT"}
+    assert (given["segment_ids_BT"] == SEGMENTS[:, :-1]).all()
+    assert (given["positions_BT"] == 10 * SEGMENTS[:, :-1]).all()
+    return predict(tokens_BT)
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+def test_loss_is_of_targets_of_the_same_segment(weighed: bool):
+    same = np.array([[1, 1, 0, 1, 1], [1, 0, 0, 1, 0], [0, 1, 1, 0, 0]])
+    weights = (
+        (RNG.random((3, 5)) * 3).astype(np.float32) if weighed else np.ones((3, 5))
+    )
+    arrays = {"tokens": TOKENS, "segment_ids": SEGMENTS, "positions": 10 * SEGMENTS}
+    if weighed:
+        arrays["weights"] = weights
+    loss = gpt_loss(predict_packed, jax.tree.map(jnp.asarray, arrays))
+    want = (reference_losses() * weights * same).sum()
+    assert float(loss.total) == pytest.approx(want, rel=1e-5)
+    assert float(loss.weight) == pytest.approx((weights * same).sum(), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["segment_ids", "positions"])
+def test_loss_with_a_segment_per_target_raises(name: str):
+    batch = {"tokens": jnp.asarray(TOKENS), name: jnp.asarray(SEGMENTS[:, 1:])}
+    with pytest.raises(
+        ValueError, match=rf"'{name}' has shape \(3, 5\), but 'tokens' \(3, 6\)"
+    ):
+        gpt_loss(predict, batch)
+
+
 def test_loss_without_tokens_raises():
     with pytest.raises(ValueError, match=r"has \['inputs'\], but gpt_loss reads"):
         gpt_loss(predict, {"inputs": jnp.asarray(TOKENS)})

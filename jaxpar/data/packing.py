@@ -1,0 +1,185 @@
+"""Which documents make a row, where none may see another? Packed ones, in segments.
+
+The packing is computed once, from the lengths of the documents, so that any row can be
+read at any time. Grain's packing is an iterator: a run that resumes at row n would read
+all rows before it.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+
+from jaxpar.data.best_fit import pack
+from jaxpar.data.rows import ordered
+from jaxpar.data.tokens import Tokens
+from jaxpar.data.windows import (
+    array_sha256,
+    check_mask,
+    check_seq_len,
+    corpus_identity,
+    read_ids,
+)
+
+
+class PackedDocuments:
+    """Documents packed into rows of ``seq_len + 1`` tokens.
+
+    A document of more tokens is cut into pieces of ``seq_len + 1`` that overlap by one
+    token, each a document of its own from then on: so every token but a document's
+    first is a target once. A document of one token has no target and is left out. Rows
+    are the same in each epoch, in another order.
+
+    A row has, besides "tokens" [T + 1]:
+
+    * "segment_ids" [T + 1]: 1, 2, ... for its documents, 0 for padding at the end;
+    * "positions" [T + 1]: 0, 1, ... in each document;
+    * "weights" [T]: of predicting tokens[t + 1]; 1 where both tokens are of one
+      document, and learned if the corpus has a ``loss_mask``.
+
+    The packing takes 12 bytes a document in memory, and about 60 while it is computed.
+
+    Args:
+      tokens: the corpus, with ``starts`` of its documents.
+      seq_len: targets per row, T.
+
+    Raises:
+      ValueError: if `seq_len` is not positive, or the documents' starts are missing,
+        not ascending from 0, or leave no document of two tokens.
+
+    Example:
+      >>> starts = np.array([0, 3])
+      >>> tokens = Tokens((np.arange(5, dtype=np.uint8),), ("digits",), starts=starts)
+      >>> row = PackedDocuments(tokens, seq_len=5).read([0])
+      >>> row["tokens"].tolist(), row["segment_ids"].tolist()
+      ([[0, 1, 2, 3, 4, 0]], [[1, 1, 1, 2, 2, 0]])
+      >>> row["positions"].tolist(), row["weights"].tolist()
+      ([[0, 1, 2, 0, 1, 0]], [[1.0, 1.0, 0.0, 1.0, 0.0]])
+    """
+
+    def __init__(self, tokens: Tokens, *, seq_len: int):
+        check_seq_len(seq_len)
+        check_mask(tokens)
+        self._document_starts = _checked_starts(tokens)
+        self.tokens, self.seq_len = tokens, seq_len
+        starts, lengths = _pieces(self._document_starts, len(tokens), seq_len)
+        rows = pack(lengths, seq_len + 1)
+        by_row = np.argsort(rows, kind="stable")
+        self._starts, self._lengths = starts[by_row], lengths[by_row]
+        # Row r has pieces [firsts[r], firsts[r + 1]).
+        self._firsts = np.concatenate([[0], np.bincount(rows).cumsum()])
+
+    @property
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of one row."""
+        return packed_shapes(self.seq_len)
+
+    @property
+    def padding(self) -> float:
+        """Fraction of the rows' tokens that are padding."""
+        total = len(self) * (self.seq_len + 1)
+        return 1 - int(self._lengths.sum(dtype=np.int64)) / total
+
+    @property
+    def description(self) -> str:
+        """Numbers of documents and rows, and how full these are."""
+        return (
+            f"{len(self._document_starts):,} documents packed in {len(self):,} rows of "
+            f"seq_len={self.seq_len}, {self.padding:.2%} padding"
+        )
+
+    def __len__(self) -> int:
+        return len(self._firsts) - 1
+
+    def read(self, numbers: Sequence[int]) -> dict[str, np.ndarray]:
+        """Read rows."""
+        batch = {
+            name: np.zeros((len(numbers), *row.shape), row.dtype)
+            for name, row in self.shapes.items()
+        }
+        for place, number in enumerate(numbers):
+            self._fill({name: array[place] for name, array in batch.items()}, number)
+        return batch
+
+    def _fill(self, row: dict[str, np.ndarray], number: int) -> None:
+        """Write the documents of a row into one that is zero."""
+        at, mask = 0, self.tokens.loss_mask
+        pieces = range(self._firsts[number], self._firsts[number + 1])
+        for segment, piece in enumerate(pieces, start=1):
+            start, length = int(self._starts[piece]), int(self._lengths[piece])
+            stop = at + length
+            row["tokens"][at:stop] = read_ids(self.tokens, start, start + length)
+            row["segment_ids"][at:stop] = segment
+            row["positions"][at:stop] = np.arange(length)
+            learned = 1 if mask is None else mask[start + 1 : start + length]
+            row["weights"][at : stop - 1] = learned
+            at = stop
+
+    def identity(self) -> dict[str, Any]:
+        """The length of a row, the corpus, and its documents."""
+        return {"packed": True, "seq_len": self.seq_len, **self._corpus}
+
+    @functools.cached_property
+    def _corpus(self) -> dict[str, Any]:
+        starts_sha256 = array_sha256(self._document_starts)
+        return {**corpus_identity(self.tokens), "starts_sha256": starts_sha256}
+
+    def order(self, *, seed: int, shuffle: bool, repeat: bool) -> grain.MapDataset[int]:
+        """The stream of rows."""
+        numbers = range(len(self))
+        return ordered(numbers, seed=seed, shuffle=shuffle, repeat=repeat)
+
+
+def packed_shapes(seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of one row of packed documents, without any.
+
+    Args:
+      seq_len: targets per row.
+    """
+    names = ("tokens", "segment_ids", "positions")
+    shapes = {name: jax.ShapeDtypeStruct((seq_len + 1,), np.int32) for name in names}
+    return {**shapes, "weights": jax.ShapeDtypeStruct((seq_len,), np.float32)}
+
+
+def _checked_starts(tokens: Tokens) -> np.ndarray:
+    if tokens.starts is None:
+        raise ValueError(
+            "tokens: the corpus has no document starts, which packing needs; read "
+            "documents, give Tokens(starts=...), or use windows (Loader(tokens, "
+            "seq_len=...))."
+        )
+    starts = np.asarray(tokens.starts, np.int64)
+    in_order = len(starts) and starts[0] == 0 and (np.diff(starts) >= 0).all()
+    if not in_order or starts[-1] > len(tokens):
+        raise ValueError(
+            f"tokens: starts must ascend from 0 to at most {len(tokens):,}, the tokens "
+            f"of the corpus, but are {starts[:3].tolist()} ... {starts[-1:].tolist()}; "
+            "give the position of each document's first token."
+        )
+    return starts
+
+
+def _pieces(
+    starts: np.ndarray, num_tokens: int, seq_len: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cut documents so that none is longer than a row.
+
+    Returns:
+      (position of each piece's first token, int64; its number of tokens, int32).
+    """
+    sizes = np.diff(starts, append=num_tokens)
+    num_pieces = np.maximum(-(-(sizes - 1) // seq_len), 0)
+    total = int(num_pieces.sum())
+    if not total:
+        raise ValueError(
+            f"tokens: none of the {len(starts):,} documents has two tokens, and so a "
+            "target; give longer documents."
+        )
+    before = np.repeat(num_pieces.cumsum() - num_pieces, num_pieces)
+    offsets = (np.arange(total) - before) * seq_len
+    left = np.repeat(sizes, num_pieces) - offsets
+    lengths = np.minimum(left, seq_len + 1).astype(np.int32)
+    return np.repeat(starts, num_pieces) + offsets, lengths
