@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import math
 import sys
+import typing
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -146,16 +147,34 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _check_command(given: Sequence[str]) -> None:
     """End for a subcommand that there is not, with the one that may be meant."""
-    if not given or given[0].startswith("-") or given[0] in COMMANDS:
+    _check_word("", given[:1], list(COMMANDS))
+    if given and given[0] in COMMANDS:
+        config, _ = COMMANDS[given[0]]
+        _check_word(f" {given[0]}", given[1:2], _subcommands(config))
+
+
+def _check_word(command: str, word: Sequence[str], known: Sequence[str]) -> None:
+    if not known or not word or word[0].startswith("-") or word[0] in known:
         return
-    close = difflib.get_close_matches(given[0], COMMANDS, n=1)
+    close = difflib.get_close_matches(word[0], known, n=1)
     guess = f" Did you mean {close[0]!r}?" if close else ""
     print(
-        f"jaxpar: there is no command {given[0]!r}.{guess} The commands are "
-        f"{', '.join(COMMANDS)}.",
+        f"jaxpar{command}: there is no command {word[0]!r}.{guess} The commands are "
+        f"{', '.join(known)}.",
         file=sys.stderr,
     )
     raise SystemExit(2)
+
+
+def _subcommands(config: type) -> list[str]:
+    """The names of a subcommand's own subcommands."""
+    found: list[str] = []
+    for hint in typing.get_type_hints(config, include_extras=True).values():
+        union = typing.get_args(hint)[0] if hasattr(hint, "__metadata__") else hint
+        for member in typing.get_args(union):
+            marks = getattr(member, "__metadata__", ())
+            found += [mark.name for mark in marks if getattr(mark, "name", None)]
+    return found
 
 
 def _with_flags(chosen: Any, flags: tuple[str, ...]) -> Any:

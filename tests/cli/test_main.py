@@ -82,6 +82,29 @@ def test_command_that_there_is_not_is_named(given, guess, capsys):
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            ("ckpt", "lss"),
+            "jaxpar ckpt: there is no command 'lss'. Did you mean 'ls'? The commands "
+            "are ls, inspect, verify, export, import.",
+        ),
+        (
+            ("launch", "slrum"),
+            "Did you mean 'slurm'? The commands are local, slurm, mp",
+        ),
+        (
+            ("recipes", "show"),
+            "there is no command 'show'. The commands are list, copy",
+        ),
+        (("layout", "fixd"), "Did you mean 'fixed'? The commands are dense, fixed, va"),
+    ],
+)
+def test_subcommand_of_a_command_is_named(given, said, capsys):
+    assert said in refused(capsys, *given, "--flag", "value")
+
+
 def test_command_draws_a_png(tmp_path):
     done = run_jaxpar(*RIGHT, "--png", tmp_path / "schedule.png", columns=80)
     assert (done.returncode, done.stderr) == (0, "")
