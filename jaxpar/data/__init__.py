@@ -1,10 +1,9 @@
 """Where do batches come from: data in any format, tokenized, and shuffled by Grain."""
+
 from jaxpar.data.byte_pairs import encode, open_tokenizer, tokenize, train_tokenizer
 from jaxpar.data.corpus import DataConfig, open_corpus
 from jaxpar.data.disk_array import ChangedDataError
 from jaxpar.data.files import read_tokens
-
-"""Where do batches come from: tokens of text, documents or images, in shuffled order."""
 from jaxpar.data.images import ImageFolder
 from jaxpar.data.loader import Loader
 from jaxpar.data.mixture import Mixture

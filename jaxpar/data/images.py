@@ -6,7 +6,6 @@ Pillow decodes them: ``pip install 'jaxpar[images]'``.
 import concurrent.futures
 import functools
 import hashlib
-import importlib
 import io
 import os
 import struct
@@ -21,8 +20,9 @@ import jax
 import numpy as np
 from jaxtyping import UInt8
 
+from jaxpar.data.files import find_files
 from jaxpar.data.rows import ordered
-from jaxpar.data.tokens import find_files
+from jaxpar.launch.extras import import_extra
 
 _SUFFIXES = frozenset(
     (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -198,16 +198,9 @@ def _decoding_errors() -> tuple[type[Exception], ...]:
 
 @functools.cache
 def _import_pillow() -> tuple[Any, Any]:
-    try:
-        return importlib.import_module("PIL.Image"), importlib.import_module(
-            "PIL.ImageOps"
-        )
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "images are decoded by Pillow, which is not installed; run pip install "
-            "'jaxpar[images]'.",
-            name=error.name,
-        ) from error
+    names = "PIL.Image", "PIL.ImageOps"
+    image, ops = (import_extra(name, "ImageFolder") for name in names)
+    return image, ops
 
 
 def _check(size: tuple[int, int], split: str, heldout: int, on_bad: str) -> None:

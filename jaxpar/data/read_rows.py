@@ -7,12 +7,13 @@ doesn't say which row it gives; pyarrow reads the columns that are needed in bat
 import contextlib
 import dataclasses
 import gzip
-import importlib
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from jaxpar.launch.extras import import_extra
 
 Advance = Callable[[int], None]
 
@@ -176,10 +177,4 @@ def _named_errors(path: Path, kind: str) -> Iterator[None]:
 
 
 def _pyarrow(module: str, path: Path) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"'{path}' is read by pyarrow, which is not installed: pip install "
-            "'jaxpar[data]'."
-        ) from error
+    return import_extra(module, f"{str(path)!r}")

@@ -40,7 +40,6 @@ class Windows:
 
     def __init__(self, tokens: Tokens, *, seq_len: int):
         check_seq_len(seq_len)
-        check_mask(tokens)
         if len(tokens) <= seq_len:
             raise ValueError(
                 f"tokens: the corpus has {len(tokens):,} tokens, but a window of "
@@ -116,11 +115,8 @@ def read_ids(tokens: Tokens, start: int, stop: int) -> Int32[np.ndarray, "_"]:
 
 
 def corpus_identity(tokens: Tokens) -> dict[str, Any]:
-    """Name a corpus by its hashes, as JSON's types; reads all of it."""
-    identity = {"num_tokens": len(tokens), "sha256": tokens.sha256}
-    if tokens.loss_mask is not None:
-        identity["loss_mask_sha256"] = array_sha256(tokens.loss_mask)
-    return identity
+    """Name a corpus by its hash, as JSON's types; reads all of it."""
+    return {"num_tokens": len(tokens), "sha256": tokens.sha256}
 
 
 def array_sha256(array: np.ndarray) -> str:
@@ -133,14 +129,4 @@ def check_seq_len(seq_len: int) -> None:
     if seq_len < 1:
         raise ValueError(
             f"seq_len={seq_len} must be at least 1; give a positive number."
-        )
-
-
-def check_mask(tokens: Tokens) -> None:
-    """Raise if a loss mask does not have one entry per token."""
-    mask = tokens.loss_mask
-    if mask is not None and mask.shape != (len(tokens),):
-        raise ValueError(
-            f"tokens: loss_mask has shape {mask.shape}, but the corpus has "
-            f"{len(tokens):,} tokens; give one entry per token, 1 where it is learned."
         )

@@ -40,7 +40,7 @@ from jaxpar.step.precision import Precision, frozen_dtype, make_precision
 from jaxpar.step.row_draws import (
     SIZE_ERRORS,
     AsTraced,
-    Rows,
+    BatchRows,
     ShardKey,
     random_notes,
     row_dims,
@@ -227,7 +227,7 @@ def trace_loss(
     if isinstance(rows.batch, OnePack):  # A pack has its own key on any mesh.
         found = loss, training, jaxpr, coupled, draws, ()
         return LossTrace(*found, averages=False, without_gradient=unused)
-    dims = row_dims(draws, keyed, key, Rows(num_rows(rows), twice))
+    dims = row_dims(draws, keyed, key, BatchRows(num_rows(rows), twice))
     notes = random_notes(draws, dims)
     averages = bool(means)
     return LossTrace(loss, training, jaxpr, coupled, draws, notes, averages, unused)

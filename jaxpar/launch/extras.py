@@ -8,9 +8,11 @@ import importlib
 from typing import Any
 
 PACKAGES = {
+    "PIL": ("pillow", "images"),
     "cryptography": ("cryptography", "certs"),
     "matplotlib": ("matplotlib", "plot"),
     "mlflow": ("mlflow-skinny", "mlflow"),
+    "pyarrow": ("pyarrow", "data"),
     "ray": ("ray", "ray"),
     "tensorboardX": ("tensorboardX", "tensorboard"),
     "wandb": ("wandb", "wandb"),

@@ -21,7 +21,7 @@ from jaxpar.pipeline.stages import Stages
 from jaxpar.step.gradients import microbatch_rows
 from jaxpar.step.inputs import Inputs, num_rows, twice_the_rows
 from jaxpar.step.loss import Loss, Sums, loss_sums
-from jaxpar.step.row_draws import Draws, Rows, ShardKey
+from jaxpar.step.row_draws import BatchRows, Draws, ShardKey
 from jaxpar.types import Params, PyTree
 
 HeadParams = tuple[Params, dict[str, jax.Array]]
@@ -82,7 +82,7 @@ class StageFunctions:
         def twice() -> tuple:
             return variables, twice_the_rows(rows)
 
-        args, own = (variables, rows), Rows(num_rows(rows), twice)
+        args, own = (variables, rows), BatchRows(num_rows(rows), twice)
         return self.draws.call(self._embed, key.fold_in(index), args, own)
 
     def head(
@@ -103,13 +103,13 @@ class StageFunctions:
             wide = twice_the_rows(rows)
             return variables, self.hidden_of(wide), wide
 
-        args, own = (variables, hidden, rows), Rows(num_rows(rows), twice)
+        args, own = (variables, hidden, rows), BatchRows(num_rows(rows), twice)
         return self.draws.call(self._head, key.fold_in(index), args, own)
 
     def call(self, inputs: Inputs, index: jax.Array, key: ShardKey) -> Call:
         """The arguments with which the loss function calls the model."""
         rows, key = self.rows(inputs, index), key.fold_in(index)
-        own = Rows(num_rows(rows), lambda: (twice_the_rows(rows),))
+        own = BatchRows(num_rows(rows), lambda: (twice_the_rows(rows),))
         return self.draws.call(self.call_of, key, (rows,), own)
 
     def call_of(self, key: jax.Array, rows: Inputs) -> Call:
@@ -226,7 +226,7 @@ class SectionFunctions:
             own = jax.eval_shape(whole.call_of, key.key, wide)
             return variables, whole.hidden_of(wide, before=self.section), own
 
-        args, own = (variables, hidden, call), Rows(num_rows(rows), twice)
+        args, own = (variables, hidden, call), BatchRows(num_rows(rows), twice)
         run = functools.partial(whole._between, self.section)
         return whole.draws.call(run, key.fold_in(index), args, own)
 
@@ -251,7 +251,9 @@ class SectionFunctions:
                 return (params, state), self._hidden_of(wide), number, call_of
 
             args = (params, state), hidden, number, call
-            out = whole.draws.call(self._block, key, args, Rows(num_rows(rows), twice))
+            out = whole.draws.call(
+                self._block, key, args, BatchRows(num_rows(rows), twice)
+            )
             if self.stages.idle_places:
                 return optax.tree.where(is_run, out, (hidden, state))
             return out

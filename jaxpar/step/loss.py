@@ -23,7 +23,7 @@ from jaxpar.step.inputs import (
     twice_the_rows,
     unwrapped,
 )
-from jaxpar.step.row_draws import Draws, Rows
+from jaxpar.step.row_draws import BatchRows, Draws
 from jaxpar.step.weighted import (
     Max,
     Reduced,
@@ -188,7 +188,7 @@ def make_loss(
         if isinstance(inputs.batch, KeyedPacks):
             call = functools.partial(loss_of, leaves=leaves)
             return over_packs(call, model_state, shard_key.key, inputs)
-        rows = Rows(num_rows(inputs), twice)
+        rows = BatchRows(num_rows(inputs), twice)
         return draws.call(loss_of, shard_key, (leaves, model_state, inputs), rows)
 
     return redrawn

@@ -53,7 +53,7 @@ class Draws(Protocol):
     """How a loss function's random numbers are drawn."""
 
     def call(
-        self, fn: Callable[..., Any], key: ShardKey, args: tuple, rows: "Rows"
+        self, fn: Callable[..., Any], key: ShardKey, args: tuple, rows: "BatchRows"
     ) -> Any:
         """Call ``fn(key, *args)``, a pure function of arrays.
 
@@ -67,7 +67,7 @@ class Draws(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class BatchRows:
     """The number of rows of some arguments, and their shapes with twice as many rows.
 
     Attributes:
@@ -84,7 +84,7 @@ class AsTraced:
     """Leave the draws as traced: for all rows at once, or for shapes only."""
 
     def call(
-        self, fn: Callable[..., Any], key: ShardKey, args: tuple, rows: Rows
+        self, fn: Callable[..., Any], key: ShardKey, args: tuple, rows: BatchRows
     ) -> Any:
         """See `Draws`."""
         del rows
@@ -102,7 +102,7 @@ class OwnRows:
     num_shards: int
 
     def call(
-        self, fn: Callable[..., Any], key: ShardKey, args: tuple, rows: Rows
+        self, fn: Callable[..., Any], key: ShardKey, args: tuple, rows: BatchRows
     ) -> Any:
         """See `Draws`."""
         closed, shapes = traced(fn, key.key, args)
@@ -174,7 +174,7 @@ def traced(
 
 
 def row_dims(
-    draws: Sequence[Draw], fn: Callable[..., Any], key: Any, rows: Rows
+    draws: Sequence[Draw], fn: Callable[..., Any], key: Any, rows: BatchRows
 ) -> dict[Path, int | None]:
     """Find the dim of each draw that counts rows.
 
@@ -356,7 +356,7 @@ class OfParts:
     record: Callable[[bool], None]
 
     def call(
-        self, fn: Callable[..., Any], key: ShardKey, args: tuple, rows: Rows
+        self, fn: Callable[..., Any], key: ShardKey, args: tuple, rows: BatchRows
     ) -> Any:
         """See `Draws`."""
         step_key = key.key if key.step_key is None else key.step_key

@@ -41,16 +41,7 @@ def test_identity_is_of_the_tokens_and_the_mask():
     }
     masked = Windows(make_tokens(loss_mask=mask), seq_len=5).identity()
     other = Windows(make_tokens(loss_mask=mask * 0), seq_len=5).identity()
-    assert masked != other
-    assert masked | plain == masked
-
-
-def test_mask_of_another_length_raises():
-    mask = np.ones(16, np.uint8)
-    with pytest.raises(
-        ValueError, match=r"shape \(16,\), but the corpus has 17 tokens"
-    ):
-        Windows(make_tokens(loss_mask=mask), seq_len=5)
+    assert len({each["sha256"] for each in (plain, masked, other)}) == 3
 
 
 def test_corpus_without_a_window_raises():
