@@ -64,6 +64,28 @@ def test_shapes_and_dtypes_are_those_of_the_abstract_state():
     assert given == own
 
 
+def test_initial_parameters_of_equal_layers_are_those_of_jitted_flax_to_the_bit():
+    class Deep(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([nnx.Linear(256, 256, rngs=rngs) for _ in range(6)])
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    engine = make_engine(3, model=Deep, seed=7)
+    placement = engine.placement
+    key = jax.random.split(jax.random.key(7))[0]
+    places = jax.tree.leaves(placement.shardings.params)
+    right = jax.jit(
+        lambda key: jax.tree.leaves(nnx.split(Deep(nnx.Rngs(key)), nnx.Param)[1]),
+        out_shardings=places,
+    )(key)
+    for leaf, own in zip(jax.tree.leaves(engine.state.params), right, strict=True):
+        np.testing.assert_array_equal(leaf, own)
+
+
 @pytest.mark.parametrize("optimizer", [ADAMW, FUSED], ids=["optax", "fused"])
 def test_initial_state_is_that_of_flax_and_optax_from_the_seed(optimizer):
     engine = make_engine(1, optimizer, seed=5, precision="bf16")

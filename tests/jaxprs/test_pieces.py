@@ -1,0 +1,131 @@
+"""Are outputs computed piece by piece those of one program, and equal pieces shared?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.jaxprs.pieces import split
+
+INITIALIZERS = {
+    "lecun_normal": nnx.initializers.lecun_normal(),
+    "glorot_uniform": nnx.initializers.glorot_uniform(),
+    "normal": nnx.initializers.normal(0.02),
+    "orthogonal": nnx.initializers.orthogonal(),
+    "ones": nnx.initializers.ones,
+}
+
+
+def layers(initializer, count: int = 3):
+    def make(key):
+        made = [
+            initializer(jax.random.fold_in(key, number), (96, 64), jnp.float32)
+            for number in range(count)
+        ]
+        return {"params": made, "opt_state": optax.adam(1.0).init(made), "key": key}
+
+    return make
+
+
+def on_devices(fn, *args, spec):
+    mesh = jax.make_mesh((8,), ("data",))
+
+    def placed(x):
+        return NamedSharding(mesh, spec if x.ndim == 2 else P())
+
+    return jax.tree.map(placed, jax.eval_shape(fn, *args))
+
+
+def assert_same_bits(given, right):
+    for one, other in zip(jax.tree.leaves(given), jax.tree.leaves(right), strict=True):
+        assert one.dtype == other.dtype
+        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+            one, other = jax.random.key_data(one), jax.random.key_data(other)
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "impl"),
+    [*((name, "threefry2x32") for name in INITIALIZERS), ("normal", "rbg")],
+)
+def test_numbers_are_those_of_one_program_to_the_bit(name, impl):
+    make, key = layers(INITIALIZERS[name]), jax.random.key(3, impl=impl)
+    places = on_devices(make, key, spec=P("data"))
+    pieces = split(make, key)
+    found = pieces.run([key], places, one_by_one=False)
+    assert_same_bits(found, jax.jit(make, out_shardings=places)(key))
+    assert jax.tree.map(lambda x: x.sharding, found) == places
+
+
+def test_deeper_models_need_no_more_programs():
+    """Of three shapes of Flax's own layers, each with moments."""
+
+    def make(key, depth):
+        rngs, sizes = nnx.Rngs(key), (64, 128, 64)
+        model = nnx.List(
+            [nnx.Linear(*sizes[n % 2 :][:2], rngs=rngs) for n in range(depth)]
+        )
+        params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        return params, optax.adam(1.0).init(params)
+
+    key = jax.random.key(0)
+    shallow, deep = (split(lambda key, n=n: make(key, n), key) for n in (2, 12))
+    assert len(deep.pieces) > 5 * shallow.num_programs
+    assert deep.num_programs == shallow.num_programs
+
+
+def test_an_output_of_a_piece_is_never_whole_on_a_device():
+    make, key = layers(INITIALIZERS["lecun_normal"], 1), jax.random.key(0)
+    places = on_devices(make, key, spec=P("data"))
+    pieces, shardings = split(make, key), jax.tree.leaves(places)
+    texts = []
+    for piece in pieces.pieces:
+        own = [shardings[number] for number in piece.outs]
+        ins = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in piece.ins]
+        program = jax.jit(pieces.function(piece), out_shardings=own).lower(*ins)
+        texts.append(program.compile().as_text())
+    assert sum("f32[12,64]" in text for text in texts) == 3
+    assert not any("[96,64]" in text for text in texts)
+
+
+def test_outputs_that_share_a_large_array_are_one_piece():
+    def make(key):
+        one, other = jax.random.normal(key, (2, 96, 64))
+        return one, one * 2.0, jnp.ones((96, 64)), other, key
+
+    pieces = split(make, jax.random.key(0))
+    assert sorted(piece.outs for piece in pieces.pieces) == [(0, 1, 3), (2,), (4,)]
+
+
+@pytest.mark.parametrize("differs", ["constant", "literal", "function"])
+def test_pieces_that_differ_have_their_own_numbers(differs):
+    tables = [np.full((96, 64), n, np.float32) for n in range(2)]
+
+    def make(key):
+        def one(number):
+            drawn = jax.random.normal(jax.random.fold_in(key, number), (96, 64))
+            if differs == "constant":
+                return drawn + tables[number]
+            if differs == "literal":
+                return drawn * (number - 0.0) * -1.0
+            return jax.jit([jnp.sin, jnp.cos][number])(drawn)
+
+        return [one(0), one(1)]
+
+    key, here = jax.random.key(0), SingleDeviceSharding(jax.devices()[0])
+    pieces = split(make, key)
+    assert pieces.num_programs == (1 if differs == "constant" else 2)
+    found = pieces.run([key], [here, here], one_by_one=True)
+    assert_same_bits(found, jax.jit(make)(key))
+
+
+def test_a_function_that_prints_is_not_split(capfd):
+    def make(key):
+        jax.debug.print("made")
+        return jax.random.normal(key)
+
+    assert split(make, jax.random.key(0)) is None
