@@ -2,7 +2,7 @@
 
 XLA's time to compile a program grows with its operations, also where a model without a
 scan initialises the same layer 24 times. `split` finds the outputs that share no large
-array, and `Pieces.run` computes them apart: pieces that are equal but for their keys
+array, and `Pieces.run` computes them apart: pieces that are equal but for their inputs
 share one compiled program. Each output has its sharding there, as in one program.
 
 Keys and small integers are computed before, operation by operation: they are exact in
@@ -11,6 +11,7 @@ one program.
 """
 
 import dataclasses
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -33,7 +34,7 @@ _IN_FLIGHT = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class JaxprPiece:
     """Some outputs of a traced function, and what computes them.
 
     Attributes:
@@ -60,14 +61,14 @@ class Pieces:
 
     closed: core.ClosedJaxpr
     exact: tuple[core.JaxprEqn, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[JaxprPiece, ...]
     structure: Any
 
-    def run(self, args: Sequence[Any], places: PyTree, *, one_by_one: bool) -> PyTree:
+    def run(self, *args: PyTree, places: PyTree, one_by_one: bool) -> PyTree:
         """Compute the function.
 
         Args:
-          args: its arguments, flat.
+          *args: its arguments.
           places: the sharding of every output.
           one_by_one: whether each piece is finished before the next begins.
 
@@ -76,21 +77,19 @@ class Pieces:
         """
         jaxpr = self.closed.jaxpr
         env = dict(zip(jaxpr.constvars, self.closed.consts, strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
+        env.update(zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
         for eqn in self.exact:
             outs = bind(eqn, [read(env, atom) for atom in eqn.invars])
             env.update(zip(eqn.outvars, outs, strict=True))
         shardings = jax.tree.leaves(places)
-        programs: dict[Hashable, Callable[..., list]] = {}
         made: dict[int, jax.Array] = {}
         running: deque[list] = deque()
-        for piece in self.pieces:
-            own = [shardings[number] for number in piece.outs]
-            asked = self._structural(piece), tuple(own)
-            if asked not in programs:
-                run = self.function(piece)
-                programs[asked] = jax.jit(run, out_shardings=own)
-            outs = programs[asked](*[env[var] for var in piece.ins])
+        for piece, same in zip(self.pieces, self._structures, strict=True):
+            own = tuple(shardings[number] for number in piece.outs)
+            if (same, own) not in self._programs:
+                jitted = jax.jit(self.function(piece), out_shardings=list(own))
+                self._programs[same, own] = jitted
+            outs = self._programs[same, own](*[env[var] for var in piece.ins])
             made.update(zip(piece.outs, outs, strict=True))
             running.append(outs)
             if one_by_one or len(running) > _IN_FLIGHT:
@@ -102,24 +101,50 @@ class Pieces:
     @property
     def num_programs(self) -> int:
         """How many pieces differ, were their outputs sharded alike."""
-        return len({self._structural(piece) for piece in self.pieces})
+        return len(set(self._structures))
 
-    def _structural(self, piece: Piece) -> Hashable:
+    @functools.cached_property
+    def _structures(self) -> list[Hashable]:
+        """By piece, a value that is the same where only the inputs differ."""
+        outs = self.closed.jaxpr.outvars
+        return [
+            _structural_of(x.ins, x.eqns, [outs[n] for n in x.outs])
+            for x in self.pieces
+        ]
+
+    @functools.cached_property
+    def _programs(self) -> dict[Hashable, Callable[..., list]]:
+        return {}
+
+    def function(self, piece: JaxprPiece) -> Callable[..., list]:
+        """A piece as a function of `JaxprPiece.ins`."""
         results = [self.closed.jaxpr.outvars[number] for number in piece.outs]
-        return _structural_of(piece.ins, piece.eqns, results)
 
-    def function(self, piece: Piece) -> Callable[..., list]:
-        """A piece as a function of `Piece.ins`."""
-        results = [self.closed.jaxpr.outvars[number] for number in piece.outs]
-
-        def init_piece(*ins: Any) -> list:
+        def piece_of(*ins: Any) -> list:
             env: dict[Any, Any] = dict(zip(piece.ins, ins, strict=True))
             for eqn in piece.eqns:
                 outs = bind(eqn, [read(env, atom) for atom in eqn.invars])
                 env.update(zip(eqn.outvars, outs, strict=True))
             return [jnp.asarray(read(env, atom)) for atom in results]
 
-        return init_piece
+        return piece_of
+
+
+def jit_in_pieces(
+    fn: Callable[..., PyTree], *args: Any, out_shardings: PyTree, one_by_one: bool
+) -> Callable[..., PyTree]:
+    """Compile a function piece by piece if that takes half the programs, or at once.
+
+    Args:
+      fn: takes and returns pytrees of arrays.
+      *args: its arguments, or their shapes.
+      out_shardings: the sharding of every output.
+      one_by_one: whether each piece is finished before the next begins.
+    """
+    pieces = split(fn, *args)
+    if pieces is None or len(pieces.pieces) < 2 * pieces.num_programs:
+        return jax.jit(fn, out_shardings=out_shardings)
+    return functools.partial(pieces.run, places=out_shardings, one_by_one=one_by_one)
 
 
 def split(fn: Callable[..., PyTree], *args: Any) -> Pieces | None:
@@ -139,9 +164,9 @@ def split(fn: Callable[..., PyTree], *args: Any) -> Pieces | None:
     before = {*jaxpr.invars, *jaxpr.constvars}
     exact, others = [], {}
     for number, eqn in enumerate(jaxpr.eqns):
-        if all(_is_literal(x) or x in before for x in eqn.invars) and all(
-            map(_is_exact, eqn.outvars)
-        ):
+        reads = [x for x in eqn.invars if not _is_literal(x)]
+        is_first = before.issuperset(reads)
+        if is_first and all(map(_is_exact, [*reads, *eqn.outvars])):
             exact.append(eqn)
             before.update(eqn.outvars)
         else:
@@ -212,12 +237,12 @@ def _piece(
     outs: tuple[int, ...],
     numbers: Collection[int],
     before: Collection[core.Var],
-) -> Piece:
+) -> JaxprPiece:
     eqns = tuple(jaxpr.eqns[number] for number in sorted(numbers))
     read_by = [*(atom for eqn in eqns for atom in eqn.invars)]
     read_by += [jaxpr.outvars[number] for number in outs]
     ins = dict.fromkeys(x for x in read_by if not _is_literal(x) and x in before)
-    return Piece(outs, eqns, tuple(ins))
+    return JaxprPiece(outs, eqns, tuple(ins))
 
 
 # When two pieces are equal.

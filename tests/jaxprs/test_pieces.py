@@ -56,7 +56,7 @@ def test_numbers_are_those_of_one_program_to_the_bit(name, impl):
     make, key = layers(INITIALIZERS[name]), jax.random.key(3, impl=impl)
     places = on_devices(make, key, spec=P("data"))
     pieces = split(make, key)
-    found = pieces.run([key], places, one_by_one=False)
+    found = pieces.run(key, places=places, one_by_one=False)
     assert_same_bits(found, jax.jit(make, out_shardings=places)(key))
     assert jax.tree.map(lambda x: x.sharding, found) == places
 
@@ -119,7 +119,7 @@ def test_pieces_that_differ_have_their_own_numbers(differs):
     key, here = jax.random.key(0), SingleDeviceSharding(jax.devices()[0])
     pieces = split(make, key)
     assert pieces.num_programs == (1 if differs == "constant" else 2)
-    found = pieces.run([key], [here, here], one_by_one=True)
+    found = pieces.run(key, places=[here, here], one_by_one=True)
     assert_same_bits(found, jax.jit(make)(key))
 
 
