@@ -1,12 +1,16 @@
 """What does ``jaxpar plan`` do: one recipe on a target, or the best of many choices."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.console import Console
+from rich.status import Status
+
+from jaxpar.progress import waiting
 
 if TYPE_CHECKING:
     from jaxpar.planner.choices import Choice
@@ -80,12 +84,12 @@ def _plan(args: ShowPlan, console: Console) -> None:
     from jaxpar.planner.recipe_search import what_would_fit  # noqa: PLC0415
     from jaxpar.show.search import show_tried  # noqa: PLC0415
 
-    with console.status(f"compiling {args.recipe.name} for {args.target}"):
+    with waiting(f"compiling {args.recipe.name} for {args.target}"):
         plan = plan_in_subprocess(args.recipe, args.target, args.flags)
     _write(args, plan, plan.as_json())
     show(plan, console, tokens=args.tokens)
     if plan.fits is False and args.fix:
-        with console.status("compiling what may fit") as status:
+        with _status(console, "compiling what may fit") as status:
             tried = what_would_fit(
                 args.recipe, plan, args.flags, report=_reporter(status.update)
             )
@@ -97,7 +101,7 @@ def _search(args: ShowPlan, console: Console) -> None:
     from jaxpar.planner.recipe_search import search_recipe, smallest_target  # noqa: PLC0415
     from jaxpar.show.search import as_json, show_search  # noqa: PLC0415
 
-    with console.status(f"surveying {args.recipe.name} on {args.target}") as status:
+    with _status(console, f"surveying {args.recipe.name} on {args.target}") as status:
         found = search_recipe(
             args.recipe,
             args.target,
@@ -115,7 +119,7 @@ def _search(args: ShowPlan, console: Console) -> None:
         show(plan, console, tokens=args.tokens)
         return
     _write(args, None, as_json(found))
-    with console.status("looking for the smallest target that fits") as status:
+    with _status(console, "looking for the smallest target that fits") as status:
         larger = smallest_target(
             args.recipe, args.target, args.flags, report=_reporter(status.update)
         )
@@ -126,6 +130,14 @@ def _search(args: ShowPlan, console: Console) -> None:
         f"smallest target that fits is {larger[0]}: "
         f"{' '.join(larger[1].flags(found.survey.knobs))}"
     )
+
+
+@contextlib.contextmanager
+def _status(console: Console, text: str) -> Iterator[Status]:
+    """A live line in a terminal, whose text may change; else as `waiting`."""
+    shown = not console.is_terminal
+    with waiting(text, shown=shown), console.status(text) as status:
+        yield status
 
 
 def _reporter(say: Callable[[str], object]) -> "Callable[[Choice, Plan | str], None]":

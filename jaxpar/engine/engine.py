@@ -145,7 +145,7 @@ class Engine(CompiledStep):
             )
             # First drop the view: with a fused optimizer it holds arrays of its own.
             self._view, self._number, before = None, self._number + 1, self._leaves
-            self._leaves, metrics, exhausted = own.program.step(before, placed)
+            self._leaves, metrics, exhausted = own.stepped(before, placed)
             discard(before)
             watched = (metrics["loss"], metrics["skipped"], *exhausted)
             self._ahead.add(Dispatched(f"step {self._number}", *watched, loss=loss))
@@ -172,7 +172,7 @@ class Engine(CompiledStep):
             ]
             given = own.focus.get(jax.tree.unflatten(self._structure, leaves))
             own.program.loss_check.before_call(lambda: given, placed, self._ahead)
-            new, metrics, _ = own.program.step(leaves, placed)
+            new, metrics, _ = own.stepped(leaves, placed)
             self._ahead.add(Dispatched("a train_step", metrics["loss"]))
             packed = jax.tree.unflatten(self._structure, new)
             return self.placement.unpack(packed), metrics

@@ -6,6 +6,7 @@ It checks everything that can be checked before compiling.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from jaxpar.compiled.xla_flags import Value
@@ -19,6 +20,7 @@ from jaxpar.model.bridge import UnderAxisRules, make_network
 from jaxpar.model.trainable import Trainable
 from jaxpar.optim.make_update import Optimizer
 from jaxpar.pipeline.schedules.table import Schedule
+from jaxpar.progress import waiting
 from jaxpar.sharding.rules import Rules
 from jaxpar.sharding.zero import zero_stage
 from jaxpar.step.carried import Carried
@@ -139,13 +141,16 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
         xla_options=xla_options,
     )
     make = make_several if isinstance(model, Mapping) else _make_one
-    made = make(run, arguments)
+    shown = jax.process_index() == 0
+    with waiting("tracing the model", shown=shown):
+        made = make(run, arguments)
     arguments = {**arguments, **made.arguments}
     losses = {
         name: make_loss_step(made.placement, made.steps[name], focus, arguments)
         for name, focus in made.focuses.items()
     }
-    state = made.placement.initial_state(made.init, seed)
+    with waiting("initialising the state", shown=shown):
+        state = made.placement.initial_state(made.init, seed)
     return Engine(made.network, made.placement, losses, state, arguments)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from jaxpar.engine.compiled_step import CompiledStep
+from jaxpar.engine.compiling import compiling
 from jaxpar.engine.focus import Focus
 from jaxpar.engine.make_step import MadeStep
 from jaxpar.engine.placement import Placement
@@ -47,11 +48,22 @@ class LossStep(CompiledStep):
         super().__init__(placement, made.spec, arguments, seen=made.placement)
         self.name = focus.name
         self.batch_spec, self.focus, self.program = made.batch_spec, focus, program
+        self._is_compiled = False
 
     def traces(self) -> Mapping[str, jax.stages.Traced]:
         """See `CompiledStep`."""
         leaves = jax.tree.leaves(self.placement.packed)
         return self.program.step.traces(leaves, self.batch_spec.structs())
+
+    def stepped(self, leaves: list[jax.Array], batch: Batch) -> Any:
+        """Take a step, as `StepProgram`; the first one says that it compiles."""
+        if self._is_compiled:
+            return self.program.step(leaves, batch)
+        platform = self.placement.mesh.devices.flat[0].platform
+        with compiling(self.program.step, leaves, batch, platform=platform):
+            found = self.program.step(leaves, batch)
+        self._is_compiled = True
+        return found
 
     def evaluated(
         self,

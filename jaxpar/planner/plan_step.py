@@ -27,6 +27,7 @@ from jaxpar.planner.roofline import Work, estimate
 from jaxpar.planner.subprocess import call
 from jaxpar.planner.targets import Target, parse_target
 from jaxpar.planner.work import Traffic, link_bytes, memory_traffic
+from jaxpar.progress import waiting
 
 
 def plan(
@@ -61,7 +62,8 @@ def plan(
     sizes = engine.placement.mesh.shape
     shape = mesh or MeshShape(**{**sizes, DATA: -1})
     args = (engine.arguments, target, shape, tokens_per_step, engine.name)
-    return call(f"{__name__}:plan_elsewhere", *args, what=f"plan on {target}")
+    with waiting(f"planning on {target}"):
+        return call(f"{__name__}:plan_elsewhere", *args, what=f"plan on {target}")
 
 
 def plan_elsewhere(

@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 
 from jaxpar.jaxprs.draws import Draw
 from jaxpar.mesh import PIPE, are_present, batch_axes
+from jaxpar.progress import waiting
 from jaxpar.step.inputs import Inputs, OnePack, map_rows, num_rows
 from jaxpar.step.loss import Sums
 from jaxpar.step.row_draws import SIZE_ERRORS, can_be_of_parts
@@ -118,7 +119,9 @@ class LossCheck(NoCheck):
         queue.finish_before_others()
         kept = state()
         given = (kept.weights, kept.model_state, batch, kept.step, kept.key)
-        wrong, noise = self._wrong(given)
+        shown = jax.process_index() == 0
+        with waiting(f"checking that {self._argument} is a mean", shown=shown):
+            wrong, noise = self._wrong(given)
         if "loss" in wrong:
             raise ValueError(self._refusal(wrong["loss"], (*given, noise)))
         self._calls += 1  # Not before: a rejected loss is checked again.

@@ -1,12 +1,15 @@
 """Does `jaxpar plan` refuse early, write what was asked for, and tell each step?"""
 
+import io
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from jaxpar import progress
 from jaxpar.cli import plan as module
 from jaxpar.cli.main import main
 from jaxpar.cli.plan import ShowPlan, show_plan
@@ -107,3 +110,14 @@ def test_each_compiled_step_is_told_in_a_line() -> None:
         "data 4: 75.0 GB, does not fit",
         "data 2: failed: RESOURCE_EXHAUSTED: no memory",
     ]
+
+
+def test_a_search_into_a_file_says_on_standard_error_what_it_does(
+    capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
+    out = io.StringIO()
+    with module._status(Console(file=out), "surveying gpt.py on cpu:8"):
+        pass
+    assert out.getvalue() == ""
+    assert "surveying gpt.py on cpu:8: 0 s" in capsys.readouterr().err
