@@ -185,8 +185,8 @@ class WithNoise:
 
     def __call__(self, weights: tuple[PyTree, Params], *given: Any) -> Any:
         """As `program` on packed weights; the last of `given` is the noise's amount."""
-        *given, amount = given
-        return self.program((self.noise(weights[0], amount), weights[1]), *given)
+        noised = self.noise(weights[0], given[-1]), weights[1]
+        return self.program(noised, *given[:-1])
 
 
 def _forward_of(

@@ -164,7 +164,7 @@ def split(fn: Callable[..., PyTree], *args: Any) -> Pieces | None:
     before = {*jaxpr.invars, *jaxpr.constvars}
     exact, others = [], {}
     for number, eqn in enumerate(jaxpr.eqns):
-        reads = [x for x in eqn.invars if not _is_literal(x)]
+        reads = _variables(eqn.invars)
         is_first = before.issuperset(reads)
         if is_first and all(map(_is_exact, [*reads, *eqn.outvars])):
             exact.append(eqn)
@@ -182,6 +182,10 @@ def split(fn: Callable[..., PyTree], *args: Any) -> Pieces | None:
 
 def _is_literal(atom: Any) -> bool:
     return isinstance(atom, core.Literal)
+
+
+def _variables(atoms: Sequence[Any]) -> list[core.Var]:
+    return [atom for atom in atoms if not _is_literal(atom)]
 
 
 def _is_exact(var: core.Var) -> bool:
@@ -241,7 +245,7 @@ def _piece(
     eqns = tuple(jaxpr.eqns[number] for number in sorted(numbers))
     read_by = [*(atom for eqn in eqns for atom in eqn.invars)]
     read_by += [jaxpr.outvars[number] for number in outs]
-    ins = dict.fromkeys(x for x in read_by if not _is_literal(x) and x in before)
+    ins = dict.fromkeys(x for x in _variables(read_by) if x in before)
     return JaxprPiece(outs, eqns, tuple(ins))
 
 
