@@ -8,7 +8,7 @@ from jax.profiler import ProfileData
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.compiled.trace import read_trace
+from jaxpar.compiled.trace import Trace, read_trace
 
 # As the format is documented (tsl/profiler/protobuf/xplane.proto) and XLA's GPU tracer
 # fills it: a plane a device, a line a stream, and the instruction's name as a stat. No
@@ -60,12 +60,53 @@ planes {
 }
 """
 
+# As XLA:CPU writes an operation that returns before it is done: its end is an event of
+# another thread, with the same number.
+CPU = """
+planes {
+  name: "/host:CPU"
+  lines {
+    name: "tf_XLAPjRtCpuClient/1" timestamp_ns: 1000
+    events {
+      metadata_id: 1 offset_ps: 0 duration_ps: 1000000
+      stats { metadata_id: 1 str_value: "dot.1" }
+      stats { metadata_id: 2 str_value: "jit_flat_step" }
+      stats { metadata_id: 3 int64_value: 5 }
+      stats { metadata_id: 4 uint64_value: 77 }
+    }
+  }
+  lines {
+    name: "tf_XLAEigen/2" timestamp_ns: 1000
+    events {
+      metadata_id: 2 offset_ps: 6000000 duration_ps: 100
+      stats { metadata_id: 5 uint64_value: 77 }
+    }
+  }
+  event_metadata { key: 1 value { id: 1 name: "dot.1" } }
+  event_metadata { key: 2 value { id: 2 name: "end: dot.1" } }
+  stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
+  stat_metadata { key: 2 value { id: 2 name: "hlo_module" } }
+  stat_metadata { key: 3 value { id: 3 name: "device_ordinal" } }
+  stat_metadata { key: 4 value { id: 4 name: "_p" } }
+  stat_metadata { key: 5 value { id: 5 name: "_c" } }
+}
+"""
+
+
+def read(text: str, *annotations: str) -> Trace:
+    data = ProfileData.text_proto_to_serialized_xspace(text)
+    return read_trace(ProfileData.from_serialized_xspace(data), annotations, "train")
+
+
+def test_operation_of_a_cpu_lasts_until_its_end_event():
+    trace = read(CPU)
+    (op,) = trace.devices["cpu:5"]
+    assert (op.op, op.program) == ("dot.1", "jit_flat_step")
+    assert (op.start, op.end) == (pytest.approx(1e-6), pytest.approx(7e-6, rel=1e-3))
+
 
 def test_kernels_of_a_gpu_are_read_from_its_streams():
-    data = ProfileData.from_serialized_xspace(
-        ProfileData.text_proto_to_serialized_xspace(GPU)
-    )
-    trace = read_trace(data, ["loop/data", "loop/save"], "train")
+    trace = read(GPU, "loop/data", "loop/save")
     (ops,) = trace.devices.values()
     found = sorted((op.op, op.program, op.start, op.end) for op in ops)
     microseconds = [(name, program, a * 1e6, b * 1e6) for name, program, a, b in found]
