@@ -36,6 +36,16 @@ def test_extra_of_a_package_installs_it(module):
     assert package in extras()[extra]
 
 
+def test_nothing_else_reports_a_missing_package():
+    """But for compilers, which are of no package that jaxpar imports."""
+    found = {
+        file.relative_to(ROOT / "jaxpar").as_posix()
+        for file in (ROOT / "jaxpar").rglob("*.py")
+        if "raise ModuleNotFoundError" in file.read_text()
+    }
+    assert found == {"launch/extras.py", "planner/absent_devices.py"}
+
+
 def test_package_that_is_there_is_imported():
     assert import_extra("matplotlib.figure", "--png").__name__ == "matplotlib.figure"
 
