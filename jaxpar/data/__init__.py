@@ -8,7 +8,7 @@ from jaxpar.data.images import ImageFolder
 from jaxpar.data.loader import Loader
 from jaxpar.data.mixture import Mixture
 from jaxpar.data.packing import PackedDocuments, packed_shapes
-from jaxpar.data.rows import Rows
+from jaxpar.data.rows import RowSource
 from jaxpar.data.stdlib import stdlib_source
 from jaxpar.data.tokens import Tokens
 from jaxpar.data.windows import Windows
@@ -21,7 +21,7 @@ __all__ = [
     "Loader",
     "Mixture",
     "PackedDocuments",
-    "Rows",
+    "RowSource",
     "Tokens",
     "Windows",
     "encode",

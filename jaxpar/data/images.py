@@ -11,7 +11,7 @@ import os
 import struct
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ class ImageFolder:
     def __len__(self) -> int:
         return len(self.files)
 
-    def read(self, numbers: Sequence[int]) -> dict[str, np.ndarray]:
+    def read(self, numbers: Collection[int]) -> dict[str, np.ndarray]:
         """Read and decode images, in parallel."""
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
             rows = list(threads.map(self._row, numbers))

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxpar.data.left_out import LeftOut
 from jaxpar.data.position import row_to_go_on_at
-from jaxpar.data.rows import Rows
+from jaxpar.data.rows import RowSource
 from jaxpar.data.tokens import Tokens
 from jaxpar.data.windows import Windows
 
@@ -45,7 +45,7 @@ class Loader:
 
     def __init__(
         self,
-        source: Tokens | Rows,
+        source: Tokens | RowSource,
         *,
         batch_size: int,
         seq_len: int | None = None,
@@ -61,7 +61,7 @@ class Loader:
         Args:
           source: a corpus, or rows: `jaxpar.data.PackedDocuments`,
             `jaxpar.data.Mixture`, `jaxpar.data.ImageFolder` or your own
-            (`jaxpar.data.Rows`).
+            (`jaxpar.data.RowSource`).
           batch_size: rows of the global batch, over all processes.
           seq_len: of a corpus: targets per row; a row has one token more.
           seed: of the order, a non-negative integer.
@@ -234,7 +234,7 @@ class _Batches:
 
     def __init__(
         self,
-        source: Rows,
+        source: RowSource,
         *,
         order: grain.MapDataset,
         left_out: LeftOut,
@@ -255,7 +255,7 @@ class _Batches:
         return self._source.read(numbers.tolist())
 
 
-def _as_rows(source: Tokens | Rows, seq_len: int | None) -> Rows:
+def _as_rows(source: Tokens | RowSource, seq_len: int | None) -> RowSource:
     if isinstance(source, Tokens):
         if seq_len is None:
             raise ValueError(
@@ -294,7 +294,7 @@ def _check_process(index: int, count: int, batch_size: int) -> None:
         )
 
 
-def _check_rows(source: Rows, batch_size: int) -> None:
+def _check_rows(source: RowSource, batch_size: int) -> None:
     if len(source) < batch_size:
         raise ValueError(
             f"source: it has {source.description}, fewer than the {batch_size:,} rows "

@@ -1,11 +1,10 @@
 """From which of several sources is each row of a stream? By exact weights."""
 
-import bisect
 import functools
 import itertools
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fractions import Fraction
 from math import lcm
 from typing import Any
@@ -14,7 +13,7 @@ import grain
 import jax
 import numpy as np
 
-from jaxpar.data.rows import Rows
+from jaxpar.data.rows import RowSource
 
 
 class Mixture:
@@ -44,7 +43,7 @@ class Mixture:
       [0, 0, 0, 1, 0, 0, 0, 1]
     """
 
-    def __init__(self, sources: Sequence[tuple[Rows, float | int]]):
+    def __init__(self, sources: Sequence[tuple[RowSource, float | int]]):
         if not sources:
             raise ValueError("sources: none given; give (rows, weight) pairs.")
         for index, (rows, weight) in enumerate(sources):
@@ -85,18 +84,19 @@ class Mixture:
     def __len__(self) -> int:
         return self._firsts[-1]
 
-    def read(self, numbers: Sequence[int]) -> dict[str, np.ndarray]:
+    def read(self, numbers: Collection[int]) -> dict[str, np.ndarray]:
         """Read rows, of which a source's follow those of the sources before it."""
-        of = [bisect.bisect_right(self._firsts, number) - 1 for number in numbers]
+        at = np.array(list(numbers))
+        of = np.searchsorted(self._firsts, at, side="right") - 1
         batch: dict[str, np.ndarray] = {
             name: np.empty((len(numbers), *row.shape), row.dtype)
             for name, row in self._shapes.items()
         }
-        batch["source"] = np.array(of, np.int32)
-        for index in sorted(set(of)):
-            places = [place for place, each in enumerate(of) if each == index]
-            first = self._firsts[index]
-            found = self.sources[index].read([numbers[at] - first for at in places])
+        batch["source"] = of.astype(np.int32)
+        for index in np.unique(of).tolist():
+            places = of == index
+            own = at[places] - self._firsts[index]
+            found = self.sources[index].read(own.tolist())
             for name, row in self._shapes.items():
                 batch[name][places] = found.get(name, np.ones((), row.dtype))
         return batch
@@ -158,7 +158,7 @@ class _Turns(grain.transforms.DatasetSelectionMap):
         raise AssertionError("the last source takes what is left")
 
 
-def _common_shapes(sources: Sequence[Rows]) -> dict[str, jax.ShapeDtypeStruct]:
+def _common_shapes(sources: Sequence[RowSource]) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes of all sources; "weights" may be of some only."""
     found = [dict(rows.shapes) for rows in sources]
     weights = [shapes["weights"] for shapes in found if "weights" in shapes]

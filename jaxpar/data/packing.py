@@ -6,7 +6,7 @@ all rows before it.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 import grain
@@ -92,7 +92,7 @@ class PackedDocuments:
     def __len__(self) -> int:
         return len(self._firsts) - 1
 
-    def read(self, numbers: Sequence[int]) -> dict[str, np.ndarray]:
+    def read(self, numbers: Collection[int]) -> dict[str, np.ndarray]:
         """Read rows."""
         batch = {
             name: np.zeros((len(numbers), *row.shape), row.dtype)

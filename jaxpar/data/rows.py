@@ -4,7 +4,7 @@
 their own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any, Protocol, runtime_checkable
 
 import grain
@@ -16,7 +16,7 @@ _MOST_ROWS = 2**32
 
 
 @runtime_checkable
-class Rows(Protocol):
+class RowSource(Protocol):
     """Rows that a `Loader` makes batches of.
 
     Attributes:
@@ -38,7 +38,9 @@ class Rows(Protocol):
         """Count the rows of an epoch."""
         ...
 
-    def read(self, numbers: Sequence[int]) -> dict[str, np.ndarray]:
+    # To check a Sequence, beartype would draw from `random` in Grain's threads, beneath
+    # the strategies of hypothesis.
+    def read(self, numbers: Collection[int]) -> dict[str, np.ndarray]:
         """Read rows; several threads call it at once.
 
         Args:

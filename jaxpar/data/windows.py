@@ -2,7 +2,7 @@
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 import grain
@@ -67,7 +67,7 @@ class Windows:
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.seq_len
 
-    def read(self, numbers: Sequence[int]) -> dict[str, np.ndarray]:
+    def read(self, numbers: Collection[int]) -> dict[str, np.ndarray]:
         """Read windows."""
         length = self.seq_len
         starts = [number * length for number in numbers]

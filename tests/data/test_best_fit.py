@@ -21,7 +21,7 @@ def best_fit_one_by_one(lengths: list[int], capacity: int) -> list[int]:
     return sorted(rooms)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(data=st.data(), capacity=st.integers(1, 40))
 def test_rows_are_those_of_best_fit(data, capacity):
     lengths = data.draw(st.lists(st.integers(1, capacity), min_size=1, max_size=60))

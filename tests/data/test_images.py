@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxpar.data import ImageFolder, Loader, Rows, images
+from jaxpar.data import ImageFolder, Loader, RowSource, images
 
 COLOURS = {"blue": (0, 0, 250), "green": (0, 250, 0), "red": (250, 0, 0)}
 
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_rows_are_the_images_and_their_classes(folder: Path):
     rows = ImageFolder(folder, size=8, split="all")
-    assert isinstance(rows, Rows)
+    assert isinstance(rows, RowSource)
     assert rows.classes == ("blue", "green", "red")
     assert rows.files == tuple(
         f"{name}/{index:02}.png" for name in sorted(COLOURS) for index in range(20)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpar.data import Loader, Mixture, PackedDocuments, Rows, Tokens, Windows
+from jaxpar.data import Loader, Mixture, PackedDocuments, RowSource, Tokens, Windows
 
 RNG = np.random.default_rng(0)
 
@@ -74,7 +74,7 @@ def test_masked_tokens_weigh_nothing():
 
 def test_rows_have_the_shapes_they_say():
     documents = PackedDocuments(make_tokens([5, 9, 2, 7]), seq_len=8)
-    assert isinstance(documents, Rows)
+    assert isinstance(documents, RowSource)
     loader = Loader(documents, batch_size=2)
     batch = next(loader)
     assert {name: (x.shape, x.dtype) for name, x in batch.items()} == {

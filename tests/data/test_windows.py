@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jaxpar.data import Loader, Rows, Tokens, Windows
+from jaxpar.data import Loader, RowSource, Tokens, Windows
 
 
 def make_tokens(length: int = 17, **given: np.ndarray) -> Tokens:
@@ -10,7 +10,7 @@ def make_tokens(length: int = 17, **given: np.ndarray) -> Tokens:
 
 def test_windows_overlap_by_one_token():
     windows = Windows(make_tokens(), seq_len=5)
-    assert isinstance(windows, Rows)
+    assert isinstance(windows, RowSource)
     assert len(windows) == 3
     rows = windows.read([2, 0])
     assert rows["tokens"].tolist() == [list(range(10, 16)), list(range(6))]
