@@ -14,7 +14,7 @@ import optax
 
 import jaxpar
 from jaxpar.config import preset
-from jaxpar.data import DataConfig, Loader
+from jaxpar.data import DataConfig, Loader, batch_shapes, rows_of
 from jaxpar.models import PRESETS, GPTConfig, continue_text, gpt_loss, make_gpt
 from jaxpar.optim import OPTIMIZERS, OptimizerSettings
 
@@ -51,6 +51,8 @@ class Config(jaxpar.StartOptions, DataConfig):
     """Activation checkpointing of each block: none, full, dots or save-names."""
     sequence_parallel: bool = False
     """Shard activations between blocks over tokens on the tensor axis."""
+    pack: bool = False
+    """Pack documents into rows, where none sees another; else windows of text."""
     eval_batches: int = 32
     """Held-out batches to evaluate on."""
     save_every: int = 120
@@ -69,14 +71,13 @@ def build(config: Config, mesh: jax.sharding.Mesh | None = None) -> jaxpar.Engin
     """Make the engine of a config, on its own mesh or another."""
     how = {"remat": config.remat, "sequence_parallel": config.sequence_parallel}
     model = dataclasses.replace(config.model, **how)
-    shape = (config.batch_size, model.seq_len + 1)
     rate, steps = config.learning_rate, config.schedule_steps or config.steps
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps)
     return jaxpar.initialize(
         model=make_gpt(model),
         loss_fn=gpt_loss,
         optimizer=config.optimizer.make(schedule),
-        sample_batch={"tokens": jax.ShapeDtypeStruct(shape, "int32")},
+        sample_batch=batch_shapes(config.batch_size, model.seq_len, pack=config.pack),
         mesh=mesh or choose_meshes(config)[0][0],
         zero=config.zero,
         precision=config.precision,
@@ -109,10 +110,11 @@ def main(config: Config) -> None:
     corpus, heldout, tokenizer = opened.for_run(
         run.folder, model.vocab_size, cache=config.data_cache
     )
-    print(f"corpus   {len(corpus):,} tokens of {', '.join(config.data) or 'Python'}")
-    size: Any = {"batch_size": config.batch_size, "seq_len": model.seq_len}
-    loader = Loader(corpus, seed=config.seed, **size)
-    held = Loader(heldout, repeat=False, num_batches=config.eval_batches, **size)
+    rows = functools.partial(rows_of, seq_len=model.seq_len, pack=config.pack)
+    size: Any = {"batch_size": config.batch_size}
+    loader = Loader(rows(corpus), seed=config.seed, **size)
+    held = Loader(rows(heldout), repeat=False, num_batches=config.eval_batches, **size)
+    print(f"corpus   {len(corpus):,} tokens, {loader.padding:.1%} padding in its rows")
     engine = loss = cast(Any, None)
     for mesh, steps in meshes:
         if steps < config.steps and steps <= (run.newest() or 0):

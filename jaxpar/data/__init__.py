@@ -7,7 +7,7 @@ from jaxpar.data.files import read_tokens
 from jaxpar.data.images import ImageFolder
 from jaxpar.data.loader import Loader
 from jaxpar.data.mixture import Mixture
-from jaxpar.data.packing import PackedDocuments, packed_shapes
+from jaxpar.data.packing import PackedDocuments, batch_shapes, rows_of
 from jaxpar.data.rows import RowSource
 from jaxpar.data.stdlib import stdlib_source
 from jaxpar.data.tokens import Tokens
@@ -24,11 +24,12 @@ __all__ = [
     "RowSource",
     "Tokens",
     "Windows",
+    "batch_shapes",
     "encode",
     "open_corpus",
     "open_tokenizer",
-    "packed_shapes",
     "read_tokens",
+    "rows_of",
     "stdlib_source",
     "tokenize",
     "train_tokenizer",

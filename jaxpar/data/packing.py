@@ -17,6 +17,7 @@ from jaxpar.data.best_fit import pack
 from jaxpar.data.rows import ordered
 from jaxpar.data.tokens import Tokens
 from jaxpar.data.windows import (
+    Windows,
     array_sha256,
     check_seq_len,
     corpus_identity,
@@ -140,6 +141,50 @@ def packed_shapes(seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
     names = ("tokens", "segment_ids", "positions")
     shapes = {name: jax.ShapeDtypeStruct((seq_len + 1,), np.int32) for name in names}
     return {**shapes, "weights": jax.ShapeDtypeStruct((seq_len,), np.float32)}
+
+
+def batch_shapes(
+    batch_size: int, seq_len: int, *, pack: bool = False
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of a batch of windows, or of packed documents, without any data.
+
+    Args:
+      batch_size: rows.
+      seq_len: targets per row.
+      pack: whether documents are packed.
+
+    Example:
+      >>> {k: x.shape for k, x in batch_shapes(2, 8).items()}
+      {'tokens': (2, 9)}
+    """
+    window = {"tokens": jax.ShapeDtypeStruct((seq_len + 1,), np.int32)}
+    row = packed_shapes(seq_len) if pack else window
+    return {
+        name: jax.ShapeDtypeStruct((batch_size, *each.shape), each.dtype)
+        for name, each in row.items()
+    }
+
+
+def rows_of(
+    tokens: Tokens, seq_len: int, *, pack: bool = False
+) -> "Windows | PackedDocuments":
+    """Cut a corpus into windows, or pack its documents.
+
+    Args:
+      tokens: the corpus.
+      seq_len: targets per row.
+      pack: whether documents are packed, none of which sees another.
+
+    Raises:
+      ValueError: if only a part of the corpus is to be learned, and `pack` is False: a
+        window would cut answers from their prompts.
+    """
+    if tokens.loss_mask is not None and not pack:
+        raise ValueError(
+            f"pack=False: {tokens.files[0]!r} has prompts that are not learned, and a "
+            "window would cut them from their answers; give --pack (pack=True)."
+        )
+    return (PackedDocuments if pack else Windows)(tokens, seq_len=seq_len)
 
 
 def _checked_starts(tokens: Tokens) -> np.ndarray:
