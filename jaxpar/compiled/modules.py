@@ -20,10 +20,12 @@ Path = tuple[str, ...]
 
 UPDATE: Path = ("(update)",)
 LOSS: Path = ("(loss function)",)
+COLLECTIVES: Path = ("(collectives)",)
 OTHER: Path = ("(other)",)
-OUTSIDE = (LOSS, UPDATE, OTHER)
-"""The rows of what belongs to no module: traced in the update; traced with a gradient,
-outside of the modules' calls; the rest."""
+OUTSIDE = (LOSS, UPDATE, COLLECTIVES, OTHER)
+"""The rows of what belongs to no module: traced with a gradient, but in no module's
+call; traced in the update; collectives, such as those that the compiler combined from
+several modules'; the rest."""
 
 _CONTROL = ("while", "conditional", "call")
 _GRADIENT = {"jvp", "transpose"}
@@ -173,6 +175,7 @@ def attributions_of(
                 line = line_of(instruction, stacks)
                 source = f"{instruction.op_name} at {line}"
             communicates = any(map(_communicates, [instruction, *inner]))
+            path = COLLECTIVES if communicates and path in OUTSIDE else path
             found[name] = Attribution(path, communicates, is_control, source)
     return found
 

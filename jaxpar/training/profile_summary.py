@@ -76,7 +76,8 @@ class Summary:
         idle = self.seconds["input"] + self.seconds["other"]
         console.print(as_table(self.rows, idle))
         for source, seconds in list(self.sources.items())[:_MOST_SOURCES]:
-            console.print(f"{1e3 * seconds:.2f} ms in no module: {source}")
+            line = f"{1e3 * seconds:.2f} ms in no module: {source}"
+            console.print(line, markup=False, soft_wrap=True)
         if self.unknown:
             console.print(f"{1e3 * self.unknown:.2f} ms of (other) in other programs")
         written = console.file

@@ -4,6 +4,7 @@ import pytest
 
 from jaxpar.compiled.hlo import parse
 from jaxpar.compiled.modules import (
+    COLLECTIVES,
     LOSS,
     OTHER,
     UPDATE,
@@ -132,6 +133,7 @@ def test_instructions_are_placed_by_their_own_name_or_by_what_they_fuse():
     assert [
         name for name, attribution in attributions.items() if attribution.is_control
     ] == ["called"]
+    assert attributions["wrapped"].path == COLLECTIVES
     assert attributions["norm"].path == LOSS
     assert attributions["norm"].source == "jvp()/sqrt at model.py:12"
     assert attributions["fusion"].source == ""
