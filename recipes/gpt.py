@@ -133,7 +133,7 @@ def main(config: Config) -> None:
             recovery=config.recovery,
             tokens_per_step=tokens_per_step(config),
         )
-    if loss is not None and heldout.num_bytes:
+    if loss is not None and heldout.num_bytes and not config.pack:
         print(f"held-out {loss * len(heldout) / heldout.num_bytes:.3f} nats a byte")
     if jax.process_count() > 1:
         return  # A sample needs the whole model in one process.

@@ -143,7 +143,8 @@ if .venv/bin/python mine.py --data notes.jsonl --steps 40 --rate 0.003 2>said; t
   exit 1
 fi
 grep -q -- --change said
-.venv/bin/python mine.py --data notes.jsonl --steps 40 --rate 0.003 --batch-size 32 --change
+.venv/bin/python mine.py --data notes.jsonl --steps 40 --schedule-steps 60 \
+  --rate 0.003 --batch-size 32 --change
 logged runs/mine 40
 
 step "a Slurm job that begins with its parameters"
@@ -161,8 +162,8 @@ step "what became of it"
 .venv/bin/jaxpar ckpt export runs/mine runs/exported
 .venv/bin/jaxpar report runs/mine --out mine.html
 grep -q "<svg" mine.html
-.venv/bin/jaxpar recipes copy gpt my_gpt.py
-.venv/bin/python my_gpt.py --model tiny --model.num-layers 2 --data notes.jsonl --steps 4 \
+.venv/bin/jaxpar recipes copy gpt copied
+.venv/bin/python copied/gpt.py --model tiny --model.num-layers 2 --data notes.jsonl --steps 4 \
   --optimizer lion --optimizer.bits 8 --eval-batches 1 --out runs/gpt
 logged runs/gpt 4
 echo
