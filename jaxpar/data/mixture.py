@@ -58,7 +58,7 @@ class Mixture:
                     "finite; leave out a source that should give no rows."
                 )
         self.sources = tuple(rows for rows, _ in sources)
-        self.weights = tuple(weight for _, weight in sources)
+        self.weights = tuple(float(weight) for _, weight in sources)
         self._shapes = _common_shapes(self.sources)
         lengths = [len(rows) for rows in self.sources]
         self._firsts = [0, *itertools.accumulate(lengths)]
@@ -79,7 +79,7 @@ class Mixture:
     def description(self) -> str:
         """What each source has."""
         parts = zip(self.weights, self.sources, strict=True)
-        return "; ".join(f"{weight} of {rows.description}" for weight, rows in parts)
+        return "; ".join(f"{weight:g} of {rows.description}" for weight, rows in parts)
 
     def __len__(self) -> int:
         return self._firsts[-1]
@@ -132,7 +132,7 @@ class Mixture:
 class _Turns(grain.transforms.DatasetSelectionMap):
     """Whose turn is row k? Grain's own rounds weights to hundredths of the smallest."""
 
-    def __init__(self, weights: Sequence[float | int]):
+    def __init__(self, weights: Sequence[float]):
         exact = [Fraction(repr(weight)) for weight in weights]
         scale = lcm(*(weight.denominator for weight in exact))
         self._shares = [int(weight * scale) for weight in exact]

@@ -120,6 +120,17 @@ def test_state_of_other_weights_is_of_another_stream():
     assert loader.rows == 0
 
 
+def test_weights_of_numpy_are_those_of_python():
+    numpy, python = make_mixture(tuple(np.array([0.7, 0.3]))), make_mixture()
+    assert json.dumps(numpy.identity()) == json.dumps(python.identity())
+    orders = [
+        mixture.order(seed=0, shuffle=False, repeat=True) for mixture in (numpy, python)
+    ]
+    assert [orders[0][row] for row in range(30)] == [
+        orders[1][row] for row in range(30)
+    ]
+
+
 def test_missing_weights_are_1():
     mask = np.arange(21, dtype=np.uint8) % 2
     mixture = Mixture([(make_rows(0, 20), 1), (make_rows(100, 20, loss_mask=mask), 1)])
