@@ -5,6 +5,10 @@ step; imports are measured apart. Cold runs begin with an empty cache, which the
 runs behind them find filled. The check of the loss function before the first step is
 in these times; a third process, cold, does without it.
 
+Then a transformer in plain Flax NNX, its equal layers in a loop and scanned, by jaxpar
+on all devices and by NNX alone on one (`benchmarks.contestants.deep`), cold, in turns.
+On a shared machine the seconds of the CPU are the steadier ones.
+
     python benchmarks/compile_time.py
 """
 
@@ -18,6 +22,9 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+FORMS = ("loop", "scan")
+UNITS = ("seconds", "cpu_seconds", "init_seconds", "init_cpu_seconds")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +41,8 @@ class Config:
     """Pairs of a cold and a warm process; the median counts."""
     check_loss: bool = True
     """Whether the loss function is checked."""
+    depths: tuple[int, ...] = (24, 96)
+    """Layers of the transformer in plain NNX; () to leave it out."""
     cache: str = ""
     """Internal: the cache of one process, which then measures itself."""
 
@@ -80,6 +89,43 @@ def measured(config: Config, cache: str) -> list[float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def measured_deep(config: Config, layers: int, form: str, who: str) -> list[float]:
+    """Wall and CPU seconds to the first step, and those of initialising alone."""
+    script = Path(__file__).parent / "contestants" / "deep.py"
+    asked = layers, form, who, config.devices, 1
+    command = [sys.executable, str(script), *map(str, asked)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    init, init_cpu, step, step_cpu = json.loads(done.stdout.splitlines()[-1])
+    return [init + step, init_cpu + step_cpu, init, init_cpu]
+
+
+def compare_deep(config: Config) -> dict[str, float]:
+    """Medians of jaxpar and of plain NNX by depth, and their ratios."""
+    found: dict[str, float] = {}
+    for layers in config.depths:
+        kinds = [(form, who) for form in FORMS for who in ("plain", "jaxpar")]
+        runs: dict[tuple[str, str], list[list[float]]] = {kind: [] for kind in kinds}
+        for _ in range(config.rounds):
+            for kind in kinds:
+                runs[kind].append(measured_deep(config, layers, *kind))
+        for form, who in kinds:
+            columns = zip(*runs[form, who], strict=True)
+            medians = dict(zip(UNITS, map(statistics.median, columns), strict=True))
+            name = f"{who}_{layers}_layers_{form}"
+            found |= {f"{name}_{unit}": seconds for unit, seconds in medians.items()}
+            shown = ", ".join(f"{x:.1f} {unit}" for unit, x in medians.items())
+            print(f"{name}: {shown}")
+        for form in FORMS:
+            for unit in UNITS[:2]:
+                ours, plain = (
+                    found[f"{who}_{layers}_layers_{form}_{unit}"]
+                    for who in ("jaxpar", "plain")
+                )
+                found[f"{layers}_layers_{form}_{unit}_over_plain"] = ours / plain
+                print(f"{layers} layers, {form}, {unit}: {ours / plain:.2f} x plain")
+    return found
+
+
 def main(config: Config) -> None:
     """Measure pairs of processes and write the medians."""
     if config.cache:
@@ -110,7 +156,8 @@ def main(config: Config) -> None:
     }
     share = medians["first_step_warm_seconds"] / medians["first_step_cold_seconds"]
     print(f"warm is {share:.2f} of cold (mark: a third)")
-    path = write_result("compile_time", medians | {"warm_over_cold": share})
+    medians |= {"warm_over_cold": share, **compare_deep(config)}
+    path = write_result("compile_time", medians)
     print(f"written: {path.name}")
 
 

@@ -3,17 +3,18 @@
 XLA's time to compile a program grows with its operations, also where a model without a
 scan initialises the same layer 24 times. `split` finds the outputs that share no large
 array, and `Pieces.run` computes them apart: pieces that are equal but for their inputs
-share one compiled program. Each output has its sharding there, as in one program.
+share one compiled program, and so do those that are equal to no other. Each output has
+its sharding there, as in one program.
 
 Keys and small integers are computed before, operation by operation: they are exact in
 any program. All that is floating stays in the piece, so that its numbers are those of
 one program.
 """
 
+import collections
 import dataclasses
 import functools
 import math
-from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -83,7 +84,7 @@ class Pieces:
             env.update(zip(eqn.outvars, outs, strict=True))
         shardings = jax.tree.leaves(places)
         made: dict[int, jax.Array] = {}
-        running: deque[list] = deque()
+        running: collections.deque[list] = collections.deque()
         for piece, same in zip(self.pieces, self._structures, strict=True):
             own = tuple(shardings[number] for number in piece.outs)
             if (same, own) not in self._programs:
@@ -106,11 +107,7 @@ class Pieces:
     @functools.cached_property
     def _structures(self) -> list[Hashable]:
         """By piece, a value that is the same where only the inputs differ."""
-        outs = self.closed.jaxpr.outvars
-        return [
-            _structural_of(x.ins, x.eqns, [outs[n] for n in x.outs])
-            for x in self.pieces
-        ]
+        return [_structure_of(self.closed.jaxpr, piece) for piece in self.pieces]
 
     @functools.cached_property
     def _programs(self) -> dict[Hashable, Callable[..., list]]:
@@ -172,10 +169,12 @@ def split(fn: Callable[..., PyTree], *args: Any) -> Pieces | None:
         else:
             others.update(dict.fromkeys(eqn.outvars, number))
     needed = [_needed(jaxpr, atom, others) for atom in jaxpr.outvars]
-    pieces = [
-        _piece(jaxpr, outs, set().union(*(needed[n] for n in outs)), before)
-        for outs in _together(jaxpr, needed)
-    ]
+
+    def made(outs: tuple[int, ...]) -> JaxprPiece:
+        numbers: set[int] = set().union(*(needed[n] for n in outs))
+        return _piece(jaxpr, outs, numbers, before)
+
+    pieces = _without_singles(jaxpr, list(map(made, _together(jaxpr, needed))), made)
     rest = core.ClosedJaxpr(jaxpr, closed.consts)
     return Pieces(rest, tuple(exact), tuple(pieces), jax.tree.structure(shapes))
 
@@ -236,6 +235,21 @@ def _together(
     return list(map(tuple, groups.values()))
 
 
+def _without_singles(
+    jaxpr: core.Jaxpr,
+    pieces: Sequence[JaxprPiece],
+    made: Callable[[tuple[int, ...]], JaxprPiece],
+) -> list[JaxprPiece]:
+    """The pieces; those that are equal to no other are one."""
+    structures = [_structure_of(jaxpr, piece) for piece in pieces]
+    count = collections.Counter(structures)
+    is_single = [count[structure] == 1 for structure in structures]
+    rest = [piece for piece, single in zip(pieces, is_single, strict=True) if single]
+    repeated = [x for x, single in zip(pieces, is_single, strict=True) if not single]
+    singles = tuple(sorted(number for piece in rest for number in piece.outs))
+    return [*repeated, made(singles)] if singles else repeated
+
+
 def _piece(
     jaxpr: core.Jaxpr,
     outs: tuple[int, ...],
@@ -250,6 +264,11 @@ def _piece(
 
 
 # When two pieces are equal.
+
+
+def _structure_of(jaxpr: core.Jaxpr, piece: JaxprPiece) -> Hashable:
+    results = [jaxpr.outvars[number] for number in piece.outs]
+    return _structural_of(piece.ins, piece.eqns, results)
 
 
 def _structural_of(

@@ -73,7 +73,7 @@ def test_deeper_models_need_no_more_programs():
         return params, optax.adam(1.0).init(params)
 
     key = jax.random.key(0)
-    shallow, deep = (split(lambda key, n=n: make(key, n), key) for n in (2, 12))
+    shallow, deep = (split(lambda key, n=n: make(key, n), key) for n in (4, 12))
     assert len(deep.pieces) > 5 * shallow.num_programs
     assert deep.num_programs == shallow.num_programs
 
@@ -94,11 +94,28 @@ def test_an_output_of_a_piece_is_never_whole_on_a_device():
 
 def test_outputs_that_share_a_large_array_are_one_piece():
     def make(key):
-        one, other = jax.random.normal(key, (2, 96, 64))
-        return one, one * 2.0, jnp.ones((96, 64)), other, key
+        one, other = (
+            jax.random.normal(jax.random.fold_in(key, n), (96, 64)) for n in range(2)
+        )
+        return (
+            one,
+            one * 2.0,
+            jnp.ones((96, 64)),
+            other,
+            other * 2.0,
+            jnp.ones((96, 64)),
+        )
 
     pieces = split(make, jax.random.key(0))
-    assert sorted(piece.outs for piece in pieces.pieces) == [(0, 1, 3), (2,), (4,)]
+    assert [piece.outs for piece in pieces.pieces] == [(0, 1), (2,), (3, 4), (5,)]
+
+
+def test_pieces_that_are_equal_to_no_other_are_one():
+    def make(key):
+        return key, jnp.ones((96, 64)), jnp.zeros((96, 64)), jnp.ones((96, 64))
+
+    pieces = split(make, jax.random.key(0))
+    assert [piece.outs for piece in pieces.pieces] == [(1,), (3,), (0, 2)]
 
 
 @pytest.mark.parametrize("differs", ["constant", "literal", "function"])
@@ -114,12 +131,12 @@ def test_pieces_that_differ_have_their_own_numbers(differs):
                 return drawn * (number - 0.0) * -1.0
             return jax.jit([jnp.sin, jnp.cos][number])(drawn)
 
-        return [one(0), one(1)]
+        return [one(0), one(1), one(0), one(1)]
 
-    key, here = jax.random.key(0), SingleDeviceSharding(jax.devices()[0])
+    key, here = jax.random.key(0), [SingleDeviceSharding(jax.devices()[0])] * 4
     pieces = split(make, key)
     assert pieces.num_programs == (1 if differs == "constant" else 2)
-    found = pieces.run(key, places=[here, here], one_by_one=True)
+    found = pieces.run(key, places=here, one_by_one=True)
     assert_same_bits(found, jax.jit(make)(key))
 
 
