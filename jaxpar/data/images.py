@@ -10,7 +10,6 @@ import io
 import os
 import struct
 import warnings
-import zlib
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import grain
 import jax
 import numpy as np
+import xxhash
 from jaxtyping import UInt8
 
 from jaxpar.data.files import find_files
@@ -38,7 +38,7 @@ class ImageFolder:
     uint8 [H, W, 3], and "label", int32: the place of its class in `classes`. Files
     without a suffix of an image are left out.
 
-    A file is held out if the CRC-32 of its path below the folder is a multiple of
+    A file is held out if the 64-bit XXH3 of its path below the folder is a multiple of
     `heldout`: it stays in its split when others are added or removed.
 
     Attributes:
@@ -175,7 +175,8 @@ def _class_of(name: str) -> str:
 def _is_in(name: str, split: str, heldout: int) -> bool:
     if split == "all":
         return True
-    is_heldout = zlib.crc32(name.encode()) % heldout == 0
+    # Not a CRC: its lowest bits are the same for names that differ in one digit.
+    is_heldout = xxhash.xxh3_64_intdigest(name.encode()) % heldout == 0
     return is_heldout == (split == "heldout")
 
 

@@ -1,11 +1,11 @@
 import itertools
 import json
 import sys
-import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from PIL import Image
 
 from jaxpar.data import ImageFolder, Loader, RowSource, images
@@ -98,13 +98,27 @@ def test_splits_are_by_the_hash_of_the_path(folder: Path):
     everything = ImageFolder(folder, size=8, split="all").files
     assert sorted(train.files + heldout.files) == list(everything)
     assert heldout.files == tuple(
-        name for name in everything if zlib.crc32(name.encode()) % 5 == 0
+        name for name in everything if xxhash.xxh3_64_intdigest(name.encode()) % 5 == 0
     )
     assert train.classes == heldout.classes
     before = set(heldout.files)
     for index in range(20, 40):
         write(folder / "red" / f"{index}.png", np.zeros((8, 8, 3), np.uint8))
     assert before < set(ImageFolder(folder, size=8, split="heldout", heldout=5).files)
+
+
+@pytest.mark.parametrize("heldout", [2, 4])
+def test_numbered_files_are_held_out_evenly(tmp_path: Path, heldout: int):
+    for label in range(30):
+        (tmp_path / f"{label:02}").mkdir()
+        for index in range(10):
+            (tmp_path / f"{label:02}" / f"{index}.png").touch()
+    files = ImageFolder(tmp_path, size=8, split="heldout", heldout=heldout).files
+    assert len(files) / 300 == pytest.approx(1 / heldout, abs=0.05)
+    counts = [
+        sum(file.startswith(f"{label:02}") for file in files) for label in range(30)
+    ]
+    assert sum(count in (0, 10) for count in counts) < 6, "most classes are split"
 
 
 def test_loader_goes_on_at_a_row_of_images(folder: Path):
