@@ -13,9 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.engine.compiled_step import StepSpec
 from jaxpar.engine.placement import Placement
 from jaxpar.engine.tracing import ModelTrace, check_callbacks, precision_of_check
-from jaxpar.jaxprs.pieces import jit_in_pieces
 from jaxpar.mesh import PIPE, num_batch_shards, on_abstract_mesh, rows_spec
-from jaxpar.sharding.memory_kinds import to_device
 from jaxpar.step.gradients import Partition
 from jaxpar.step.inputs import Inputs, make_inputs
 from jaxpar.step.loss import Loss, Sums
@@ -29,7 +27,6 @@ from jaxpar.step.loss_check import (
 from jaxpar.step.precision import Precision
 from jaxpar.step.row_draws import OfParts
 from jaxpar.step.weighted import mean
-from jaxpar.types import Params, PyTree
 
 
 def make_loss_checks(
@@ -113,80 +110,31 @@ def make_loss_check(
     def totals(*given: Any) -> Sums:
         return forward_of(checked, 1)(*given).over_data(checked.collectives)
 
-    def on_views(of: Partition, run: Callable[..., Any], *given: Any) -> Any:
-        weights, model_state, batch, step, key = given
-        return run(of.views(weights), make_inputs(batch, step), model_state, key)
+    def noisy(of: Partition, run: Callable[..., Any], *given: Any) -> Any:
+        weights, model_state, batch, step, key, noise = given
+        noised = with_noise(placement.update.compute_params(weights[0]), noise)
+        given = make_inputs(batch, step), model_state, key
+        return run(of.views((noised, weights[1])), *given)
 
     def compare(*given: Any) -> dict[str, jax.Array]:
         with on_abstract_mesh(mesh):
             run = checked.mapped(on_shard, out_specs=P(None, *rows_spec(mesh)))
-            return on_views(checked, run, *given)
+            return noisy(checked, run, *given)
 
     def whole(*given: Any) -> dict[str, jax.Array]:
         automatic = dataclasses.replace(checked, coupled=True)
         with on_abstract_mesh(mesh):
-            run = checked.mapped(totals, out_specs=P())
-            ours = on_views(checked, run, *given)
-            right = on_views(automatic, forward_of(automatic, 1), *given)
+            ours = noisy(checked, checked.mapped(totals, out_specs=P()), *given)
+            right = noisy(automatic, forward_of(automatic, 1), *given)
         return {"loss": jnp.stack([mean(ours.loss), mean(right.loss)])}
 
     fits = spec.accumulate == 1 and mesh.shape[PIPE] == 1
-    noise = Noise(placement)
     return LossCheck(
         loss.argument(training=training),
-        WithNoise(noise, jax.jit(compare, out_shardings=replicated)),
-        WithNoise(noise, jax.jit(whole, out_shardings=replicated)) if fits else None,
+        jax.jit(compare, out_shardings=replicated),
+        jax.jit(whole, out_shardings=replicated) if fits else None,
         tolerance,
     )
-
-
-class Noise:
-    """Adds noise to packed parameters; equal leaves share a compiled program.
-
-    In the program of the comparison, noise would be more than half of what is compiled
-    of a model without a scan.
-
-    Args:
-      placement: where every leaf of the state is stored.
-    """
-
-    def __init__(self, placement: Placement):
-        self._placement = placement
-        self._add: Callable[..., Params] | None = None
-
-    def __call__(self, params: PyTree, amount: float) -> Params:
-        """The parameters in fp32, with noise, sharded as they are stored."""
-        given = params, jnp.float32(amount), jnp.uint32(0)
-        if self._add is None:
-            mesh, stored = self._placement.mesh, self._placement.shardings.params
-            places = jax.tree.map(lambda x: NamedSharding(mesh, x.spec), stored)
-            alone = jax.process_count() > 1
-            options = {"out_shardings": places, "one_by_one": alone}
-            self._add = jit_in_pieces(self._added, *given, **options)
-        return self._add(*given)
-
-    def _added(self, params: PyTree, amount: jax.Array, seed: jax.Array) -> Params:
-        with on_abstract_mesh(self._placement.mesh):
-            computed = to_device(self._placement.update.compute_params(params))
-            return with_noise(computed, amount, seed)
-
-
-@dataclasses.dataclass(frozen=True)
-class WithNoise:
-    """A program of a check, called with noise on the parameters.
-
-    Attributes:
-      noise: adds it.
-      program: ``(weights, model_state, batch, step, key) -> values``.
-    """
-
-    noise: Noise
-    program: jax.stages.Wrapped
-
-    def __call__(self, weights: tuple[PyTree, Params], *given: Any) -> Any:
-        """As `program` on packed weights; the last of `given` is the noise's amount."""
-        noised = self.noise(weights[0], given[-1]), weights[1]
-        return self.program(noised, *given[:-1])
 
 
 def _forward_of(

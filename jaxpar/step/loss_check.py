@@ -287,33 +287,31 @@ def another_shard(x: jax.Array) -> jax.Array:
     return jax.lax.ppermute(x, axes, pairs)
 
 
-def with_noise(params: Params, amount: jax.Array, seed: jax.Array | int = 0) -> Params:
+def with_noise(params: Params, amount: jax.Array) -> Params:
     """Parameters in fp32, each leaf with seeded noise.
 
     Args:
       params: a tree of arrays.
       amount: the noise's standard deviation, relative to the larger of the leaf's root
         mean square and that of a usual initialisation.
-      seed: of the first leaf. Where it is traced, equal leaves have equal programs.
     """
     leaves, structure = jax.tree.flatten(params)
-    word = jnp.asarray(seed, jnp.uint32)
-    noised = []
-    for leaf in leaves:
-        word = word + jnp.uint32(0x9E3779B9)
+
+    def noisy(index: int, leaf: jax.Array) -> jax.Array:
         leaf = leaf.astype(jnp.float32)
         usual = leaf.shape[-2] ** -0.5 if leaf.ndim > 1 and leaf.size else 0.3
         size = jnp.maximum(jnp.sqrt(jnp.mean(leaf**2)), usual)
-        noised.append(leaf + amount * size * _hashed(word, leaf.shape))
-    return jax.tree.unflatten(structure, noised)
+        return leaf + amount * size * _hashed(index, leaf.shape)
+
+    return jax.tree.unflatten(structure, [noisy(*x) for x in enumerate(leaves)])
 
 
-def _hashed(word: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _hashed(seed: int, shape: tuple[int, ...]) -> jax.Array:
     """Pseudo-random numbers of variance one, from a hash of the position.
 
     A cheap hash, because XLA:CPU takes seconds to compile one normal draw a leaf.
     """
-    word = jnp.full(shape, word, jnp.uint32)
+    word = jnp.full(shape, (seed + 1) * 0x9E3779B9 % 2**32, jnp.uint32)
     for dim in range(len(shape)):
         place = jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
         word = (word ^ place) * jnp.uint32(0x85EBCA6B)

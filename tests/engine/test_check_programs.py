@@ -14,13 +14,7 @@ from flax import nnx
 
 import jaxpar
 from jaxpar.engine import check_programs, make_step
-from jaxpar.step.loss_check import (
-    HALF_TOLERANCE,
-    TOLERANCE,
-    LossCheck,
-    NoCheck,
-    with_noise,
-)
+from jaxpar.step.loss_check import HALF_TOLERANCE, TOLERANCE, LossCheck, NoCheck
 
 ROWS, DATA = 16, 4
 X = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32)
@@ -123,22 +117,6 @@ def test_noise_changes_the_parameters_of_both(make_checks):
     still, moved = (called(engine, checks["loss_fn"].compare, x) for x in (0.0, 0.1))
     assert not np.allclose(still["loss"], moved["loss"], rtol=1e-3)
     np.testing.assert_allclose(*moved["loss"], rtol=1e-5)
-
-
-def test_noise_of_equal_leaves_is_one_program_with_other_numbers(make_checks):
-    def deep(rngs):
-        return nnx.Sequential(*[nnx.Linear(3, 3, rngs=rngs) for _ in range(4)])
-
-    engine, checks = make_checks(mean_loss, model=deep)
-    noise, params = checks["loss_fn"].compare.noise, engine.state.params
-    moved = jax.device_get(noise(params, 0.1))
-    pieces = noise._add.func.__self__
-    assert len(pieces.pieces) == 8
-    assert pieces.num_programs == 2
-    right = jax.device_get(jax.jit(with_noise)(params, 0.1))
-    assert jax.tree.all(jax.tree.map(np.array_equal, moved, right))
-    biases = [layer["bias"].tobytes() for layer in moved["layers"].values()]
-    assert len(set(biases)) == 4
 
 
 def test_whole_shows_the_engines_number_beside_that_of_the_batch(make_checks):
