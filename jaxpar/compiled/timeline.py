@@ -77,8 +77,9 @@ def account(
       The account; its parts and `left_out` add up to the window.
 
     Example:
-      >>> spans = [Span(0, 4, "dot"), Span(3, 6, "all-reduce", communicates=True)]
-      >>> found = account(spans, (0, 8), waiting=[(5, 7)])
+      >>> sent = Span(3.0, 6.0, "all-reduce", communicates=True)
+      >>> spans = [Span(0.0, 4.0, "dot"), sent]
+      >>> found = account(spans, (0.0, 8.0), waiting=[(5.0, 7.0)])
       >>> found.compute, found.communication, found.input, found.other
       (4.0, 2.0, 1.0, 1.0)
     """

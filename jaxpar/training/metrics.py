@@ -175,7 +175,7 @@ class MetricsLogger:
         self._file.write(_to_line({"step": step, "time": now, **values}))
         self._file.flush()
         self._writers.each(lambda each: each.write(step, now, values))
-        if any(not name.startswith("eval/") for name in values):
+        if not values or any(not name.startswith("eval/") for name in values):
             self._progress.update(step, values)
 
 

@@ -15,9 +15,9 @@ import jaxpar
 from jaxpar.jaxprs.draws import find_draws
 from jaxpar.step.row_draws import (
     UNPROVED,
+    BatchRows,
     OfAll,
     OwnRows,
-    Rows,
     ShardKey,
     own_bits,
     own_keys,
@@ -151,7 +151,7 @@ def on_shards(fn: Callable, key: jax.Array) -> jax.Array:
     def body(key: jax.Array, x: jax.Array) -> jax.Array:
         own = ShardKey(key, jax.lax.axis_index("data"))
         twice = jax.ShapeDtypeStruct((2 * ROWS, 2), jnp.float32)
-        return OwnRows(SHARDS).call(fn, own, (x,), Rows(ROWS, lambda: (twice,)))
+        return OwnRows(SHARDS).call(fn, own, (x,), BatchRows(ROWS, lambda: (twice,)))
 
     run = jax.shard_map(
         body,
@@ -217,7 +217,7 @@ def dims_of(fn: Callable, count: int = ROWS) -> Any:
         (jax.ShapeDtypeStruct((rows, 2), jnp.float32),) for rows in (count, 2 * count)
     )
     draws = find_draws(traced(fn, key, one)[0].jaxpr)
-    return list(row_dims(draws, fn, key, Rows(count, lambda: wide)).values())
+    return list(row_dims(draws, fn, key, BatchRows(count, lambda: wide)).values())
 
 
 def test_row_dims_are_found_and_what_is_shared_is_left() -> None:
