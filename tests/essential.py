@@ -6,6 +6,8 @@ its parameters); of every other file, all that is not slow. CI runs them all.
 """
 
 ESSENTIAL: dict[str, tuple[str, ...]] = {
+    "tests/architecture/test_messages.py": ("*found*",),
+    "tests/architecture/test_names.py": ("*before_they*", "*attribute_error"),
     "tests/checkpoint/test_disk.py": (
         "*disk_while*",
         "*without_room*",
@@ -62,6 +64,7 @@ ESSENTIAL: dict[str, tuple[str, ...]] = {
     ),
     "tests/data/test_text_files.py": ("*document", "*place*", "*changes*", "*line_on"),
     "tests/data/test_token_files.py": ("*splits*", "*none", "*changed*"),
+    "tests/engine/test_compiling.py": ("*says_what*",),
     "tests/equivalence/test_cotangents.py": (),
     "tests/equivalence/test_dropout.py": ("*manual_0*",),
     "tests/equivalence/test_evaluation.py": (),
@@ -80,6 +83,7 @@ ESSENTIAL: dict[str, tuple[str, ...]] = {
         "*buckets",
     ),
     "tests/equivalence/test_half_precision.py": (),
+    "tests/equivalence/test_image_training.py": (),
     "tests/equivalence/test_inputs.py": (
         "*[[]coupled]",
         "*callable*",
@@ -207,6 +211,12 @@ ESSENTIAL: dict[str, tuple[str, ...]] = {
     "tests/step/test_row_draws.py": ("*own_seed*", "*opaque*", "*row_dims*"),
     "tests/test_docs.py": ("*readme*", "*parallelism*", "*links*"),
     "tests/test_testing.py": ("*larger_model",),
+    "tests/training/test_changes.py": (
+        "*refused*",
+        "*at_its_row",
+        "*[[]injected]",
+        "*anew*",
+    ),
     "tests/training/test_loop.py": (
         "*to_the_bit[[]1]",
         "*spike*",
@@ -214,6 +224,7 @@ ESSENTIAL: dict[str, tuple[str, ...]] = {
         "*warning*",
     ),
     "tests/training/test_module_table.py": (),
+    "tests/training/test_origin.py": ("*[[]run]", "*refused*"),
     "tests/training/test_profile.py": (
         "test_range*",
         "*numbers",
@@ -221,5 +232,11 @@ ESSENTIAL: dict[str, tuple[str, ...]] = {
         "*written",
         "*annotated",
         "*does[[]exception]",
+    ),
+    "tests/training/test_writers.py": (
+        "*tensorboard*",
+        "*refused",
+        "*[[]write]",
+        "*named*",
     ),
 }
