@@ -66,12 +66,10 @@ def show_plan(args: ShowPlan) -> None:
 def _check_files(args: ShowPlan) -> None:
     """Check that the files can be written, before anything compiles."""
     from jaxpar.show.page import SUFFIXES  # noqa: PLC0415
-    from jaxpar.show.plotting import check_path  # noqa: PLC0415
+    from jaxpar.show.plotting import check_file, check_path  # noqa: PLC0415
 
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        raise FileNotFoundError(
-            f"--json {args.json}: there is no folder {args.json.parent}; make it first."
-        )
+    if args.json is not None:
+        check_file(args.json, flag="--json")
     if args.png is not None:
         check_path(args.png, flag="--png")
     if args.html is not None:

@@ -32,7 +32,8 @@ def write_manifest(job: K8s) -> None:
         return
     if not job.file.absolute().parent.is_dir():
         raise FileNotFoundError(
-            f"--file {job.file}: there is no folder {job.file.parent}; make it first"
+            f"--file {job.file}: the folder {str(job.file.parent)!r} does not exist; "
+            "make it first"
         )
     job.file.write_text(text, encoding="utf-8")
     print("\n".join(commands(job)))

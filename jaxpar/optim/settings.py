@@ -94,7 +94,7 @@ class LionSettings(OptimizerSettings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LambSettings(OptimizerSettings):
+class LambSettings(AdamWSettings):
     """LAMB, for large batches.
 
     Attributes:
@@ -106,10 +106,8 @@ class LambSettings(OptimizerSettings):
     """
 
     kind: str = dataclasses.field(default="lamb", init=False)
-    b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-6
-    bits: int = 32
     _optax: ClassVar[Any] = staticmethod(optax.lamb)
     _fused: ClassVar[Any] = staticmethod(fused.fused_lamb)
 

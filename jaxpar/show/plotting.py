@@ -3,7 +3,7 @@
 import contextlib
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -96,10 +96,27 @@ def check_path(
       FileNotFoundError: if its folder does not exist.
     """
     import_matplotlib(needed_by=flag or "a picture")
+    check_file(path, suffixes, flag=flag)
+
+
+def check_file(
+    path: Path, suffixes: Sequence[str] | None = None, *, flag: str | None = None
+) -> None:
+    """Reject a file that can't be written, of any kind; as `check_path`.
+
+    Args:
+      path: the file.
+      suffixes: those that it may have; None for any.
+      flag: that named it, for messages; None if it was the argument ``path``.
+
+    Raises:
+      ValueError: if it has none of `suffixes`.
+      FileNotFoundError: if its folder does not exist.
+    """
     named = f"path={str(path)!r}" if flag is None else f"{flag} {path}"
-    if path.suffix.lower() not in suffixes:
+    if suffixes is not None and path.suffix.lower() not in suffixes:
         raise ValueError(f"{named} must end in {' or '.join(suffixes)}.")
     if not path.parent.is_dir():
         raise FileNotFoundError(
-            f"{named}: there is no folder {str(path.parent)!r}; make it first."
+            f"{named}: the folder {str(path.parent)!r} does not exist; make it first."
         )

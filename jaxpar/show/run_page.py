@@ -13,6 +13,7 @@ from jaxpar.show.chart import draw_chart
 from jaxpar.show.hover import SCRIPT
 from jaxpar.show.hover import STYLE as HOVER_STYLE
 from jaxpar.show.page import SUFFIXES, frame, table
+from jaxpar.show.plotting import check_file
 from jaxpar.show.quantities import duration, moment
 from jaxpar.show.run_charts import COLOURS, change_texts, event_text, groups, history
 from jaxpar.show.run_charts import span as span_of
@@ -47,13 +48,7 @@ def write_report(runs: Sequence[RunData], path: Path) -> None:
       FileNotFoundError: if its folder does not exist.
       OSError: if `path` can't be written.
     """
-    if path.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"--out {str(path)!r} must end in {' or '.join(SUFFIXES)}.")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(
-            f"--out {str(path)!r}: there is no folder {str(path.parent)!r}; make it "
-            "first."
-        )
+    check_file(path, SUFFIXES, flag="--out")
     path.write_text(as_html(runs, time.time()), encoding="utf-8")
 
 

@@ -41,7 +41,7 @@ def test_folder_of_a_file_is_looked_for_before_anything_compiles(
 ) -> None:
     file = tmp_path / "missing" / f"plan.{flag.removeprefix('--')}"
     said = refused(capsys, "plan", "nowhere.py", "--target", "cpu:2", flag, file)
-    assert said.startswith(f"jaxpar: {flag} {file}: there is no folder")
+    assert said.startswith(f"jaxpar: {flag} {file}: the folder")
     assert "make it first" in said
 
 

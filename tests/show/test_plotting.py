@@ -72,7 +72,9 @@ def test_file_of_another_kind_is_refused(tmp_path, name):
 
 
 def test_folder_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"there is no folder '.*no'; make it"):
+    with pytest.raises(
+        FileNotFoundError, match=r"the folder '.*no' does not exist; make it"
+    ):
         check_path(tmp_path / "no" / "plan.png")
 
 
