@@ -333,10 +333,10 @@ class Engine(CompiledStep):
             )
             if data is not None:
                 data.set_state(restored.position(folder))
-            state = restored.tree
+            read = state = restored.tree
             if only is not None or reset:
-                state = filled_in(state, self.placement.unpack(self._packed))
-            self._take(self.placement.begin_parts(state, restored.anew))
+                state = filled_in(read, self.placement.unpack(self._packed))
+            self._take(self.placement.begin_parts(state, read, restored.anew))
             self._ahead = RunAhead(skipped=skipped_steps(self._losses, state))
             self._number = int(state.step)
             return restored.step

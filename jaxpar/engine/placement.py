@@ -126,14 +126,26 @@ class Placement:
             return self.structs()
         return in_memory_of(unpack_state(self.update, packed), self.shardings)
 
-    def begin_parts(self, state: TrainState, paths: Collection[str]) -> TrainState:
+    def begin_parts(
+        self, state: TrainState, read: TrainState, paths: Collection[str]
+    ) -> TrainState:
         """A logical state whose parts at some paths, "carried/...", start anew.
 
-        Before the first step all do: an average of the initial parameters is one of
-        those that were restored.
+        Before the first step, so do those that were not read: an average of the initial
+        parameters is one of those that were restored.
+
+        Args:
+          state: the logical state.
+          read: what was read of it, with structs for the rest.
+          paths: of the parts.
         """
         is_new = int(state.step) == 0
-        own = [p for p in self.carried if is_new or f"carried/{p.name}" in paths]
+        own = [
+            part
+            for part in self.carried
+            if f"carried/{part.name}" in paths
+            or (is_new and not _is_read(read.carried[part.name]))
+        ]
         if not own:
             return state
 
@@ -173,3 +185,7 @@ class Placement:
                 f"{device.device_kind}: it can explain() and lower() its step, not "
                 "run it. To run, make the mesh from jax.devices()."
             )
+
+
+def _is_read(part: PyTree) -> bool:
+    return all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(part))
