@@ -2,7 +2,7 @@
 
 Field names are flags (``--mesh.data 2``), docstrings are the help, and an error for a
 misspelt flag suggests the nearest one. ``--config run.json`` gives the flags of a file.
-``--model 124m --model.num-layers 8`` is a preset with a field over it (`preset`).
+``--model 124m --model.num-layers 8`` overrides a field of a preset (`preset`).
 ``--mesh auto --target h200:1x8`` first runs the caller's search for the mesh and the
 settings that depend on it.
 """
@@ -24,6 +24,9 @@ import tyro
 Config = TypeVar("Config")
 Chosen = TypeVar("Chosen")
 
+SEARCHED = ("mesh", "zero", "accumulate", "schedule", "remat")
+"""Fields of a config that ``--mesh auto`` chooses (`jaxpar.planner.choices.KNOBS`)."""
+
 Search = Callable[[Path, str, Sequence[str]], Sequence[str]]
 """``(recipe, target, flags) -> flags`` of the best mesh and its settings."""
 
@@ -42,7 +45,7 @@ _AUTO = (
 def preset(
     presets: Mapping[str, Chosen], name: str, *, without: Collection[str] = ()
 ) -> Chosen:
-    """Make a field of a config whose flag takes a preset, and its fields flags over it.
+    """Make a config field that is chosen by preset name and overridden field by field.
 
     ``--model 124m --model.num-layers 8`` is the preset with another number of layers;
     ``run.json`` records all fields.
@@ -132,7 +135,7 @@ def _describe(field: dataclasses.Field) -> str:
     flag, names = _flag(field.name), ", ".join(field.metadata["presets"])
     return (
         f"{flag} NAME is a preset: {names}. By default {field.metadata['name']}; "
-        f"{flag}.FIELD is over it."
+        f"{flag}.FIELD overrides one field."
     )
 
 
@@ -144,6 +147,8 @@ def _chosen(config: Any, given: list[str]) -> tuple[dict[str, Any], list[str]]:
         chosen[field.name] = field.default
         name, given = _taken(given, flag)
         while name is not None:
+            if not name or name.startswith("-"):
+                _stop(f"{flag} needs a name: one of {', '.join(known)}.")
             if name not in known:
                 close = difflib.get_close_matches(name, known, n=1)
                 near = f" Did you mean {close[0]!r}?" if close else ""
@@ -176,8 +181,10 @@ def _flattened(config: Any, chosen: Mapping[str, Any]) -> Any:
         )
         flat.__doc__ = type(own).__doc__
         parts.append((field.name, flat, dataclasses.field(default=flat())))
+    # The config checks itself when it is made of its own classes, by `_rebuilt`.
+    unchecked = {"__post_init__": lambda self: None}
     return dataclasses.make_dataclass(
-        config.__name__, parts, bases=(config,), frozen=True
+        config.__name__, parts, bases=(config,), namespace=unchecked, frozen=True
     )
 
 
@@ -191,7 +198,10 @@ def _rebuilt(config: Any, chosen: Mapping[str, Any], flat: Any) -> Any:
             values[name] = dataclasses.replace(own, **fields)
         except (ValueError, TypeError) as error:
             _stop(f"{_flag(name)}: {error}")
-    return config(**values)
+    try:
+        return config(**values)
+    except (ValueError, TypeError) as error:
+        _stop(str(error))
 
 
 def _plain(hint: Any) -> Any:
@@ -224,7 +234,9 @@ def _with_file(config: Any, given: list[str]) -> list[str]:
         settings = _read(Path(file))
     except (OSError, ValueError) as error:
         _stop(f"--config {file}: {error}")
-    settings = dict(settings)
+    # What is searched for is not what the file has found before.
+    dropped = SEARCHED if _taken(others, "--mesh")[0] == "auto" else ()
+    settings = {k: v for k, v in settings.items() if k not in dropped}
     flags: list[str] = []
     for field in _presets(config):
         own = settings.get(field.name)
@@ -243,7 +255,7 @@ def _preset_flags(
         return []
     hidden = {"kind", *field.metadata["without"]}
     kind = [flag, fields["kind"]] if "kind" in fields else []
-    plain = {k: v for k, v in fields.items() if k not in hidden and v != []}
+    plain = {k: v for k, v in fields.items() if k not in hidden}
     return [*kind, *_flags(plain, f"{flag}.")]
 
 

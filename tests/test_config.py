@@ -4,12 +4,16 @@ import dataclasses
 import json
 import sys
 import types
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
+from jaxpar import config as flags
 from jaxpar.cli.recipe_flags import parse
 from jaxpar.config import preset
 from jaxpar.mesh import MeshShape
+from jaxpar.planner.choices import KNOBS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,3 +289,75 @@ def test_fields_of_a_runs_record_are_taken_up(beside, model, rule, tmp_path):
     assert found == WithPresets(4, model=model, rule=rule)
     file.write_text(json.dumps({"model": "large"}))
     assert parse(WithPresets, None, ["--config", str(file)]).model == Shape(512, 24)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked(Config):
+    """Its own check needs the preset's class."""
+
+    rule: Slow | Fast = preset(RULES, "slow")
+    sizes: tuple[int, ...] = (1, 2)
+
+    def __post_init__(self):
+        if not isinstance(self.rule, Slow | Fast):
+            raise TypeError("rule is a stand-in")
+        if self.steps < 0:
+            raise ValueError(f"steps={self.steps} must be at least 0.")
+
+
+def test_config_checks_itself_once_its_presets_are_made(capsys):
+    assert parse(Checked, None, ["--rule", "fast"]).rule == Fast()
+    with pytest.raises(SystemExit) as stopped:
+        parse(Checked, None, ["--steps", "-1"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "steps=-1 must be at least 0.\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed:
+    """A preset with a list.
+
+    Attributes:
+      sizes: of the layers.
+    """
+
+    sizes: tuple[int, ...] = (1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class WithList:
+    """One run."""
+
+    model: Listed = preset({"two": Listed()}, "two")
+    """The model."""
+
+
+def test_empty_list_of_a_preset_is_taken_from_a_file(tmp_path):
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"model": {"sizes": []}}))
+    assert parse(WithList, None, ["--config", str(file)]).model == Listed(())
+
+
+def test_preset_without_a_name_is_named(capsys):
+    with pytest.raises(SystemExit):
+        parse(WithPresets, None, ["--model", "--steps", "3"])
+    assert "--model needs a name: one of small, large" in capsys.readouterr().err
+
+
+def test_searched_fields_of_a_file_give_way_to_the_search(tmp_path):
+    """The mesh that a file names is not the one that is to be found."""
+    file = tmp_path / "run.json"
+    mesh = {"data": 2, "pipe": 1, "tensor": 1}
+    file.write_text(json.dumps({"steps": 3, "mesh": mesh, "zero": 1}))
+    seen = []
+
+    def search(recipe: Path, target: str, others: Sequence[str]) -> list[str]:
+        assert (recipe, target) == (Path(__file__), "cpu:4")
+        seen.append(list(others))
+        return ["--mesh.data", "4"]
+
+    args = ["--config", str(file), "--mesh", "auto", "--target", "cpu:4"]
+    found = flags.parse(Config, None, args, search=search)
+    assert (found.steps, found.mesh) == (3, MeshShape(data=4))
+    assert seen == [["--steps", "3"]]
+    assert flags.SEARCHED == KNOBS
