@@ -12,9 +12,9 @@ from pathlib import Path
 
 from jaxpar import config as flags
 from jaxpar.config import Config
-from jaxpar.launch.extras import require_extras
 from jaxpar.launch.heartbeat import own_heartbeat
 from jaxpar.launch.worker_environment import current
+from jaxpar.training.writers import writers_of
 
 _WRONG = (ValueError, TypeError, OSError, ImportError)
 """Errors before the first step that mean that a setting can't work."""
@@ -46,7 +46,7 @@ def run_recipe(
     described = "\n\n".join(filter(None, (description, _HELP)))
     chosen = parse(config, described, others)
     try:
-        require_extras(chosen)
+        writers_of(chosen)
         main(chosen)
     except _WRONG as error:
         is_wrong = own_heartbeat().phase in ("start", "restore")

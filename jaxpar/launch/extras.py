@@ -19,9 +19,6 @@ PACKAGES = {
 }
 """Module -> the package that has it, and jaxpar's extra that installs that."""
 
-_OF_WRITERS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
-"""Name in a config's ``writers`` -> the module that it needs."""
-
 
 def import_extra(module: str, needed_by: str) -> Any:
     """Import an optional package, or say in a line what to install.
@@ -47,22 +44,6 @@ def import_extra(module: str, needed_by: str) -> Any:
             f"{needed_by} needs {package}, which {why}: {pip_install(extra)}",
             name=error.name,
         ) from error
-
-
-def require_extras(config: object) -> None:
-    """Import the packages that a recipe's config asks for, before anything compiles.
-
-    Args:
-      config: the recipe's, with the fields ``tensorboard`` and ``writers`` or without.
-
-    Raises:
-      ModuleNotFoundError: if one is not installed; the message names the flag.
-    """
-    if getattr(config, "tensorboard", False):
-        import_extra(_OF_WRITERS["tensorboard"], "--tensorboard")
-    for name in getattr(config, "writers", ()):
-        if name in _OF_WRITERS:
-            import_extra(_OF_WRITERS[name], f"--writers {name}")
 
 
 def pip_install(extra: str) -> str:

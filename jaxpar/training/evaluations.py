@@ -19,8 +19,8 @@ class Evaluations:
       every: steps between them; None for those that are saved.
 
     Attributes:
-      loss: of the last `run`: the first number that is called loss, or the first one;
-        None before.
+      loss: of the last `run`: the first number that is called loss; None before, and
+        where none is.
 
     Example:
       >>> given = {"code": lambda: 1.5, "text": lambda: {"bleu": 0.25}}
@@ -46,9 +46,10 @@ class Evaluations:
         wrong = [name for name, each in by_name.items() if not callable(each)]
         if wrong:
             kind = type(by_name[wrong[0]]).__name__
+            named = f"evaluate[{wrong[0]!r}]" if wrong[0] else "evaluate"
             raise TypeError(
-                f"evaluate: {wrong[0] or 'it'} is {kind}, but an evaluation must be a "
-                "function without arguments."
+                f"{named} is {kind}, but an evaluation must be a function without "
+                "arguments."
             )
         self._evaluations, self._every = by_name, every
         self.loss: float | None = None
@@ -83,8 +84,8 @@ class Evaluations:
                         "returns a number, or a dict of numbers."
                     )
                 found[key] = float(value)
-        losses = [x for k, x in found.items() if k.rpartition("/")[2] == "loss"]
-        self.loss = next(iter([*losses, *found.values()]), None)
+        losses = (x for k, x in found.items() if k.rpartition("/")[2] == "loss")
+        self.loss = next(losses, None)
         return found
 
 

@@ -12,12 +12,12 @@ from jaxpar.launch.exit_codes import REPLACED
 from jaxpar.launch.lease import LeaseLostError
 from jaxpar.training.evaluations import Evaluation, Evaluations
 from jaxpar.training.metrics import MetricsLogger
-from jaxpar.training.profile import Profile, profiled_steps
+from jaxpar.training.profile import profiled_steps
 from jaxpar.training.recovery import Recovery
 from jaxpar.training.run import Run
 from jaxpar.training.run_loop import Hook, RunLoop, RunRules
 from jaxpar.training.signals import RunStopped, StopSignals
-from jaxpar.training.writers import MetricsWriter
+from jaxpar.training.writers import Guarded, MetricsWriter
 
 
 def train(  # noqa: PLR0913 - keywords, each of its own kind
@@ -55,7 +55,7 @@ def train(  # noqa: PLR0913 - keywords, each of its own kind
         The first loss chooses the best checkpoints of `keep`.
       eval_every: steps between evaluations; None for those that are saved.
       writers: take the numbers too (`jaxpar.training.writers`), beside those that the
-        run's config names.
+        run's config names. One that fails is left out, with a warning.
       hooks: functions of (step, metrics, engine), called on every process with the
         numbers of ``metrics.jsonl`` once they are read: the step's when the next one
         has been dispatched, so that the engine is a step ahead, and those of an
@@ -70,20 +70,21 @@ def train(  # noqa: PLR0913 - keywords, each of its own kind
       The held-out loss at the last step; None without `evaluate`.
 
     Raises:
-      ValueError: if `profile` is not of steps of the run.
       RunStopped: if the run ends early; scripts end with its code.
-      ValueError: if `eval_every` is below 1, or given without `evaluate`.
+      ValueError: if `profile` is not of steps of the run, or `eval_every` is below 1 or
+        given without `evaluate`.
       TypeError: if an evaluation is not a function, or returns no numbers.
     """
     evaluations = Evaluations(evaluate, eval_every)
-    rules = RunRules(steps, save_every, keep, recovery or Recovery(), tuple(hooks))
     profiled = profiled_steps(profile or run.profile, total_steps or steps)
+    rules = RunRules(
+        steps, save_every, keep, recovery or Recovery(), tuple(hooks), profiled
+    )
     loop = RunLoop(engine, data, run, rules, evaluations, tokens_per_step)
-    loop.profile = Profile(engine, run.folder, profiled, loop.clock.annotations)
     logging = {
         "total_steps": total_steps or steps,
         "tokens_per_step": tokens_per_step,
-        "writers": [*run.writers, *writers],
+        "writers": Guarded([*run.writers, *writers]),
         "settings": run.record["config"],
         "console": loop.console,
         "append": True,
@@ -97,6 +98,9 @@ def train(  # noqa: PLR0913 - keywords, each of its own kind
     ):
         warnings.simplefilter("ignore", SkippedStepWarning)  # The loop reports them.
         start: int | None = loop.begin()
+        if profiled and start >= profiled[1]:
+            steps_done = f"profile {profiled[0]}:{profiled[1]}: those steps are done"
+            loop.console.print(f"{steps_done} already", markup=False)
         while start is not None:
             with MetricsLogger(run.folder, resume_at=start, **logging) as logger:
                 start = loop.go_on(start, logger, signals)

@@ -58,7 +58,7 @@ class MetricsLogger:
         *,
         total_steps: int | None = None,
         tokens_per_step: int | None = None,
-        writers: Sequence[MetricsWriter] = (),
+        writers: Sequence[MetricsWriter] | Guarded = (),
         settings: Mapping[str, Any] = MappingProxyType({}),
         console: bool | Console = True,
         append: bool = False,
@@ -70,7 +70,8 @@ class MetricsLogger:
           folder: where ``metrics.jsonl`` goes; made if missing.
           total_steps: the last step of the run, for the time left; None if unknown.
           tokens_per_step: tokens of a global batch, for tokens/s; None to leave out.
-          writers: write the numbers elsewhere, too; closed by `close`.
+          writers: write the numbers elsewhere, too; closed by `close`. A `Guarded` of
+            them, for several loggers, remembers those that have failed.
           settings: of the run, for the writers.
           console: True for standard output, False for none, or a rich console.
           append: continue the file in `folder`, if there is one.
@@ -100,7 +101,7 @@ class MetricsLogger:
         _prepare_file(path, append, resume_at)
         self._path = path
         self._file = path.open("a", encoding="utf-8")
-        self._writers = Guarded(writers)
+        self._writers = writers if isinstance(writers, Guarded) else Guarded(writers)
         place = path.parent
         self._writers.each(lambda each: each.begin(place, settings, resume_at))
 

@@ -28,17 +28,17 @@ from jaxpar.training.record import (
     OF_RATES,
     SAME_NUMBERS,
     as_json,
-    brought_up,
     differences,
     first_record,
     later_record,
     read,
     refused,
     resolved,
+    with_todays_fields,
     write,
 )
 from jaxpar.training.run import CHECKPOINTS, Run
-from jaxpar.training.writers import named_writers
+from jaxpar.training.writers import writers_of
 
 _LAUNCH = "launch"
 """The launcher's folder."""
@@ -91,8 +91,7 @@ def open_run(
       ModuleNotFoundError: if a writer's package is missing.
     """
     options = options_of(config)
-    named = [*["tensorboard"] * options.tensorboard, *options.writers]
-    writers = tuple(named_writers(named))
+    writers = writers_of(config)
     profiled = profiled_steps(options.profile, getattr(config, "steps", None))
     start_from = options.init_from if init_from is None else init_from
     wanted = as_json(config, identity)
@@ -171,7 +170,7 @@ class _Asked:
 def _claim(folder: Path, asked: _Asked) -> tuple[dict[str, Any], int]:
     """Find or write the run's record, and its lease; called on process 0 only."""
     _require_usable(folder)
-    if _went_on(folder, asked) is None and "init_from" in asked.wanted:
+    if _record_to_go_on(folder, asked) is None and "init_from" in asked.wanted:
         find_parameters(Path(asked.wanted["init_from"]))
     worker = current()
     if worker and worker.lease and _same(worker.folder, folder):
@@ -179,7 +178,7 @@ def _claim(folder: Path, asked: _Asked) -> tuple[dict[str, Any], int]:
     else:
         lease = take_lease(folder)
     # Again: whoever had the lease before may have written it.
-    found = _went_on(folder, asked)
+    found = _record_to_go_on(folder, asked)
     if found is not None:
         return found, lease.number
     made = first_record(resolved(asked.wanted, None, asked.fixed))
@@ -188,13 +187,13 @@ def _claim(folder: Path, asked: _Asked) -> tuple[dict[str, Any], int]:
     return made, lease.number
 
 
-def _went_on(folder: Path, asked: _Asked) -> dict[str, Any] | None:
+def _record_to_go_on(folder: Path, asked: _Asked) -> dict[str, Any] | None:
     """The record of the run in a folder as it goes on; None if none has begun there."""
     found = read(folder)
     # A start whose settings no engine could be made of has written a record alone.
     if found is None or not any((folder / name).exists() for name in _BEGUN):
         return None
-    found = brought_up(found, asked.config)
+    found = with_todays_fields(found, asked.config)
     now = resolved(asked.wanted, found, asked.fixed)
     kept = {n: now["config"][n] for n in asked.fixed if n not in found["config"]}
     found = {**found, "config": {**found["config"], **kept}}

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StartOptions:
     """Flags of a start, for a recipe's config to inherit; not in ``run.json``'s config.
 

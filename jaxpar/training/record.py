@@ -27,7 +27,7 @@ SAME_NUMBERS = (
     "eval_every",
     "keep",
     "mesh",
-    "profile",
+    "out",
     "recovery",
     "remat",
     "save_every",
@@ -35,7 +35,6 @@ SAME_NUMBERS = (
     "sequence_parallel",
     "steps",
     "tensorboard",
-    "writers",
     "zero",
 )
 """Fields of a config that change no number of a run but by rounding, unless its engine
@@ -53,7 +52,7 @@ def as_json(config: Any, identity: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps({"config": own, "identity": dict(identity)}))
 
 
-def brought_up(found: Mapping[str, Any], config: Any) -> dict[str, Any]:
+def with_todays_fields(found: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """The record of a run whose recipe had fewer fields at its first start.
 
     A preset's name gives way to its fields, and a field that was not there had today's
@@ -64,27 +63,43 @@ def brought_up(found: Mapping[str, Any], config: Any) -> dict[str, Any]:
       config: today's config.
     """
     own = {k: v for k, v in found["config"].items() if k not in OPTIONS}
-    defaults: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         presets = field.metadata.get("presets", {})
-        if own.get(field.name) in [*presets]:
-            own[field.name] = dataclasses.asdict(presets[own[field.name]])
+        there, value = own.get(field.name), getattr(config, field.name)
+        is_group = isinstance(there, dict) and dataclasses.is_dataclass(value)
+        if isinstance(there, str) and there in presets:
+            own[field.name] = _plain(dataclasses.asdict(presets[there]))
+        # Of another kind of optimizer, today's fields are not the record's.
+        elif is_group and there.get("kind") == getattr(value, "kind", None):
+            own[field.name] = _defaults_of(value) | there
+    defaults = {k: v for k, v in _defaults_of(config).items() if k not in OPTIONS}
+    return {
+        **found,
+        "config": {k: v for k, v in defaults.items() if v is not None} | own,
+    }
+
+
+def _defaults_of(config: Any) -> dict[str, Any]:
+    """The default of each field that has one, as JSON has it."""
+    found = {}
+    for field in dataclasses.fields(config):
         if field.default is not dataclasses.MISSING:
-            defaults[field.name] = field.default
+            found[field.name] = field.default
         elif field.default_factory is not dataclasses.MISSING:
-            defaults[field.name] = field.default_factory()
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value) and isinstance(own.get(field.name), dict):
-            own[field.name] = _defaults_of(value) | own[field.name]
-    written = json.loads(json.dumps(defaults, default=dataclasses.asdict))
-    fixed = {k: v for k, v in written.items() if v is not None and k not in OPTIONS}
-    return {**found, "config": fixed | own}
+            found[field.name] = field.default_factory()
+    return _plain(found)
 
 
-def _defaults_of(value: Any) -> dict[str, Any]:
-    plain = {f.name: f.default for f in dataclasses.fields(value)}
-    missing = dataclasses.MISSING
-    return {name: x for name, x in plain.items() if x is not missing}
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Through JSON and back; what JSON can't have, as its text."""
+    return json.loads(
+        json.dumps(
+            values,
+            default=lambda x: (
+                dataclasses.asdict(x) if dataclasses.is_dataclass(x) else str(x)
+            ),
+        )
+    )
 
 
 def resolved(

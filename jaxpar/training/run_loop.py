@@ -15,6 +15,7 @@ import jax
 from rich.console import Console
 
 from jaxpar.checkpoint import Keep
+from jaxpar.checkpoint.retention import as_keep
 from jaxpar.engine.engine import Engine
 from jaxpar.engine.replicas import CorruptionError
 from jaxpar.launch.exit_codes import CORRUPT, DIVERGED, SAVE_FAILED, STOPPED
@@ -69,6 +70,7 @@ class RunRules:
     keep: int | Keep | None
     recovery: Recovery
     hooks: tuple[Hook, ...]
+    profiled: tuple[int, int] | None
 
 
 class RunLoop:
@@ -81,12 +83,7 @@ class RunLoop:
       rules: what does not change.
       evaluations: that the run's `RunRules` ask for.
       tokens_per_step: of a global batch; None if unknown.
-
-    Attributes:
-      profile: traces some of the steps.
     """
-
-    profile: Profile
 
     def __init__(
         self,
@@ -100,7 +97,7 @@ class RunLoop:
         self.engine, self.data, self.run = engine, data, run
         self.rules, self.recovery = rules, rules.recovery
         self.evaluations = evaluations
-        self.heldout: float | None = None
+        self.leaves_out = hasattr(data, "leave_out")
         self.first_numbers: dict[str, float] = {}
         self.console = Console(highlight=False, soft_wrap=True)
         self.rollbacks, self.drawn, self.rows = 0, 0, 0
@@ -114,6 +111,9 @@ class RunLoop:
         scales = engine.spec.precision.scales_loss
         self.monitor = StepMonitor(self.recovery, scales_loss=scales)
         self.clock = goodput.Clock(run.folder)
+        self.profile = Profile(
+            engine, run.folder, rules.profiled, self.clock.annotations
+        )
         self.performance = Performance(engine, self.clock.spent, tokens_per_step)
         self.stragglers = StragglerDetector(
             self.recovery.compare_every, self.recovery.slow
@@ -134,7 +134,7 @@ class RunLoop:
         with self.clock.during("restore"):
             start = self.run.resume(self.engine, self.data)
         if start is not None:
-            self._take_up(start)
+            self._resume_at(start)
             self._evaluate(start)
             return start
         self.run.require_no_progress()
@@ -143,7 +143,7 @@ class RunLoop:
         start = self.engine.steps
         self.clock.resume(start)
         self.first_numbers = self._evaluate(start)
-        self._save()
+        self._save(self.evaluations.loss)
         # Before a step is logged: a log without a checkpoint means that it was lost.
         self._wait_for_saves()
         return start
@@ -172,16 +172,20 @@ class RunLoop:
         """Do what is due after a step, and end the run if that was asked for."""
         is_last = step == self.rules.steps
         is_saved = self._is_due(step, self.rules.save_every) or is_last
+        # The best checkpoints are chosen among all that are saved.
+        is_judged = is_saved and as_keep(self.rules.keep).best > 0
         due = self.evaluations.is_due(step, is_saved=is_saved, is_last=is_last)
-        self.heldout = None
+        due = due or (is_judged and bool(self.evaluations))
+        heldout = None
         if due or is_saved or asked:
             self._judge(logger)
         if due and not asked:  # A stop signal leaves little time.
             self._log(step, self._evaluate(step), logger)
+            heldout = self.evaluations.loss
         if is_saved or asked:
             # A checkpoint never has steps that the log lacks.
             logger.flush()
-            self._save()
+            self._save(heldout)
         if asked:
             self._stop_at(step, asked)
 
@@ -215,11 +219,11 @@ class RunLoop:
         """The next batch that is not left out."""
         while True:
             began, batch = self.rows, next(self.data)
-            self.rows = getattr(self.data, "rows", began + self.batch_rows)
+            self.rows = self.data.rows if self.leaves_out else began + self.batch_rows
             self.last = self.drawn, (began, self.rows)
             self.drawn += 1
             # Data that can leave rows out by itself has done so.
-            if hasattr(self.data, "leave_out") or not any(
+            if self.leaves_out or not any(
                 start < self.rows and began < stop for start, stop in self.left_out
             ):
                 return batch
@@ -279,14 +283,15 @@ class RunLoop:
         with self.clock.during("restore"):
             start = self.run.resume(self.engine, self.data)
         assert start is not None, "begin saved the initial state"
-        self._take_up(start)
+        self._resume_at(start)
         said = {"left_out": list(ordinals), "rows_left_out": list(map(list, rows))}
         self._report("rolled back", start, why=why, **said)
         return start
 
-    def _take_up(self, start: int) -> None:
+    def _resume_at(self, start: int) -> None:
         """Restore what the run knew at a step."""
         self.clock.resume(start)
+        self.performance.read()  # What was done since the last step is not one's time.
         self.drawn, self.rows = self.run.drawn(start, self.batch_rows)
         self._leave_out()
         window = self.recovery.window
@@ -294,17 +299,25 @@ class RunLoop:
 
     def _leave_out(self) -> None:
         """Have the data leave rows out, and take its own count of them."""
-        rows = getattr(self.data, "rows", None)
-        if rows is None:
+        if not self.leaves_out:
             return
-        if rows == 0 < self.rows:  # Another stream: its rows are not those left out.
-            self.run.note(NEW_DATA, self.engine.steps, rows_before=self.rows)
-            self.left_out = []
-        self.rows = rows
+        if self.data.rows == 0 < self.rows:
+            self._note_new_data()
+        self.rows = self.data.rows
         self.data.leave_out(self.left_out)
 
-    def _save(self) -> None:
-        """Save; report a previous save that failed."""
+    def _note_new_data(self) -> None:
+        """Forget what was left out of another stream of rows."""
+        own = ("rows", "batch_size")
+        stream = {k: v for k, v in self.data.get_state().items() if k not in own}
+        known = [e["stream"] for e in self.run.events() if e["event"] == NEW_DATA]
+        if stream not in known[-1:]:
+            at = self.engine.steps
+            self.run.note(NEW_DATA, at, rows_before=self.rows, stream=stream)
+            self.left_out = []
+
+    def _save(self, heldout: float | None) -> None:
+        """Save, with the loss that chooses the best; report a save that failed."""
         try:
             self._wait_for_saves()
             with self.clock.during("save"):
@@ -314,7 +327,7 @@ class RunLoop:
                     keep=self.rules.keep,
                     meta=self.run.record
                     | {"batches_drawn": self.drawn, "rows_drawn": self.rows},
-                    metric=self.heldout,
+                    metric=heldout,
                 )
             self.clock.saved(self.engine.steps)
         except OSError as error:
@@ -326,7 +339,6 @@ class RunLoop:
             return {}
         with self.clock.during("evaluate"):
             found = self.evaluations.run()
-        self.heldout = self.evaluations.loss
         if jax.process_index() == 0:
             said = f"held-out {describe(found)} at step {step}"
             self.console.print(said, markup=False)

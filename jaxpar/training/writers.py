@@ -4,14 +4,16 @@
 the run goes on.
 """
 
+import contextlib
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from jaxpar.launch.extras import import_extra
+from jaxpar.training.options import options_of
 
 _FLUSH_SECONDS = 10
 _SEND_SECONDS = 1.0
@@ -32,7 +34,7 @@ class MetricsWriter(Protocol):
           folder: the run's.
           settings: its config, as ``run.json`` has it.
           resume_at: the step that it goes on from, where later steps of an earlier
-            start are repeated; None for a new run.
+            start are repeated; 0 for a new run, None if it is not known.
         """
         ...
 
@@ -197,25 +199,27 @@ NAMED: dict[str, Callable[[], MetricsWriter]] = {
 """Name, for flags -> the writer with its defaults."""
 
 
-def named_writers(names: Iterable[str]) -> list[MetricsWriter]:
-    """Make writers by name.
+def writers_of(config: Any) -> tuple[MetricsWriter, ...]:
+    """Make the writers that a config names.
 
     Args:
-      names: of `NAMED`.
+      config: with the fields of `StartOptions`, or without.
 
     Returns:
-      The writers, in order.
+      Those of ``tensorboard`` and ``writers``, in order.
 
     Raises:
       ValueError: if there is no such writer.
       ModuleNotFoundError: if its package is missing.
     """
+    options = options_of(config)
+    names = [*["tensorboard"] * options.tensorboard, *options.writers]
     wrong = [name for name in names if name not in NAMED]
     if wrong:
         raise ValueError(
             f"writers={wrong[0]!r} is not a writer; the names are {', '.join(NAMED)}."
         )
-    return [NAMED[name]() for name in dict.fromkeys(names)]
+    return tuple(NAMED[name]() for name in dict.fromkeys(names))
 
 
 class Guarded:
@@ -237,6 +241,8 @@ class Guarded:
             # not end by it.
             except Exception as error:  # noqa: BLE001
                 self._writers.remove(writer)
+                with contextlib.suppress(Exception):
+                    writer.close()
                 warnings.warn(
                     f"writers: {type(writer).__name__} failed ({error}); the run goes "
                     "on without it, and metrics.jsonl has all numbers.",

@@ -1,6 +1,5 @@
 """Is a missing package refused in a line that says who needs it and what to install?"""
 
-import dataclasses
 import re
 import sys
 import tomllib
@@ -8,17 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.launch.extras import PACKAGES, import_extra, pip_install, require_extras
+from jaxpar.launch.extras import PACKAGES, import_extra, pip_install
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """One run."""
-
-    tensorboard: bool = False
-    writers: tuple[str, ...] = ()
 
 
 def extras() -> dict[str, list[str]]:
@@ -77,22 +68,6 @@ def test_package_that_is_broken_says_why(tmp_path, monkeypatch):
     )
     with pytest.raises(ModuleNotFoundError, match=said):
         import_extra("tensorboardX", "--tensorboard")
-
-
-def test_config_that_asks_for_a_missing_package_is_refused(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    require_extras(Config())
-    with pytest.raises(ModuleNotFoundError, match=r"^--tensorboard needs tensorboardX"):
-        require_extras(Config(tensorboard=True))
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ModuleNotFoundError, match=r"^--writers wandb needs wandb, "):
-        require_extras(Config(writers=("of my own", "wandb")))
-
-
-def test_config_that_asks_for_nothing_imports_nothing(monkeypatch):
-    monkeypatch.setattr("jaxpar.launch.extras.import_extra", None)
-    require_extras(Config())
-    require_extras(object())
 
 
 def test_command_that_installs_an_extra_is_quoted_for_the_shell():

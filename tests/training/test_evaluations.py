@@ -27,10 +27,11 @@ def test_numbers_and_evaluations_have_names():
     assert found.loss == 2.0, "the first one that is called so"
 
 
-def test_without_a_loss_the_first_number_counts():
-    found = Evaluations(lambda: {"hits": 0.25, "misses": 0.75}, None)
+def test_other_numbers_are_no_loss():
+    """The best checkpoint is that of the lowest loss, not of the lowest accuracy."""
+    found = Evaluations(lambda: {"accuracy": 0.25, "misses": 0.75}, None)
     found.run()
-    assert found.loss == 0.25
+    assert found.loss is None
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_due_steps(every, due):
 
 
 def test_what_is_no_evaluation_is_refused():
-    with pytest.raises(TypeError, match=r"evaluate: b is float, .* a function"):
+    with pytest.raises(TypeError, match=r"evaluate\['b'\] is float, .* a function"):
         Evaluations({"a": lambda: 1.0, "b": 2.0}, None)
     with pytest.raises(TypeError, match=r"eval/a/name is str, .* a dict of numbers"):
         Evaluations({"a": lambda: {"name": "x"}}, None).run()

@@ -1,5 +1,6 @@
 """Are a step's rates those of its time, and its memory that of the process?"""
 
+import time
 import types
 from pathlib import Path
 
@@ -41,6 +42,22 @@ def test_numbers_are_of_the_time_since_the_last_step(monkeypatch):
     }
     assert measured.read()["perf/step_seconds"] == 0.0
     assert "perf/tokens_per_second" not in measured.read()
+
+
+def test_step_after_a_rollback_takes_no_time_back(tmp_path: Path):
+    """The clock moves what is lost from the steps to a kind of its own."""
+    clock = Clock(tmp_path)
+    clock.resume(0)
+    measured = Performance(fresh(), clock.spent, None)
+    for step in (1, 2, 3):
+        clock.enter("step", step)
+        time.sleep(0.02)
+        measured.read()
+    clock.resume(0)
+    measured.read()
+    clock.enter("step", 1)
+    time.sleep(0.01)
+    assert 0.01 <= measured.read()["perf/step_seconds"] < 0.05
 
 
 def test_cpu_has_no_peak_and_the_memory_of_the_process(tmp_path: Path):

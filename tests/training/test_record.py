@@ -19,7 +19,6 @@ from jaxpar.training.opening import open_run
 from jaxpar.training.options import StartOptions
 from jaxpar.training.record import (
     as_json,
-    brought_up,
     changes_numbers,
     differences,
     first_record,
@@ -27,6 +26,7 @@ from jaxpar.training.record import (
     read,
     refused,
     resolved,
+    with_todays_fields,
     write,
 )
 from tests.optim.int8_reduction import Int8Reduction
@@ -116,8 +116,43 @@ def test_record_of_an_older_recipe_is_of_the_same_run(found):
     now = Later(model=Shape(16), change=True, writers=("mlflow",))
     wanted = as_json(now, {})
     assert wanted["config"].keys() == {"model", "rate", "extra"}
-    there = brought_up({"config": found, "identity": {}}, now)
+    there = with_todays_fields({"config": found, "identity": {}}, now)
     assert differences(there, wanted) == {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Slow:
+    kind: str = dataclasses.field(default="slow", init=False)
+    decay: float = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Fast:
+    kind: str = dataclasses.field(default="fast", init=False)
+    bits: int = 32
+    sizes: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class WithRule:
+    rule: Slow | Fast = preset({"slow": Slow(), "fast": Fast()}, "slow")
+    sizes: tuple[int, ...] = (1, 2)
+    names: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+def test_fields_of_another_kind_are_not_added_to_a_record():
+    found = {"rule": {"kind": "slow", "decay": 0.5}}
+    now = WithRule(rule=Fast())
+    there = with_todays_fields({"config": found, "identity": {}}, now)
+    assert there["config"]["rule"] == found["rule"]
+
+
+def test_added_fields_are_as_json_has_them():
+    """A tuple is a list there; a run does not differ from itself by that."""
+    now = WithRule(rule=Fast())
+    for found in ({"rule": "fast"}, {"rule": {"kind": "fast", "bits": 32}}):
+        there = with_todays_fields({"config": found, "identity": {}}, now)
+        assert differences(there, as_json(now, {})) == {}
 
 
 def test_number_changes_are_told_from_those_of_rounding():

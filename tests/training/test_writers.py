@@ -3,6 +3,7 @@
 import dataclasses
 import struct
 import sys
+import types
 import warnings
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from tensorboardX.proto.event_pb2 import (
 
 import jaxpar
 from jaxpar.training.metrics import MetricsLogger, read_metrics
-from jaxpar.training.writers import MLflow, TensorBoard, Wandb, named_writers
-from tests.runs import RULES, Data, fresh, run_in
+from jaxpar.training.writers import MLflow, TensorBoard, Wandb, writers_of
+from tests.runs import RULES, Data, events, fresh, nan_in_one_row, run_in
 
 
 def read_events(folder) -> list[Event]:
@@ -68,17 +69,32 @@ def test_tensorboard_is_told_what_happens_again(tmp_path):
     assert [step for _, step, *_ in scalars(events)] == [6, 6]
 
 
-def test_missing_tensorboard_is_named(monkeypatch):
+@pytest.mark.parametrize(
+    "config",
+    [
+        jaxpar.StartOptions(tensorboard=True),
+        jaxpar.StartOptions(writers=("tensorboard", "tensorboard")),
+        types.SimpleNamespace(tensorboard=True),
+    ],
+)
+def test_writers_of_a_config_are_made_or_what_they_lack_is_named(config, monkeypatch):
+    (made,) = writers_of(config)
+    assert isinstance(made, TensorBoard)
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(
         ModuleNotFoundError, match=r"needs tensorboardX.*'jaxpar\[tensorboard\]'"
     ):
-        named_writers(["tensorboard"])
+        writers_of(config)
+
+
+def test_config_that_names_no_writer_has_none(monkeypatch):
+    monkeypatch.setattr("jaxpar.training.writers.NAMED", {})
+    assert writers_of(jaxpar.StartOptions()) == writers_of(object()) == ()
 
 
 def test_name_of_no_writer_is_refused():
     with pytest.raises(ValueError, match=r"'csv' is not a writer; .* mlflow"):
-        named_writers(["csv"])
+        writers_of(jaxpar.StartOptions(writers=("wandb", "csv")))
 
 
 class Broken:
@@ -114,9 +130,24 @@ def test_writer_that_fails_warns_once_and_the_run_goes_on(tmp_path, fails_in):
             recovery=RULES,
         )
     assert sum("Broken failed" in str(each.message) for each in said) == 1
-    assert broken.calls[-1] == fails_in
+    # What it holds open is closed, and nothing else is asked of it.
+    assert broken.calls[-2:] == [fails_in, "close"]
+    assert broken.calls.count(fails_in) == (2 if fails_in == "close" else 1)
     assert sound.calls == ["begin", "write", "write", "write", "close"]
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
+
+
+def test_writer_that_has_failed_stays_out_after_a_rollback(tmp_path):
+    broken = Broken("write")
+    boosts = {ordinal: nan_in_one_row() for ordinal in (4, 5, 6)}
+    options = {"steps": 12, "save_every": 2, "recovery": RULES}
+    with pytest.warns(UserWarning, match="Broken failed") as said:
+        jaxpar.train(
+            fresh(), Data(boosts), run_in(tmp_path), writers=[broken], **options
+        )
+    assert events(tmp_path, "rolled back")
+    assert sum("Broken failed" in str(each.message) for each in said) == 1
+    assert broken.calls == ["begin", "write", "close"]
 
 
 def log_twice(folder: Path, writer) -> None:
