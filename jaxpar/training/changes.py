@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.checkpoint.folder import step_path
+from jaxpar.checkpoint.former_names import as_stored
 from jaxpar.checkpoint.leaves import leaf_specs
 from jaxpar.checkpoint.manifest import read_manifest
 from jaxpar.engine.engine import Engine
@@ -37,31 +38,34 @@ class ChangedData:
 
 def restore_changed(
     engine: Engine, folder: Path, step: int, data: Any, *, new_optimizer: bool
-) -> tuple[int, list[str]]:
+) -> list[str]:
     """Restore a checkpoint of other settings.
 
     Args:
       engine: of the new settings.
       folder: the run's checkpoints.
-      step: the newest.
+      step: the newest valid one.
       data: takes the position; None to leave it.
       new_optimizer: whether the run asks for another kind of optimizer; one whose
         state has other leaves is another in any case.
 
     Returns:
-      (step, leaves of the optimizer's state that begin anew).
+      Leaves of the optimizer's state that begin anew; none for the same optimizer.
     """
     stored = read_manifest(step_path(folder, step)).leaves
     own = leaf_specs(named_leaves(engine.placement.structs()))
-    anew = leaves_anew(stored, own, new_optimizer=new_optimizer)
+    names = as_stored({name: name for name in own}, engine.placement.former, stored)
+    renamed = {there: name for name, there in names.items()}
+    stored = {renamed.get(name, name): spec for name, spec in stored.items()}
+    anew, counts = leaves_to_reset(stored, own, new_optimizer=new_optimizer)
     given = None if data is None else ChangedData(data)
-    step = engine.restore(folder, data=given, reset=anew)
-    return step, [name for name in anew if not is_injected(name)]
+    engine.restore(folder, data=given, reset=anew, rename=counts)
+    return [name for name in anew if not is_injected(name)]
 
 
-def leaves_anew(
+def leaves_to_reset(
     stored: Mapping[str, Any], own: Mapping[str, Any], *, new_optimizer: bool
-) -> list[str]:
+) -> tuple[list[str], dict[str, str]]:
     """Which leaves of an optimizer's state are not taken from a checkpoint.
 
     Args:
@@ -70,15 +74,21 @@ def leaves_anew(
       new_optimizer: whether it is another one though its leaves are the same.
 
     Returns:
-      Names. Of the same optimizer, only the numbers that were injected into it; of
-      another one all, but for the count of its schedule.
+      (names, count of a schedule here -> its name there). Of the same optimizer, only
+      the numbers that were injected into it are reset; of another one all leaves but
+      the count of its schedule.
     """
     mine = {name: spec for name, spec in own.items() if name.startswith(_STATE)}
     there = {name: spec for name, spec in stored.items() if name.startswith(_STATE)}
     if mine == there and not new_optimizer:
-        return [name for name in mine if is_injected(name)]
-    counts = set(schedule_counts(mine)) & there.keys()
-    return [name for name in mine if name not in counts]
+        return [name for name in mine if is_injected(name)], {}
+    counts = schedule_counts(mine)
+    same = [name for name in counts if name in there]
+    # What reads an injected schedule is its own count, not the wrapper's.
+    others = sorted(set(counts) - set(same), key=lambda name: _INJECTED not in name)
+    free = [name for name in schedule_counts(there) if name not in same]
+    renamed = dict(zip(others, free, strict=False))
+    return [name for name in mine if name not in {*same, *renamed}], renamed
 
 
 def is_injected(name: str) -> bool:

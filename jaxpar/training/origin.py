@@ -6,7 +6,9 @@ from pathlib import Path
 import jax
 
 from jaxpar.checkpoint.exports import import_safetensors
-from jaxpar.checkpoint.folder import complete_steps
+from jaxpar.checkpoint.folder import choose, complete_steps, step_path
+from jaxpar.checkpoint.former_names import as_stored
+from jaxpar.checkpoint.manifest import read_manifest
 from jaxpar.checkpoint.processes import from_first
 from jaxpar.engine.engine import Engine
 from jaxpar.tree import named_leaves
@@ -23,13 +25,19 @@ def find_parameters(origin: Path) -> Path:
 
     Raises:
       FileNotFoundError: if it holds none of them.
+      ValueError: if it holds safetensors, and the run has several processes.
     """
     for folder in (origin / "checkpoints", origin):
         if folder.is_dir() and next(complete_steps(folder), None) is not None:
             return folder
-    if origin.match(_SAFETENSORS) and origin.is_file():
-        return origin
-    if origin.is_dir() and any(origin.glob(_SAFETENSORS)):
+    is_file = origin.match(_SAFETENSORS) and origin.is_file()
+    if is_file or (origin.is_dir() and any(origin.glob(_SAFETENSORS))):
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"init_from={str(origin)!r} has safetensors, which a run of several "
+                "processes can't begin with: make a checkpoint of them, by `jaxpar "
+                f"ckpt import FOLDER {origin}`, and give that folder."
+            )
         return origin
     raise FileNotFoundError(
         f"init_from={str(origin)!r} has no parameters: give the folder of a run, of "
@@ -37,32 +45,47 @@ def find_parameters(origin: Path) -> Path:
     )
 
 
-def load_parameters(engine: Engine, origin: Path, scratch: Path) -> int | None:
+def load_parameters(engine: Engine, origin: Path) -> int | None:
     """Give an engine that has not trained the parameters of another run.
+
+    Trained parameters that the other run has none of, such as adapters over its model,
+    keep their initial values.
 
     Args:
       engine: of the same parameters.
       origin: as `find_parameters` takes it.
-      scratch: a folder on a shared disk for the time of the call.
 
     Returns:
       The step that they were saved at; None for safetensors.
 
     Raises:
       FileNotFoundError: if there are none.
-      ValueError: if they are of another model.
+      ValueError: if they are of another model, or as `find_parameters` says.
       DamagedError: if the files are damaged.
     """
-    found = find_parameters(origin)
-    parts = engine.placement.structs()
-    only = ["params/*", *(["frozen/*"] if named_leaves(parts.frozen) else [])]
+    found = from_first(lambda: find_parameters(origin))
     if next(complete_steps(found), None) is not None:
-        return engine.restore(found, only=only)
-    with tempfile.TemporaryDirectory(dir=scratch) as own:
-        # The one folder of process 0; the others read what it has written.
-        imported = Path(from_first(lambda: own), "imported")
-        if jax.process_index() == 0:
-            import_safetensors([found], imported)
-        engine.restore(imported, only=only)
-        from_first(lambda: None)
+        return _restore(engine, found)
+    with tempfile.TemporaryDirectory() as own:
+        imported = Path(own, "imported")
+        import_safetensors([found], imported)
+        _restore(engine, imported)
     return None
+
+
+def _restore(engine: Engine, checkpoints: Path) -> int:
+    """Restore the newest valid checkpoint's parameters; its step."""
+    step = from_first(lambda: choose(checkpoints, None)["step"])
+    stored = read_manifest(step_path(checkpoints, step)).leaves
+    own = {name: name for name in named_leaves(engine.placement.structs())}
+    found = as_stored(own, engine.placement.former, stored)
+    parts = [
+        f"{part}/"
+        for part in ("params", "frozen")
+        if any(name.startswith(f"{part}/") for name in own)
+    ]
+    # Where it has nothing of a part, such as new adapters, that part stays as it is.
+    known = [name for name in own if found[name] in stored]
+    taken = [part for part in parts if any(name.startswith(part) for name in known)]
+    only = [f"{part}*" for part in taken or parts]
+    return engine.restore(checkpoints, step=step, only=only)

@@ -16,10 +16,11 @@ import numpy as np
 import xxhash
 
 from jaxpar.checkpoint import Checkpoints
+from jaxpar.checkpoint.folder import choose, complete_steps
 from jaxpar.checkpoint.processes import from_first
 from jaxpar.engine.engine import Engine
 from jaxpar.launch.lease import require_lease
-from jaxpar.training.changes import restore_changed
+from jaxpar.training.changes import restore_changed, schedule_counts
 from jaxpar.training.metrics import read_metrics
 from jaxpar.training.origin import load_parameters
 from jaxpar.training.record import changes_numbers, read, write
@@ -95,20 +96,26 @@ class Run:
         Returns:
           Its step; None if the run has none yet.
         """
-        step = self.newest()
-        if step is None:
+        if self.newest() is None:
             return None
+        oldest = from_first(lambda: min(complete_steps(self.checkpoints)))
+        if not self.changes_since(oldest):
+            return engine.restore(self.checkpoints, data=data)
+        # A damaged newest one is passed over: changes count from the one restored.
+        step = from_first(lambda: choose(self.checkpoints, None)["step"])
         since = self.changes_since(step)
         if not since:
             return engine.restore(self.checkpoints, data=data)
-        optimizers = [kinds for line in since if (kinds := _optimizers(line))]
-        step, anew = restore_changed(
-            engine, self.checkpoints, step, data, new_optimizer=bool(optimizers)
+        kinds = [kind for line in since for kind in _optimizers(line)]
+        anew = restore_changed(
+            engine, self.checkpoints, step, data, new_optimizer=kinds[:1] != kinds[-1:]
         )
         if anew:
             self.note("optimizer began anew", step, leaves=anew)
             if jax.process_index() == 0:
                 print(f"optimizer state that begins anew: {_listed(anew)}")
+                if schedule_counts(anew):
+                    print("the optimizer's schedule begins again at step 0")
         return step
 
     def changes_since(self, step: int) -> list[dict[str, Any]]:
@@ -124,11 +131,11 @@ class Run:
         origin = self.record.get("init_from")
         if origin is None:
             return
-        step = load_parameters(engine, Path(origin), self.folder)
+        step = load_parameters(engine, Path(origin))
         self.note("began from", engine.steps, origin=origin, origin_step=step)
         if jax.process_index() == 0:
-            at = "" if step is None else f" at step {step}"
-            print(f"parameters of {origin}{at}")
+            at = "" if step is None else f", step {step}"
+            print(f"starts with the parameters of {origin}{at}")
 
     def require_no_progress(self) -> None:
         """Check that a run without a checkpoint has not been trained.
@@ -196,13 +203,12 @@ class Run:
         return sorted(set(found))
 
 
-def _optimizers(line: Mapping[str, Any]) -> list[Any] | None:
-    """The two kinds of optimizer, where a line of the history changes it."""
-    before, now = line["changed"].get("optimizer", (None, None))
-    kinds = [
-        each.get("kind") if isinstance(each, dict) else each for each in (before, now)
+def _optimizers(line: Mapping[str, Any]) -> list[Any]:
+    """The kinds of optimizer before and after a line of the history that changes it."""
+    return [
+        each.get("kind") if isinstance(each, dict) else each
+        for each in line["changed"].get("optimizer", ())
     ]
-    return kinds if kinds[0] != kinds[1] else None
 
 
 def _listed(names: Sequence[str], most: int = 4) -> str:

@@ -63,7 +63,7 @@ class Config(jaxpar.StartOptions):
 def make_engine(config: Config, optimizer: Any = None, **options: Any) -> Any:
     shape = (config.batch_size, LENGTH + 1)
     return jaxpar.initialize(
-        model=lambda rngs: Net(rngs),
+        model=options.pop("model", lambda rngs: Net(rngs)),
         loss_fn=loss_fn,
         optimizer=optimizer or config.optimizer.make(config.rate),
         sample_batch={"tokens": jax.ShapeDtypeStruct(shape, np.int32)},

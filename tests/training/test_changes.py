@@ -11,12 +11,23 @@ import optax
 import pytest
 
 import jaxpar
+from jaxpar.checkpoint.folder import step_path
 from jaxpar.optim import OPTIMIZERS
-from jaxpar.training.changes import leaves_anew
+from jaxpar.training.changes import leaves_to_reset
+from jaxpar.training.evaluations import Evaluations
 from jaxpar.training.record import read
+from jaxpar.training.run_loop import RunLoop, RunRules
 from jaxpar.tree import named_leaves
-from tests.runs import events
-from tests.training.changing import Config, go, stream
+from tests.runs import RULES, events
+from tests.training.changing import (
+    LENGTH,
+    Config,
+    Recorded,
+    go,
+    make_engine,
+    stream,
+    tokens,
+)
 
 CHANGED = Config(steps=4, change=True)
 
@@ -133,7 +144,98 @@ def test_other_optimizer_begins_anew_and_says_so(tmp_path: Path, capsys: Any):
 def test_same_leaves_of_another_kind_begin_anew_too():
     """LAMB's moments have the names and shapes of AdamW's."""
     own = {"opt_state/0/count": 1, "opt_state/0/mu/w": 2, "params/w": 3}
-    assert leaves_anew(own, own, new_optimizer=False) == []
+    assert leaves_to_reset(own, own, new_optimizer=False) == ([], {})
     anew = ["opt_state/0/count", "opt_state/0/mu/w"]
-    assert leaves_anew(own, own, new_optimizer=True) == anew
-    assert leaves_anew({"params/w": 3}, own, new_optimizer=False) == anew
+    assert leaves_to_reset(own, own, new_optimizer=True) == (anew, {})
+    assert leaves_to_reset({"params/w": 3}, own, new_optimizer=False) == (anew, {})
+
+
+def test_schedule_goes_on_under_another_name():
+    """Of a chain with another part, and of a rate that was injected since."""
+    chain = {"opt_state/1/count": 1, "opt_state/0/mu/w": 2}
+    longer = {"opt_state/2/count": 1, "opt_state/0/mu/w": 2, "opt_state/0/nu/w": 2}
+    found = leaves_to_reset(chain, longer, new_optimizer=False)
+    assert found[1] == {"opt_state/2/count": "opt_state/1/count"}
+    assert "opt_state/2/count" not in found[0]
+    injected = {
+        "opt_state/count": 1,
+        "opt_state/hyperparams/learning_rate": 1,
+        "opt_state/hyperparams_states/learning_rate/count": 1,
+        "opt_state/inner_state/0/mu/w": 2,
+    }
+    _, renamed = leaves_to_reset(chain, injected, new_optimizer=False)
+    read_at = "opt_state/hyperparams_states/learning_rate/count"
+    assert renamed[read_at] == "opt_state/1/count"
+
+
+def test_optimizer_with_a_schedule_of_its_own_goes_on_at_its_step(
+    tmp_path: Path, capsys: Any
+):
+    """The count of AdamW's chain is another leaf than that of momentum's."""
+    rate = optax.linear_schedule(0.1, 0.0, 100)
+    go(tmp_path, Config(), optax.chain(optax.scale_by_adam(), scaled(rate)))
+    config = Config(optimizer=OPTIMIZERS["lion"], change=True)
+    longer = optax.chain(optax.add_decayed_weights(0.0), optax.trace(0.9), scaled(rate))
+    engine, _ = go(tmp_path, config, longer)
+    assert int(named_leaves(engine.state.opt_state)["2/count"]) == 3
+    capsys.readouterr()
+    engine, _ = go(tmp_path / "plain", Config(), optax.sgd(0.1))
+    engine, _ = go(tmp_path / "plain", config, longer)
+    assert int(named_leaves(engine.state.opt_state)["2/count"]) == 0
+    assert "the optimizer's schedule begins again at step 0" in capsys.readouterr().out
+
+
+def scaled(rate: Any) -> Any:
+    return optax.scale_by_learning_rate(rate)
+
+
+def test_optimizer_that_was_left_and_taken_again_goes_on(tmp_path: Path, capsys: Any):
+    """No step was made with the other one."""
+    adamw, lamb = OPTIMIZERS["adamw"], OPTIMIZERS["lamb"]
+    go(tmp_path, Config(optimizer=adamw))
+    run = jaxpar.open_run(tmp_path, Config(optimizer=lamb, change=True), {"corpus": 0})
+    run.accept(make_engine(run.config))
+    del run
+    capsys.readouterr()
+    engine, _ = go(tmp_path, Config(optimizer=adamw, change=True))
+    assert "begins anew" not in capsys.readouterr().out
+    moments = named_leaves(engine.state.opt_state)
+    assert any(np.abs(x).max() > 0 for name, x in moments.items() if "/mu/" in name)
+
+
+def test_damaged_checkpoint_is_passed_over_with_its_changes(tmp_path: Path):
+    """What has changed is counted from the checkpoint that is restored."""
+    options = {"rate": 0.1, "optimizer": OPTIMIZERS["adamw"]}
+    go(tmp_path, Config(steps=2, **options))
+    changed = options | {"optimizer": OPTIMIZERS["lion"]}
+    go(tmp_path, Config(steps=4, change=True, **changed))
+    newest = step_path(tmp_path / "checkpoints", 4)
+    largest = max(newest.rglob("*"), key=lambda path: path.stat().st_size)
+    largest.write_bytes(b"no")
+    with (
+        pytest.warns(UserWarning, match="skipped"),
+        pytest.warns(UserWarning, match="were renamed to end in '.damaged'"),
+    ):
+        engine, _ = go(tmp_path, Config(steps=5, **changed))
+    assert engine.steps == 5
+    assert len(events(tmp_path, "optimizer began anew")) == 2
+
+
+def test_second_rollback_in_another_corpus_leaves_both_out(tmp_path: Path):
+    """The first one must not be forgotten as if the corpus had changed again."""
+    go(tmp_path, Config())
+    config = dataclasses.replace(CHANGED, corpus=1)
+    run = jaxpar.open_run(tmp_path, config, {"corpus": 1})
+    data = Recorded(tokens(1), batch_size=8, seq_len=LENGTH, seed=3)
+    engine = make_engine(run.config)
+    rules = RunRules(4, 100, None, RULES, (), None)
+    loop = RunLoop(engine, data, run, rules, Evaluations(None, None), None)
+    run.accept(engine)
+    loop.begin()
+    loop.left_out = [(0, 8)]
+    run.note("rolled back", 3, rows_left_out=[[0, 8]])
+    run.resume(engine, data)
+    loop._resume_at(3)
+    assert loop.left_out == [(0, 8)]
+    assert len(events(tmp_path, "new data")) == 1
+    np.testing.assert_array_equal(next(data)["tokens"], stream(16, corpus=1)[8:])
