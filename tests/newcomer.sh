@@ -10,6 +10,8 @@ set -euo pipefail
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 folder=$(mkdir -p "$1" && cd "$1" && pwd -P)
 unset PYTHONPATH VIRTUAL_ENV
+# Of a `make test-launch` that runs this: its variables are not the newcomer's.
+unset MAKEFLAGS MFLAGS MAKEOVERRIDES MAKELEVEL
 
 step() {
   echo
