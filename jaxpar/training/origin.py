@@ -63,7 +63,7 @@ def load_parameters(engine: Engine, origin: Path) -> int | None:
       ValueError: if they are of another model, or as `find_parameters` says.
       DamagedError: if the files are damaged.
     """
-    found = from_first(lambda: find_parameters(origin))
+    found = Path(from_first(lambda: str(find_parameters(origin))))
     if next(complete_steps(found), None) is not None:
         return _restore(engine, found)
     with tempfile.TemporaryDirectory() as own:
