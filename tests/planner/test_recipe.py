@@ -8,9 +8,16 @@ import pytest
 from jaxpar.mesh import MeshShape
 from jaxpar.planner.recipe import load_recipe, mesh_on
 from jaxpar.planner.targets import parse_target
-from tests.commands import run_jaxpar
+from tests.commands import complaints, run_jaxpar
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_complaints_are_what_is_no_progress():
+    said = "compiling gpt.py for cpu:16\ncompiling gpt.py for cpu:16: 14 s\n"
+    assert complaints(said) == []
+    bad = ["UserWarning: compiling gpt.py for cpu:16", "compiling gpt.py failed", ""]
+    assert complaints(said + "\n".join([*bad, ""])) == bad
 
 
 def test_recipe_is_planned_with_its_own_flags(tmp_path):
@@ -20,7 +27,7 @@ def test_recipe_is_planned_with_its_own_flags(tmp_path):
         *("plan", "recipes/gpt.py", "--target", "cpu:16", "--json", file, "--"),
         *("--model", "7b", "--mesh.tensor", 2, "--batch-size", 16, "--zero", 2),
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, complaints(done.stderr)) == (0, [])
     found = json.loads(file.read_text())
     assert found["mesh"] == {"data": 8, "pipe": 1, "tensor": 2}
     assert found["num_params"] > 6.5e9
