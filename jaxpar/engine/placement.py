@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxpar.checkpoint.former_names import former_names
 from jaxpar.checkpoint.shard_parts import ShardParts
-from jaxpar.jaxprs.pieces import jit_in_pieces
+from jaxpar.jaxprs.pieces import compute_in_pieces
 from jaxpar.mesh import are_present, batch_axes
 from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.memory_kinds import in_memory_of
@@ -168,9 +168,8 @@ class Placement:
             state = with_shard_parts(init(key), self.carried, self.mesh)
             return pack_state(self.update, state)
 
-        key, alone = jax.random.key(seed), jax.process_count() > 1
-        given = {"out_shardings": self.packed_shardings, "one_by_one": alone}
-        return jit_in_pieces(packed, key, **given)(key)
+        key = jax.random.key(seed)
+        return compute_in_pieces(packed, key, out_shardings=self.packed_shardings)
 
     def require_devices(self, call: str) -> None:
         """Raise for a call that runs a program on compile-only devices.

@@ -13,7 +13,6 @@ one program.
 
 import collections
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
@@ -22,16 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.interpreters import partial_eval
 
-from jaxpar.jaxprs.dependence import of_outputs
 from jaxpar.jaxprs.evaluate import bind, read
 from jaxpar.types import PyTree
 
 _SMALL = 4096
 """Elements of an array that pieces compute each for itself, rather than share."""
-
-_IN_FLIGHT = 8
-"""Pieces that may run at a time. XLA:CPU stalls with 32 programs with collectives."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +38,13 @@ class JaxprPiece:
       outs: their numbers.
       eqns: the equations, in order.
       ins: the variables that are computed before.
+      structure: a value that is the same for pieces that differ in `ins` alone.
     """
 
     outs: tuple[int, ...]
     eqns: tuple[core.JaxprEqn, ...]
     ins: tuple[core.Var, ...]
+    structure: Hashable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,61 +55,40 @@ class Pieces:
       closed: the function, without what no output needs.
       exact: the equations of keys and small integers.
       pieces: the others, by output.
-      structure: of the function's result.
+      shape: of the function's result.
     """
 
     closed: core.ClosedJaxpr
     exact: tuple[core.JaxprEqn, ...]
     pieces: tuple[JaxprPiece, ...]
-    structure: Any
+    shape: PyTree
 
-    def run(self, *args: PyTree, places: PyTree, one_by_one: bool) -> PyTree:
-        """Compute the function.
+    @property
+    def num_programs(self) -> int:
+        """How many pieces differ, were their outputs sharded alike."""
+        return len({piece.structure for piece in self.pieces})
 
-        Args:
-          *args: its arguments.
-          places: the sharding of every output.
-          one_by_one: whether each piece is finished before the next begins.
-
-        Returns:
-          Its result.
-        """
+    def run(self, *args: PyTree, out_shardings: PyTree) -> PyTree:
+        """Compute the function's result, with the sharding of every output."""
         jaxpr = self.closed.jaxpr
         env = dict(zip(jaxpr.constvars, self.closed.consts, strict=True))
         env.update(zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
         for eqn in self.exact:
             outs = bind(eqn, [read(env, atom) for atom in eqn.invars])
             env.update(zip(eqn.outvars, outs, strict=True))
-        shardings = jax.tree.leaves(places)
+        shardings = jax.tree.leaves(out_shardings)
+        programs: dict[Hashable, Callable[..., list]] = {}
         made: dict[int, jax.Array] = {}
-        running: collections.deque[list] = collections.deque()
-        for piece, same in zip(self.pieces, self._structures, strict=True):
+        for piece in self.pieces:
             own = tuple(shardings[number] for number in piece.outs)
-            if (same, own) not in self._programs:
-                jitted = jax.jit(self.function(piece), out_shardings=list(own))
-                self._programs[same, own] = jitted
-            outs = self._programs[same, own](*[env[var] for var in piece.ins])
-            made.update(zip(piece.outs, outs, strict=True))
-            running.append(outs)
-            if one_by_one or len(running) > _IN_FLIGHT:
-                jax.block_until_ready(running.popleft())
-        return jax.tree.unflatten(
-            self.structure, [made[number] for number in range(len(jaxpr.outvars))]
-        )
-
-    @property
-    def num_programs(self) -> int:
-        """How many pieces differ, were their outputs sharded alike."""
-        return len(set(self._structures))
-
-    @functools.cached_property
-    def _structures(self) -> list[Hashable]:
-        """By piece, a value that is the same where only the inputs differ."""
-        return [_structure_of(self.closed.jaxpr, piece) for piece in self.pieces]
-
-    @functools.cached_property
-    def _programs(self) -> dict[Hashable, Callable[..., list]]:
-        return {}
+            kind = piece.structure, own
+            if kind not in programs:
+                programs[kind] = jax.jit(self.function(piece), out_shardings=list(own))
+            outs = programs[kind](*[env[var] for var in piece.ins])
+            # Programs with collectives stall if many are in flight.
+            made.update(zip(piece.outs, jax.block_until_ready(outs), strict=True))
+        leaves = [made[number] for number in range(len(jaxpr.outvars))]
+        return jax.tree.unflatten(jax.tree.structure(self.shape), leaves)
 
     def function(self, piece: JaxprPiece) -> Callable[..., list]:
         """A piece as a function of `JaxprPiece.ins`."""
@@ -127,24 +104,26 @@ class Pieces:
         return piece_of
 
 
-def jit_in_pieces(
-    fn: Callable[..., PyTree], *args: Any, out_shardings: PyTree, one_by_one: bool
-) -> Callable[..., PyTree]:
-    """Compile a function piece by piece if that takes half the programs, or at once.
+def compute_in_pieces(
+    fn: Callable[..., PyTree], *args: PyTree, out_shardings: PyTree
+) -> PyTree:
+    """Call a function piece by piece if that takes half the programs, or at once.
 
     Args:
       fn: takes and returns pytrees of arrays.
-      *args: its arguments, or their shapes.
+      *args: its arguments.
       out_shardings: the sharding of every output.
-      one_by_one: whether each piece is finished before the next begins.
+
+    Returns:
+      The function's result.
     """
     pieces = split(fn, *args)
     if pieces is None or len(pieces.pieces) < 2 * pieces.num_programs:
-        return jax.jit(fn, out_shardings=out_shardings)
-    return functools.partial(pieces.run, places=out_shardings, one_by_one=one_by_one)
+        return jax.jit(fn, out_shardings=out_shardings)(*args)
+    return pieces.run(*args, out_shardings=out_shardings)
 
 
-def split(fn: Callable[..., PyTree], *args: Any) -> Pieces | None:
+def split(fn: Callable[..., PyTree], *args: PyTree) -> Pieces | None:
     """Trace a function, and split it into pieces.
 
     Args:
@@ -152,12 +131,14 @@ def split(fn: Callable[..., PyTree], *args: Any) -> Pieces | None:
       *args: its arguments, or their shapes.
 
     Returns:
-      The pieces; None for a function with effects, such as one that prints.
+      The pieces; None for a function with effects, such as one that prints, or with
+      constants on devices of their own, which one program alone may hold.
     """
-    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-    if closed.jaxpr.effects:
+    closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+    if closed.jaxpr.effects or any(map(_is_committed, closed.consts)):
         return None
-    jaxpr = of_outputs(closed.jaxpr, range(len(closed.jaxpr.outvars)))
+    every = [True] * len(closed.jaxpr.outvars)
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, every, instantiate=True)
     before = {*jaxpr.invars, *jaxpr.constvars}
     exact, others = [], {}
     for number, eqn in enumerate(jaxpr.eqns):
@@ -174,9 +155,13 @@ def split(fn: Callable[..., PyTree], *args: Any) -> Pieces | None:
         numbers: set[int] = set().union(*(needed[n] for n in outs))
         return _piece(jaxpr, outs, numbers, before)
 
-    pieces = _without_singles(jaxpr, list(map(made, _together(jaxpr, needed))), made)
+    pieces = _without_singles(list(map(made, _together(jaxpr, needed))), made)
     rest = core.ClosedJaxpr(jaxpr, closed.consts)
-    return Pieces(rest, tuple(exact), tuple(pieces), jax.tree.structure(shapes))
+    return Pieces(rest, tuple(exact), tuple(pieces), shape)
+
+
+def _is_committed(constant: Any) -> bool:
+    return isinstance(constant, jax.Array) and constant.committed
 
 
 def _is_literal(atom: Any) -> bool:
@@ -236,17 +221,13 @@ def _together(
 
 
 def _without_singles(
-    jaxpr: core.Jaxpr,
-    pieces: Sequence[JaxprPiece],
-    made: Callable[[tuple[int, ...]], JaxprPiece],
+    pieces: Sequence[JaxprPiece], made: Callable[[tuple[int, ...]], JaxprPiece]
 ) -> list[JaxprPiece]:
     """The pieces; those that are equal to no other are one."""
-    structures = [_structure_of(jaxpr, piece) for piece in pieces]
-    count = collections.Counter(structures)
-    is_single = [count[structure] == 1 for structure in structures]
-    rest = [piece for piece, single in zip(pieces, is_single, strict=True) if single]
-    repeated = [x for x, single in zip(pieces, is_single, strict=True) if not single]
-    singles = tuple(sorted(number for piece in rest for number in piece.outs))
+    count = collections.Counter(piece.structure for piece in pieces)
+    repeated = [piece for piece in pieces if count[piece.structure] > 1]
+    rest = [piece.outs for piece in pieces if count[piece.structure] == 1]
+    singles = tuple(sorted(number for outs in rest for number in outs))
     return [*repeated, made(singles)] if singles else repeated
 
 
@@ -257,21 +238,16 @@ def _piece(
     before: Collection[core.Var],
 ) -> JaxprPiece:
     eqns = tuple(jaxpr.eqns[number] for number in sorted(numbers))
-    read_by = [*(atom for eqn in eqns for atom in eqn.invars)]
-    read_by += [jaxpr.outvars[number] for number in outs]
-    ins = dict.fromkeys(x for x in _variables(read_by) if x in before)
-    return JaxprPiece(outs, eqns, tuple(ins))
+    results = [jaxpr.outvars[number] for number in outs]
+    read_by = [*(atom for eqn in eqns for atom in eqn.invars), *results]
+    ins = tuple(dict.fromkeys(x for x in _variables(read_by) if x in before))
+    return JaxprPiece(outs, eqns, ins, _structure_of(ins, eqns, results))
 
 
 # When two pieces are equal.
 
 
-def _structure_of(jaxpr: core.Jaxpr, piece: JaxprPiece) -> Hashable:
-    results = [jaxpr.outvars[number] for number in piece.outs]
-    return _structural_of(piece.ins, piece.eqns, results)
-
-
-def _structural_of(
+def _structure_of(
     ins: Sequence[core.Var], eqns: Sequence[core.JaxprEqn], outs: Sequence[Any]
 ) -> Hashable:
     """A value that is the same where only the variables differ."""
@@ -299,7 +275,7 @@ def _value_of(value: Any) -> Hashable:
         consts = tuple(map(id, getattr(value, "consts", ())))
         inner = getattr(value, "jaxpr", value)
         ins = (*inner.constvars, *inner.invars)
-        return consts, _structural_of(ins, inner.eqns, inner.outvars)
+        return consts, _structure_of(ins, inner.eqns, inner.outvars)
     if isinstance(value, tuple | list):
         return type(value), tuple(map(_value_of, value))
     if isinstance(value, int | float | complex | np.generic | np.ndarray):

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.jaxprs.pieces import split
+from jaxpar.jaxprs.pieces import compute_in_pieces, split
 
 INITIALIZERS = {
     "lecun_normal": nnx.initializers.lecun_normal(),
@@ -56,7 +56,7 @@ def test_numbers_are_those_of_one_program_to_the_bit(name, impl):
     make, key = layers(INITIALIZERS[name]), jax.random.key(3, impl=impl)
     places = on_devices(make, key, spec=P("data"))
     pieces = split(make, key)
-    found = pieces.run(key, places=places, one_by_one=False)
+    found = pieces.run(key, out_shardings=places)
     assert_same_bits(found, jax.jit(make, out_shardings=places)(key))
     assert jax.tree.map(lambda x: x.sharding, found) == places
 
@@ -136,7 +136,7 @@ def test_pieces_that_differ_have_their_own_numbers(differs):
     key, here = jax.random.key(0), [SingleDeviceSharding(jax.devices()[0])] * 4
     pieces = split(make, key)
     assert pieces.num_programs == (1 if differs == "constant" else 2)
-    found = pieces.run(key, places=here, one_by_one=True)
+    found = pieces.run(key, out_shardings=here)
     assert_same_bits(found, jax.jit(make)(key))
 
 
@@ -146,3 +146,39 @@ def test_a_function_that_prints_is_not_split(capfd):
         return jax.random.normal(key)
 
     assert split(make, jax.random.key(0)) is None
+
+
+@pytest.mark.parametrize("value", [jnp.ones((96, 64)), jax.random.key(7)])
+def test_a_constant_on_a_device_of_its_own_is_computed_with_at_once(value):
+    constant = jax.device_put(value, jax.devices()[3])
+
+    def make(key):
+        drawn = layers(INITIALIZERS["normal"], 4)(key)["params"]
+        if constant.ndim:
+            return [each + constant for each in drawn]
+        return layers(INITIALIZERS["normal"], 4)(constant)["params"]
+
+    key = jax.random.key(0)
+    places = on_devices(make, key, spec=P("data"))
+    found = compute_in_pieces(make, key, out_shardings=places)
+    assert jax.tree.map(lambda x: x.sharding, found) == places
+    assert_same_bits(found, jax.jit(make, out_shardings=places)(key))
+
+
+def test_an_argument_that_is_not_used_is_taken():
+    def make(key):
+        return [jnp.ones((96, 64)) for _ in range(3)]
+
+    key = jax.random.key(0)
+    places = on_devices(make, key, spec=P("data"))
+    found = split(make, key).run(key, out_shardings=places)
+    assert_same_bits(found, make(key))
+
+
+def test_one_piece_is_finished_before_the_next_begins(monkeypatch):
+    """Collectives of two programs at a time may wait for each other."""
+    make, key = layers(INITIALIZERS["normal"]), jax.random.key(0)
+    pieces, waited = split(make, key), []
+    monkeypatch.setattr(jax, "block_until_ready", lambda x: waited.append(len(x)) or x)
+    pieces.run(key, out_shardings=on_devices(make, key, spec=P("data")))
+    assert waited == [len(piece.outs) for piece in pieces.pieces]
