@@ -9,7 +9,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Generic
 
 import jax
 from flax import nnx
@@ -19,6 +19,9 @@ _ACTIVE: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
 )
 """The path of the module that is being called."""
 
+_KNOWN = {*nnx.Module.__mro__, nnx.Object, Generic}
+"""Classes that a subclass may be made of: they do no more than register it."""
+
 
 @contextlib.contextmanager
 def named_calls(model: nnx.Module) -> Iterator[None]:
@@ -26,14 +29,15 @@ def named_calls(model: nnx.Module) -> Iterator[None]:
 
     Python looks ``__call__`` up on the class, so that each module is an instance of a
     subclass of its own within the block: ``isinstance`` is true as before, ``type(x) is
-    Linear`` is not. The user's classes are not changed.
+    Linear`` is not. The user's classes are not changed. Modules whose classes run code
+    of the user's when they get a subclass have no scopes.
     """
     modules = [(m, type(m), tuple(map(str, p))) for p, m in nnx.iter_modules(model)]
     active = _ACTIVE.set(())
-    for module, kind, path in modules:
-        if path and callable(module) and _is_plain(kind):
-            object.__setattr__(module, "__class__", _scoped(kind, path))
     try:
+        for module, kind, path in modules:
+            if path and callable(module) and _is_plain(kind):
+                object.__setattr__(module, "__class__", _scoped(kind, path))
         yield
     finally:
         _ACTIVE.reset(active)
@@ -42,8 +46,9 @@ def named_calls(model: nnx.Module) -> Iterator[None]:
 
 
 def _is_plain(kind: type) -> bool:
-    """Whether nobody but Flax is called when the class gets a subclass."""
-    return kind.__init_subclass__.__func__ is nnx.Pytree.__init_subclass__.__func__
+    """Whether nobody's code runs when the class gets a subclass."""
+    watched = any("__init_subclass__" in vars(x) for x in {*kind.__mro__} - _KNOWN)
+    return not watched and type(kind) is type(nnx.Module)
 
 
 @functools.cache

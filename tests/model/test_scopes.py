@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from typing import ClassVar, Generic, TypeVar
 
 import flax.linen as nn
 import jax
@@ -14,9 +15,11 @@ from flax import nnx
 import jaxpar
 from benchmarks.same_programs import comparable
 from jaxpar.compiled.source_lines import todays_lines
+from jaxpar.model import scopes
 from jaxpar.model.bridge import make_network
-from jaxpar.model.scopes import named_calls
+from jaxpar.model.scopes import _scoped, named_calls
 
+T = TypeVar("T")
 ROWS, WIDTH = 32, 8  # XLA rewrites the matmul of one row, and drops its name.
 
 
@@ -130,28 +133,100 @@ def test_classes_are_the_users_after_the_call_and_instances_within_it():
     assert [type(module) for _, module in nnx.iter_modules(model)] == kinds
 
 
-def test_class_that_watches_its_subclasses_is_left_alone():
+class Watching:
+    """A class that is told of its subclasses, and takes no arguments."""
+
+    seen: ClassVar[list[type]] = []
+
+    def __init_subclass__(cls):
+        super().__init_subclass__()
+        Watching.seen.append(cls)
+
+
+class Strict(type(nnx.Module)):
+    def __new__(cls, name, bases, names):
+        return super().__new__(cls, name, bases, names)
+
+
+class OfNothing(nnx.Module):
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x
+
+
+class First(Generic[T], OfNothing):
+    pass
+
+
+class Last(OfNothing, Generic[T]):
+    pass
+
+
+class WatchedFirst(Watching, OfNothing):
+    pass
+
+
+class OfStrict(OfNothing, metaclass=Strict):
+    pass
+
+
+class Above(nnx.Module):
+    def __init__(self, below: type):
+        self.below = below()
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.below(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_named"),
+    [
+        (First, True),
+        (First[int], True),
+        (Last, True),
+        (WatchedFirst, False),
+        (OfStrict, False),
+    ],
+)
+def test_class_is_subclassed_where_nobody_watches(kind, is_named):
+    model, seen = Above(kind), [*Watching.seen]
+    own = type(model.below)
+    with named_calls(model):
+        assert (type(model.below) is not own) == is_named
+        assert model(1.0) == 1.0
+    assert type(model.below) is own
+    assert Watching.seen == seen
+
+
+def test_mixin_that_watches_from_behind_is_not_told():
     seen = []
 
-    class Watched(nnx.Module):
-        def __init_subclass__(cls, **kwargs):
-            super().__init_subclass__(**kwargs)
+    class Mixin:
+        def __init_subclass__(cls, **options):
             seen.append(cls)
 
-        def __call__(self, x: jax.Array) -> jax.Array:
-            return x
-
-    class Below(Watched):
+    class Below(OfNothing, Mixin):
         pass
 
-    class Above(nnx.Module):
-        def __init__(self):
-            self.below = Below()
+    with named_calls(Above(Below)):
+        assert seen == [Below]
 
-    model = Above()
-    with named_calls(model):
-        assert type(model.below) is Below
-    assert seen == [Below]
+
+def test_classes_are_restored_where_one_cannot_be_subclassed(monkeypatch):
+    model, made = Listed(nnx.Rngs(0)), []
+
+    def scoped(kind, path):
+        made.append(_scoped(kind, path))
+        if len(made) > 1:
+            raise KeyError
+        return made[0]
+
+    monkeypatch.setattr(scopes, "_scoped", scoped)
+    with pytest.raises(KeyError), named_calls(model):
+        pass
+    assert {type(module) for _, module in nnx.iter_modules(model)} == {
+        *(Listed, nnx.List, Half, nnx.Linear)
+    }
+    assert not scopes._ACTIVE.get()
 
 
 def test_model_of_the_engine_has_the_users_classes():
