@@ -5,7 +5,6 @@ the compiled step.
 """
 
 import dataclasses
-import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from jaxpar import tree
+from jaxpar.compiled.plain_text import as_plain_text
 from jaxpar.compiled.program import CompiledProgram
 from jaxpar.compiled.xla_flags import Setting
 from jaxpar.mesh import num_batch_shards
@@ -178,8 +178,9 @@ class Explanation:
     @property
     def details(self) -> str:
         """A row for each leaf and each collective, the memory, and the options."""
-        out = io.StringIO()
-        console = Console(file=out, width=140, color_system=None)
+        return as_plain_text(self._print_details, width=140)
+
+    def _print_details(self, console: Console) -> None:
         shape = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
         console.print(f"mesh {shape}, ZeRO {self.zero}")
         console.print(_leaf_table(self.leaves))
@@ -204,7 +205,6 @@ class Explanation:
             console.print("\ncompiler options:")
         for setting in self.settings:
             console.print(f"- {setting.option}={setting.value}: {setting.why}")
-        return out.getvalue()
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
         """The text that a notebook shows."""

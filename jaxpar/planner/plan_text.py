@@ -1,6 +1,6 @@
 """How is a plan printed: tables in the terminal."""
 
-import io
+import functools
 
 from rich import box
 from rich.bar import Bar
@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jaxpar.compiled.plain_text import as_plain_text
 from jaxpar.pipeline.schedules.chart import chart
 from jaxpar.planner.plan import Plan
 from jaxpar.planner.sections import Section, headline, notes, sections
@@ -45,9 +46,7 @@ def show_plan(plan: Plan, console: Console, *, tokens: float | None = None) -> N
 
 def as_text(plan: Plan) -> str:
     """What `show_plan` prints, without colours, as wide as the terminal."""
-    out = io.StringIO()
-    show_plan(plan, Console(file=out, color_system=None, force_terminal=False))
-    return out.getvalue().rstrip("\n")
+    return as_plain_text(functools.partial(show_plan, plan))
 
 
 def _table(section: Section) -> Table:
