@@ -109,12 +109,12 @@ def make_tree(
     leaves = {tuple(name.split("/")): shape for name, shape in shapes.items()}
     folded: dict[Path, Path] = {(): ()}
     _fold(leaves, (), (), folded)
-    counts: dict[Path, int] = collections.Counter(folded.values())
+    counts: dict[Path, int] = collections.Counter()
+    for path, row in folded.items():
+        counts[row] += stacked.get(path[0], 1) if path else 1
     parameters: dict[Path, int] = collections.Counter()
     for path, shape in leaves.items():
         parameters[folded[path[:-1]]] += math.prod(shape)
-    for path in counts:
-        counts[path] *= stacked.get(path[0], 1) if path else 1
     del folded[()], counts[()]
     own = {path: number for path, number in parameters.items() if path}
     return ModuleTree(folded, dict(counts), own, update_scope)

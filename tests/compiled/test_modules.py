@@ -77,6 +77,12 @@ def test_layers_of_other_shapes_are_rows_of_their_own():
     assert tree.find("jit(f)/Dense_2/dot_general") == ("Dense_0",)
 
 
+def test_stacked_sections_of_equal_layers_count_all_their_blocks():
+    shapes = {f"blocks_{n}/up/kernel": (4, 4) for n in range(2)}
+    tree = make_tree(shapes, {"blocks_0": 3, "blocks_1": 5}, "update")
+    assert tree.counts == {("blocks_*",): 8, ("blocks_*", "up"): 8}
+
+
 def test_inclusive_adds_what_is_below():
     assert inclusive({("a",): 1, ("a", "b"): 2, ("c", "d"): 4}) == {
         ("a",): 3,
