@@ -108,8 +108,8 @@ def _on_cpu(plane: Any) -> Iterator[tuple[int, TracedOp]]:
         stats = dict(event.stats)
         if "hlo_op" in stats:
             begun.append((event, stats))
-        elif event.name.startswith(_END):
-            ended[stats.get("_c")] = _interval(event)[1]
+        elif event.name.startswith(_END) and "_c" in stats:
+            ended[stats["_c"]] = _interval(event)[1]
     for event, stats in begun:
         start, end = _interval(event)
         end = max(end, ended.get(stats.get("_p"), end))

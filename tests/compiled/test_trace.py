@@ -105,6 +105,21 @@ def test_operation_of_a_cpu_lasts_until_its_end_event():
     assert (op.start, op.end) == (pytest.approx(1e-6), pytest.approx(7e-6, rel=1e-3))
 
 
+def test_end_event_without_a_number_is_of_no_operation():
+    numbers = "stats { metadata_id: 4 uint64_value: 77 }"
+    ends = "stats { metadata_id: 5 uint64_value: 77 }"
+    assert numbers in CPU
+    assert ends in CPU
+    trace = read(CPU.replace(numbers, "").replace(ends, ""))
+    (op,) = trace.devices["cpu:5"]
+    assert (op.start, op.end) == (pytest.approx(1e-6), pytest.approx(2e-6, rel=1e-3))
+
+
+def test_trace_without_a_step_has_none():
+    trace = read(CPU, "loop/data")
+    assert (trace.steps, trace.host) == ({}, {"loop/data": []})
+
+
 def test_kernels_of_a_gpu_are_read_from_its_streams():
     trace = read(GPU, "loop/data", "loop/save")
     (ops,) = trace.devices.values()
