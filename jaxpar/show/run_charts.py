@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxpar.show.chart import Chart, Line, Mark
 from jaxpar.show.quantities import number
-from jaxpar.show.run_data import RunData
+from jaxpar.show.run_data import RunData, step_of
 from jaxpar.show.run_facts import as_text, step_seconds
 from jaxpar.show.series import Series, smooth
 
@@ -87,9 +87,9 @@ def marks(run: RunData, *, named: bool = False) -> list[Mark]:
     """
     found = []
     for event in run.events:
-        step = event.get("step")
-        if isinstance(step, int | float):
-            found.append(Mark(float(step), event_text(event), "bad"))
+        step = step_of(event)
+        if step is not None:
+            found.append(Mark(step, event_text(event), "bad"))
     loss = run.series.get(_LOSS)
     if loss is not None:
         known = {mark.step for mark in found}
@@ -97,9 +97,8 @@ def marks(run: RunData, *, named: bool = False) -> list[Mark]:
             if step not in known:
                 found.append(Mark(float(step), "the loss is not finite", "bad"))
     for line in history(run):
-        step = line.get("step")
         changed = ", ".join(change_texts(line))
-        found.append(Mark(float(step or 0), f"changed: {changed}", "changed"))
+        found.append(Mark(step_of(line) or 0.0, f"changed: {changed}", "changed"))
     found += [Mark(float(step), "reopened", "opened") for step in run.resumed]
     if named:
         found = [dataclasses.replace(m, text=f"{run.name} {m.text}") for m in found]
@@ -122,7 +121,8 @@ def event_text(event: Mapping[str, Any]) -> str:
 def history(run: RunData) -> list[Mapping[str, Any]]:
     """The changes of a run's settings, oldest first."""
     found = run.record.get("history")
-    return [each for each in found if isinstance(each, dict)] if found else []
+    kept = found if isinstance(found, list) else []
+    return [each for each in kept if isinstance(each, dict)]
 
 
 def change_texts(line: Mapping[str, Any]) -> list[str]:

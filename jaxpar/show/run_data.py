@@ -9,6 +9,7 @@ import array
 import collections
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -134,10 +135,13 @@ def read_run(folder: str | os.PathLike[str]) -> RunData:
         problems.append(f"{METRICS}: {unread:,} lines are not records")
     events, num_events = _read_events(folder / EVENTS)
     accounts = _read_json(folder / goodput.FILE, list, problems) or []
+    known = _read_json(folder / record.FILE, dict, problems) or {}
+    if not isinstance(known.get("history", []), list):
+        problems.append(f"{record.FILE}: its history is damaged")
     return RunData(
         folder=folder,
         name=folder.resolve().name,
-        record=_read_json(folder / record.FILE, dict, problems) or {},
+        record=known,
         series=series,
         events=events,
         num_events=num_events,
@@ -155,8 +159,8 @@ def _read_series(path: Path) -> tuple[dict[str, Series], int]:
     unread = 0
     for line in _lines(path):
         found = _parsed(line)
-        step = _to_float(found.get("step")) if isinstance(found, dict) else None
-        if found is None or step is None:
+        step = step_of(found) if isinstance(found, dict) else None
+        if step is None:
             unread += 1
             continue
         for name, given in found.items():
@@ -207,6 +211,12 @@ def _to_float(value: Any) -> float | None:
         return None
 
 
+def step_of(line: Mapping[str, Any]) -> float | None:
+    """The step of a line of a log; None if it has none that is finite."""
+    step = _to_float(line.get("step"))
+    return step if step is not None and math.isfinite(step) else None
+
+
 def _read_events(path: Path) -> tuple[list[dict[str, Any]], int]:
     newest: collections.deque[dict[str, Any]] = collections.deque(maxlen=MOST_EVENTS)
     count = 0
@@ -235,7 +245,8 @@ def _read_plan(path: Path, problems: list[str]) -> Mapping[str, Any] | None:
     if found is None or "bytes_per_device" in found:
         return found
     ranking = found.get("ranking")
-    best = ranking[0].get("plan") if isinstance(ranking, list) and ranking else None
+    first = ranking[0] if isinstance(ranking, list) and ranking else None
+    best = first.get("plan") if isinstance(first, dict) else None
     if not isinstance(best, dict):
         problems.append(f"{path.name} is not a plan of jaxpar plan --json")
         return None

@@ -128,7 +128,7 @@ def goodput_sums(run: RunData) -> dict[str, float]:
         sums = goodput.total(run.accounts)
     except (KeyError, TypeError, ValueError, AttributeError):
         return {}
-    known = {kind: spent for kind, spent in sums.items() if spent > 0}
+    known = {kind: spent for kind, spent in sums.items() if 0 < spent < math.inf}
     ordered = [*(k for k in goodput.WORDS if k in known), *sorted(known)]
     return {kind: known[kind] for kind in dict.fromkeys(ordered)}
 

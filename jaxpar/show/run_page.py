@@ -134,7 +134,9 @@ def _goodput(runs: Sequence[RunData]) -> str:
         (_word(kind), *(cell for sums in found for cell in _spent(sums, kind)))
         for kind in kinds
     ]
-    whole = [(duration(sum(sums.values())), "100%") for sums in found]
+    whole = [
+        (duration(sum(sums.values())), "100%") if sums else ("-", "-") for sums in found
+    ]
     rows.append(("all", *(cell for pair in whole for cell in pair)))
     names = [run.name if len(runs) > 1 else "time" for run in runs]
     head = ("", *(cell for name in names for cell in (name, "share")))
@@ -142,14 +144,16 @@ def _goodput(runs: Sequence[RunData]) -> str:
         f'<span><i class="{_colour(kind)}"></i>{html.escape(_word(kind))}</span>'
         for kind in kinds
     )
-    bars = "".join(_bar(run, runs, sums) for run, sums in zip(runs, found, strict=True))
+    bars = "".join(
+        _bar(run, runs, sums) for run, sums in zip(runs, found, strict=True) if sums
+    )
     legend = f'<p class="kinds" aria-hidden="true">{keys}</p>\n'
     return _section("Goodput", bars + legend + table(head, rows))
 
 
 def _bar(run: RunData, runs: Sequence[RunData], sums: dict[str, float]) -> str:
     """The kinds of a run's time, as shares of a bar."""
-    whole = sum(sums.values()) or 1.0
+    whole = sum(sums.values())
     pieces = "".join(
         f'<i class="{_colour(kind)}" style="width:{spent / whole:.3%}" '
         f'title="{html.escape(_word(kind))} {spent / whole:.1%}"></i>'

@@ -79,6 +79,27 @@ def test_damaged_files_are_reported_and_the_rest_is_read(tmp_path):
     assert [(each.step, each.problem) for each in run.saved] == [(3, "has no manifest")]
 
 
+@pytest.mark.parametrize("step", ["NaN", "1e999", "-1e999", '"nan"', "null"])
+def test_line_without_a_finite_step_is_not_a_record(step, tmp_path):
+    write_run(tmp_path, [{"step": 1, "loss": 2.0}])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"step": {step}, "loss": 1.0}}\n')
+    run = read_run(tmp_path)
+    assert run.series["train/loss"].steps.tolist() == [1]
+    assert (run.last_step, run.problems) == (
+        1,
+        ["metrics.jsonl: 1 lines are not records"],
+    )
+
+
+@pytest.mark.parametrize("ranking", [[], [3], [None], {"a": 1}])
+def test_search_without_a_best_plan_is_damaged(ranking, tmp_path):
+    write_run(tmp_path)
+    (tmp_path / "plan.json").write_text(json.dumps({"ranking": ranking}))
+    problem = "plan.json is not a plan of jaxpar plan --json"
+    assert read_run(tmp_path).problems == [problem]
+
+
 def test_damaged_manifest_is_reported_with_its_step(tmp_path):
     run = shutil.copytree(WRITTEN, tmp_path / "run")
     path = run / "checkpoints" / "step_00000006" / "manifest.json"

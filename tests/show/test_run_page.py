@@ -1,6 +1,7 @@
 """Is the page of a run whole, is any text on it text, and does it stay small?"""
 
 import json
+import math
 import re
 import shutil
 
@@ -160,3 +161,31 @@ def test_file_is_written_where_it_is_asked_for(tmp_path):
         FileNotFoundError, match=r"--out .*the folder '.*no' does not exist"
     ):
         write_report(runs, tmp_path / "no" / "report.html")
+
+
+@pytest.mark.parametrize(
+    "history",
+    [3, "abc", {"a": 1}, [3], [{"step": "x", "changed": 3}], [{"step": math.nan}]],
+)
+def test_page_of_a_damaged_history_is_written(history, tmp_path):
+    page = page_of(write_run(tmp_path, records(), history=history))
+    damaged = "run.json: its history is damaged"
+    assert (damaged in words(page)) == (not isinstance(history, list))
+    assert "Training" in page.text("h2")
+
+
+def test_events_without_a_finite_step_are_in_the_table_alone(tmp_path):
+    events = [{"event": "bad", "step": step} for step in (math.nan, math.inf, "x", 3)]
+    page = page_of(write_run(tmp_path, records(), events=events))
+    assert [row[0] for row in page.rows if "bad" in row] == ["nan", "inf", "x", "3"]
+    titles = [value for _, name, value in page.attributes if name == "title"]
+    assert sum("bad" in (title or "") for title in titles) == 1
+
+
+def test_run_without_an_account_of_its_time_stands_beside_one_that_has_one(tmp_path):
+    one, other = (write_full_run(tmp_path / name) for name in ("one", "other"))
+    (other / "goodput.json").unlink()
+    page = page_of(one, other)
+    rows = {row[0]: row[3:] for row in page.rows if len(row) == 5}
+    assert rows["useful steps"] == rows["all"] == ["-", "-"]
+    assert "0 starts" not in words(page)
