@@ -11,6 +11,9 @@ from collections.abc import Iterable, Sequence
 
 SUFFIXES = (".html", ".htm")
 
+MOODS = {None: "", True: "fits", False: "over"}
+"""Whether something is good news -> its class of the style."""
+
 _PAGE = string.Template("""<!doctype html>
 <html lang="en">
 <head>

@@ -8,11 +8,9 @@ import jax
 
 from jaxpar.planner.plan import Plan
 from jaxpar.planner.sections import Section, headline, notes, sections
-from jaxpar.show.page import SUFFIXES, frame, table
+from jaxpar.show.page import MOODS, SUFFIXES, frame, table
 from jaxpar.show.picture import as_svg, panels
 from jaxpar.show.plotting import check_path
-
-_MOODS = {None: "", True: "fits", False: "over"}
 
 _STYLE = """figure { padding: 0.25rem; background: #ffffff; border: var(--line);
   border-radius: 6px; }
@@ -65,7 +63,7 @@ def as_html(plan: Plan, *, tokens: float | None = None) -> str:
 
 def _section(plan: Plan, section: Section) -> str:
     heading, finding = html.escape(section.heading), html.escape(section.finding)
-    text = f'<h2>{heading}</h2>\n<p class="{_MOODS[section.fits]}">{finding}</p>\n'
+    text = f'<h2>{heading}</h2>\n<p class="{MOODS[section.fits]}">{finding}</p>\n'
     if section.name in panels(plan):
         label = f'<svg role="img" aria-label="{heading}: {finding}"'
         svg = as_svg(plan, section.name).replace("<svg", label, 1)

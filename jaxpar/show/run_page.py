@@ -12,7 +12,7 @@ from jaxpar.planner.sections import quantity
 from jaxpar.show.chart import draw_chart
 from jaxpar.show.hover import SCRIPT
 from jaxpar.show.hover import STYLE as HOVER_STYLE
-from jaxpar.show.page import SUFFIXES, frame, table
+from jaxpar.show.page import MOODS, SUFFIXES, frame, table
 from jaxpar.show.plotting import check_file
 from jaxpar.show.quantities import duration, moment
 from jaxpar.show.run_charts import COLOURS, change_texts, event_text, groups, history
@@ -33,7 +33,6 @@ POINTS, MOST_POINTS = 600, 30_000
 """Points of a line, at most; of all lines together, at most."""
 MOST_ROWS = 100
 """Events in the table, at most: the newest."""
-_MOODS = {None: "", True: "fits", False: "over"}
 
 
 def write_report(runs: Sequence[RunData], path: Path) -> None:
@@ -80,7 +79,7 @@ def _head(run: RunData, at: int, runs: Sequence[RunData], now: float) -> str:
     """A run's state, and the numbers to know first."""
     state = state_of(run, now)
     why = f": {html.escape(state.why)}" if state.why else ""
-    text = f'<span class="{_MOODS[state.is_good]}">{state.word}</span>{why}'
+    text = f'<span class="{MOODS[state.is_good]}">{state.word}</span>{why}'
     if len(runs) > 1:
         name = html.escape(run.name)
         text = f'<i class="key {COLOURS[at]}"></i><b>{name}</b> {text}'
