@@ -18,6 +18,7 @@ def load_modules(package: dict[str, Any]) -> None:
     own, names = package["__name__"], package.get("__all__", ())
     load_name = package.get("__getattr__")
     modules = {each.name for each in pkgutil.iter_modules(package["__path__"])}
+    modules.discard("__main__")  # Importing it runs the command.
 
     def load(name: str) -> Any:
         if load_name is not None and name in names:
@@ -27,3 +28,4 @@ def load_modules(package: dict[str, Any]) -> None:
         raise AttributeError(f"module {own!r} has no attribute {name!r}")
 
     package["__getattr__"] = load
+    package["__dir__"] = lambda: sorted({*package, *names, *modules})

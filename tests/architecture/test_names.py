@@ -99,6 +99,20 @@ def test_name_that_there_is_not_is_an_attribute_error():
     assert not hasattr(jaxpar, "trian")
 
 
+def test_modules_are_listed_before_they_are_used():
+    code = "import json, jaxpar; print(json.dumps([dir(jaxpar), dir(jaxpar.jaxprs)]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    of_jaxpar, of_jaxprs = map(set, json.loads(done.stdout))
+    assert of_jaxpar >= {"initialize", "mesh", "step", "__file__"}
+    assert "__main__" not in of_jaxpar
+    assert of_jaxprs >= {"pieces", "residuals", "__doc__"}
+
+
+def test_command_is_not_run_by_its_name():
+    with pytest.raises(AttributeError, match=r"^module 'jaxpar' has no attribute"):
+        _ = jaxpar.__main__
+
+
 def test_modules_start_no_jax_before_they_are_used():
     code = "import sys, jaxpar; jaxpar.launch.extras; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
