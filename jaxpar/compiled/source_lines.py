@@ -8,6 +8,7 @@ collective the name and the stack of the operation that needed it.
 import contextlib
 import dataclasses
 import functools
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from jaxpar.compiled.collectives import find_sites
 from jaxpar.compiled.hlo import ArrayType, Instruction, Module
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_ENGINE = str(_PACKAGE / "engine" / "")
+_ENGINE = f"{_PACKAGE / 'engine'}{os.sep}"
 _LIBRARIES = re.compile(
     r"[/\\](?:site|dist)-packages[/\\](?:jax|jaxlib|jaxtyping|beartype|flax|optax)[/\\]"
     r"|^<@beartype"

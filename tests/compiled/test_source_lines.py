@@ -24,7 +24,7 @@ HloModule jit_f, entry_computation_layout={(f32[2,8]{1,0})->f32[8,8]{1,0}}
 
 FileNames
 1 "/elsewhere/train.py"
-2 "PACKAGE/engine.py"
+2 "PACKAGE/engine/engine.py"
 3 "PACKAGE/gradients.py"
 4 "/elsewhere/model.py"
 5 "/python/site-packages/flax/nnx/linear.py"
