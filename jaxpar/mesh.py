@@ -128,6 +128,16 @@ class MeshShape:
     __repr__ = __str__
 
 
+def axes_text(sizes: Mapping[str, int]) -> str:
+    """Axes and their sizes as people write them.
+
+    Example:
+      >>> axes_text({"data": 4, "tensor": 2})
+      'data 4 x tensor 2'
+    """
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+
+
 def batch_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """The mesh's axes that split the rows of a batch."""
     return tuple(axis for axis in BATCH_AXES if axis in mesh.axis_names)

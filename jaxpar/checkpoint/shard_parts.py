@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxpar.checkpoint.leaves import LeafSpec
+from jaxpar.mesh import axes_text
 
 KEY = "shard_parts"
 """In the mapping that is stored with a step."""
@@ -100,7 +101,7 @@ def _part_of(name: str, paths: Collection[str]) -> bool:
 
 
 def _text(axes: Mapping[str, int]) -> str:
-    return " x ".join(f"{axis} {n}" for axis, n in axes.items()) or "one data shard"
+    return axes_text(axes) or "one data shard"
 
 
 def without(wanted: Mapping[str, str], paths: Collection[str]) -> dict[str, str]:

@@ -21,7 +21,7 @@ from jaxpar import tree
 from jaxpar.compiled.plain_text import as_plain_text
 from jaxpar.compiled.program import CompiledProgram
 from jaxpar.compiled.xla_flags import Setting
-from jaxpar.mesh import num_batch_shards
+from jaxpar.mesh import axes_text, num_batch_shards
 from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.memory_kinds import is_on_host
 from jaxpar.sharding.zero import ZeroStage
@@ -120,7 +120,7 @@ class Explanation:
     def summary(self) -> str:
         """Two lines: what a device stores of the state, and what it sends in a step."""
         on_host = self.host_bytes_per_device
-        axes = [f"{axis} {size}" for axis, size in self.mesh.items() if size > 1]
+        axes = {axis: size for axis, size in self.mesh.items() if size > 1}
         whole = sum(leaf.bytes for leaf in self.leaves)
         sent: dict[str, int] = {}
         for row in self.program.collectives:
@@ -136,7 +136,7 @@ class Explanation:
             f"a device stores {decimal(self.bytes_per_device)}"
             + (f", and in host memory {decimal(on_host)}," if on_host else "")
             + f" of the {decimal(whole)} train state (ZeRO {self.zero} on "
-            f"{' x '.join(axes) or 'one device'})\n"
+            f"{axes_text(axes) or 'one device'})\n"
             f"a device sends {decimal(sum(sent.values()))} a step"
             + (f": {', '.join(parts)}" if parts else "")
         )
@@ -181,8 +181,7 @@ class Explanation:
         return as_plain_text(self._print_details, width=140)
 
     def _print_details(self, console: Console) -> None:
-        shape = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
-        console.print(f"mesh {shape}, ZeRO {self.zero}")
+        console.print(f"mesh {axes_text(self.mesh)}, ZeRO {self.zero}")
         console.print(_leaf_table(self.leaves))
         stored = f"stored state: {self.bytes_per_device:,} bytes per device"
         if self.host_bytes_per_device:

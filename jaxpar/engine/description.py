@@ -2,6 +2,7 @@
 
 from jaxpar.engine.compiled_step import StepSpec
 from jaxpar.engine.placement import Placement
+from jaxpar.mesh import axes_text
 from jaxpar.model.bridge import Network
 from jaxpar.model.class_names import class_names
 from jaxpar.tree import num_elements
@@ -18,12 +19,10 @@ def describe(
       spec: of the step.
       num_rows: of the global batch.
     """
-    axes = placement.mesh.shape.items()
-    mesh = " x ".join(f"{axis} {size}" for axis, size in axes)
     return (
         f"{class_names(network)}, "
         f"{num_elements(placement.abstract.params):,} parameters, "
-        f"ZeRO {placement.zero.number} on {mesh}, "
+        f"ZeRO {placement.zero.number} on {axes_text(placement.mesh.shape)}, "
         f"{spec.precision.compute_dtype}, accumulate {spec.accumulate}, "
         f"{num_rows} rows a step"
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxpar.compiled.program import CompiledProgram
 from jaxpar.jaxprs.evaluate import ATTENTION_KERNEL, PLACEHOLDER
+from jaxpar.mesh import axes_text
 from jaxpar.pipeline.schedules.table import Schedule
 from jaxpar.planner.roofline import Estimate
 from jaxpar.planner.targets import Target
@@ -120,11 +121,10 @@ class Plan:
         return None if rate is None else tokens / rate * self.num_devices / 3600
 
     def __repr__(self) -> str:
-        mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
         fits = {None: "", True: ", fits", False: ", does not fit"}[self.fits]
         return (
-            f"<Plan: {self.target}, {mesh}, ZeRO {self.zero}, {self.num_params:,} "
-            f"parameters, peak {self.memory.peak:,} bytes{fits}>"
+            f"<Plan: {self.target}, {axes_text(self.mesh)}, ZeRO {self.zero}, "
+            f"{self.num_params:,} parameters, peak {self.memory.peak:,} bytes{fits}>"
         )
 
     def __str__(self) -> str:

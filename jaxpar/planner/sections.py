@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+from jaxpar.mesh import axes_text
 from jaxpar.pipeline.schedules.chart import title
 from jaxpar.pipeline.schedules.table import cost
 from jaxpar.planner.plan import Plan
@@ -71,12 +72,11 @@ def sections(plan: Plan, tokens: float | None = None) -> list[Section]:
 
 def headline(plan: Plan) -> tuple[str, str]:
     """The plan's heading, in two lines."""
-    mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
     plural = "s" * (plan.num_devices != 1)
     return (
         f"{plan.target}: {plan.num_devices:,} device{plural}",
-        f"{mesh}; ZeRO {plan.zero}; {plan.precision}; {plan.num_params:,} parameters; "
-        f"compiled for {plan.compiled_for}",
+        f"{axes_text(plan.mesh)}; ZeRO {plan.zero}; {plan.precision}; "
+        f"{plan.num_params:,} parameters; compiled for {plan.compiled_for}",
     )
 
 
