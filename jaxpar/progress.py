@@ -60,25 +60,23 @@ def counting(
 
 
 @contextlib.contextmanager
-def waiting(
-    what: str, *, about: float | None = None, shown: bool = True
-) -> Iterator[None]:
+def waiting(what: str, *, expected: str = "", shown: bool = True) -> Iterator[None]:
     """Say what is being waited for, where nothing can be counted.
 
     Args:
       what: such as "compiling the step".
-      about: seconds that it is expected to take; None if unknown.
+      expected: how long it may take, such as "about 40 s"; empty if unknown.
       shown: False to print nothing.
 
     Example:
-      >>> with waiting("compiling the step", about=40.0):
+      >>> with waiting("compiling the step", expected="about 40 s"):
       ...     pass
     """
     if not shown:
         yield
         return
     ended, began = threading.Event(), time.monotonic()
-    text = what if about is None else f"{what}, about {max(about, 1):.0f} s"
+    text = f"{what}, {expected}" if expected else what
     speaker = threading.Thread(target=_speak, args=(text, ended), daemon=True)
     speaker.start()
     is_done = False

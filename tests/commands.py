@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 _PROGRESS = re.compile(
     r"(compiling \S+ for \S+|compiling what may fit|surveying \S+ on \S+"
     r"|looking for the smallest target that fits)"
-    r"(, about \d+ s)?( \(\d+ s\)|: \d+ s)?"
+    r"( \(\d+ s\)|: \d+ s)?"
 )
 """A line that `jaxpar.progress.waiting` prints for `jaxpar plan`."""
 

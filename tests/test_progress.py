@@ -50,7 +50,7 @@ def test_wait_says_how_long_it_takes(
     said: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.03)
-    with progress.waiting("compiling the step", about=40.0):
+    with progress.waiting("compiling the step", expected="about 40 s"):
         time.sleep(0.2)
     lines = said.getvalue().splitlines()
     assert lines[0] == "compiling the step, about 40 s"

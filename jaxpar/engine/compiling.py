@@ -40,12 +40,13 @@ def compiling(
         for traced in traces.values():
             traced.lower()
         seconds = time.perf_counter() - began
-    with waiting("compiling the step", about=about(seconds, platform), shown=shown):
+    expected = about(seconds, platform)
+    with waiting("compiling the step", expected=expected, shown=shown):
         yield
 
 
-def about(lowering: float, platform: str) -> float | None:
-    """How many seconds a step compiles; None if unknown.
+def about(lowering: float, platform: str) -> str:
+    """How many seconds a step compiles, in words; empty if unknown.
 
     Args:
       lowering: the seconds that lowering it has taken, on this machine and under the
@@ -54,7 +55,9 @@ def about(lowering: float, platform: str) -> float | None:
 
     Example:
       >>> about(2.5, "cpu"), about(2.5, "tpu")
-      (40.0, None)
+      ('about 40 s unless it is cached', '')
     """
     factor = _OF_LOWERING.get(platform)
-    return None if factor is None else factor * lowering
+    if factor is None:
+        return ""
+    return f"about {max(factor * lowering, 1):.0f} s unless it is cached"
