@@ -192,7 +192,8 @@ class Engine(CompiledStep):
           loss: which of several losses.
 
         Returns:
-          loss, its weight and the user's metrics, from eval_fn in evaluation mode.
+          "loss", "weight" (the rows, or the sum of a `jaxpar.Weighted` loss's weights)
+          and the user's metrics by their names, from eval_fn in evaluation mode.
         """
         with self._alone("evaluate"):
             self.placement.require_devices("batch")
