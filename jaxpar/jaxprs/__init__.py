@@ -1,4 +1,4 @@
-"""Reading and evaluating traced functions."""
+"""Traced functions: what depends on what, evaluated, and computed in pieces."""
 
 from jaxpar.lazy import load_modules
 
