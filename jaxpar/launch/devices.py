@@ -56,14 +56,16 @@ def cpu_devices(number: int) -> list[Any]:
       The first `number` CPU devices of this process.
 
     Raises:
-      ValueError: if it is not at least 1, or jax has started with fewer.
+      ValueError: if it is not an integer of at least 1, or jax has started with fewer.
 
     Example:
       >>> len(cpu_devices(4))
       4
     """
-    if number < 1:
-        raise ValueError(f"cpu_devices: number={number} must be at least 1.")
+    if not isinstance(number, int) or number < 1:
+        raise ValueError(
+            f"cpu_devices: number={number!r} must be an integer of at least 1."
+        )
     _make_cpu_devices(number)
     devices = jax.local_devices(backend="cpu")
     if len(devices) < number:

@@ -94,9 +94,17 @@ def test_cpu_devices_are_as_many_as_asked_for_and_then_fixed():
 
 
 def test_cpu_devices_are_the_first_of_those_that_there_are():
-    assert cpu_devices(3) == jax.devices()[:3]
-    with pytest.raises(ValueError, match=r"^cpu_devices: number=0 must be at least 1"):
-        cpu_devices(0)
+    there_are = jax.devices()
+    assert cpu_devices(3) == there_are[:3]
+    assert len(jax.devices()) == len(there_are)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize("number", [0, "4", 2.0])
+def test_cpu_devices_are_a_number_of_at_least_one(number):
+    said = rf"^cpu_devices: number={number!r} must be an integer of at least 1\.$"
+    with pytest.raises(ValueError, match=said):
+        cpu_devices(number)
 
 
 @pytest.mark.parametrize("wanted", [MeshShape(), MeshShape(tensor=4)])
