@@ -58,6 +58,16 @@ class StepSpec:
     changes_with: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
+    def model_flops(self) -> int:
+        """FLOPs of a step's forward and backward passes, without recomputation.
+
+        The backward pass counts as two forward passes: gradients of activations, and of
+        weights. Where parameters are frozen there are fewer of the latter, and an MFU
+        computed from these FLOPs is too high.
+        """
+        return 3 * self.forward_flops
+
+    @property
     def sees_others(self) -> bool:
         """Whether the loss of a row depends on other rows of its micro-batch."""
         return self.coupled or self.averages

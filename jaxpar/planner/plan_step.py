@@ -116,7 +116,7 @@ def plan_step(
     }
     compile_seconds = time.perf_counter() - began
     program, traffic, text = _read(engine, compiled)
-    model_flops = 3 * spec.forward_flops
+    model_flops = spec.model_flops
     counted = sum(flops(traced.jaxpr.eqns) for traced in traces.values())
     total = execution.flops(counted, model_flops, num_batch_shards(mesh))
     work = Work(

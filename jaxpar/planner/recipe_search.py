@@ -263,7 +263,7 @@ def survey(path: Path, target: str, args: Sequence[str], pins: bool = True) -> S
             facts[sizes] = str(error)
             continue
         rows, spec = engine.batch_spec.num_rows, engine.spec
-        flops, dtype = 3 * spec.forward_flops, str(spec.precision.compute_dtype)
+        flops, dtype = spec.model_flops, str(spec.precision.compute_dtype)
         facts[sizes] = {zero.number: _facts(engine, zero) for zero in ZERO_STAGES}
     return Survey(
         rows=rows,

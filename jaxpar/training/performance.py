@@ -10,9 +10,6 @@ from jaxpar.engine.engine import Engine
 
 Spent = Callable[[str], float]
 
-_BACKWARD_AND_FORWARD = 3
-"""FLOPs of a step over those of its forward passes, recomputation not counted."""
-
 
 class Performance:
     """The numbers of ``perf/``, from one step to the next.
@@ -30,7 +27,7 @@ class Performance:
     def __init__(self, engine: Engine, spent: Spent, tokens_per_step: int | None):
         self._of_phase, self._tokens = spent, tokens_per_step
         self._peak = _peak_flops(engine)
-        self._flops = _BACKWARD_AND_FORWARD * engine.spec.forward_flops
+        self._flops = engine.spec.model_flops
         self._since = self._spent()
 
     def _spent(self) -> tuple[float, float]:

@@ -84,6 +84,7 @@ def test_step_knows_its_calls_and_whether_it_is_coupled(coupled):
     assert made.spec.coupled == coupled
     assert made.spec.accumulate == 2
     assert made.spec.forward_flops == 16 * 2 * 4 * 64
+    assert made.spec.model_flops == 3 * 16 * 2 * 4 * 64
     assert list(made.checks) == ["loss_fn"]
     assert made.placement.leaves["kernel"].is_split
     state = jax.jit(made.traced.init)(jax.random.key(0))
