@@ -132,7 +132,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunData:
     problems: list[str] = []
     series, unread = _read_series(folder / METRICS)
     if unread:
-        problems.append(f"{METRICS}: {unread:,} lines are not records")
+        problems.append(f"{METRICS}: lines that are not records: {unread:,}")
     events, num_events = _read_events(folder / EVENTS)
     accounts = _read_json(folder / goodput.FILE, list, problems) or []
     known = _read_json(folder / record.FILE, dict, problems) or {}

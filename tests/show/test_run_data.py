@@ -71,7 +71,7 @@ def test_damaged_files_are_reported_and_the_rest_is_read(tmp_path):
     run = read_run(tmp_path)
     assert run.series["train/loss"].values.tolist() == [2.0, 1.0]
     assert run.problems == [
-        "metrics.jsonl: 3 lines are not records",
+        "metrics.jsonl: lines that are not records: 3",
         "goodput.json is damaged",
         "run.json is damaged",
         "plan.json is not a plan of jaxpar plan --json",
@@ -88,7 +88,7 @@ def test_line_without_a_finite_step_is_not_a_record(step, tmp_path):
     assert run.series["train/loss"].steps.tolist() == [1]
     assert (run.last_step, run.problems) == (
         1,
-        ["metrics.jsonl: 1 lines are not records"],
+        ["metrics.jsonl: lines that are not records: 1"],
     )
 
 
