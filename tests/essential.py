@@ -37,7 +37,6 @@ ESSENTIAL: dict[str, tuple[str, ...]] = {
     "tests/compiled/test_program.py": ("*[[]cpu]", "*[[]gpu]"),
     "tests/compiled/test_traffic.py": ("*zero3-64]", "*users_unscanned*"),
     "tests/compiled/test_verify.py": (),
-    "tests/data/test_block_hashes.py": ("*kept*", "*refused*"),
     "tests/data/test_cache.py": (
         "*once",
         "*fails*",

@@ -50,10 +50,10 @@ class Corpus(NamedTuple):
         byte_pairs: bool = True,
         cache: str | os.PathLike[str] | None = None,
     ) -> "Corpus":
-        """Protect the data against changes, and encode bytes for a model that can.
+        """Encode bytes for a model that can, and check the data against the model.
 
         Args:
-          folder: of the run, where block hashes and a trained ``tokenizer.json`` are.
+          folder: of the run, where a trained ``tokenizer.json`` is.
           vocab_size: of the model.
           byte_pairs: whether bytes become byte pairs, if the model has more than 256.
           cache: the folder of the byte pairs' cache; None for one beside the data.
@@ -64,7 +64,7 @@ class Corpus(NamedTuple):
         Raises:
           ValueError: if the data has more different ids than the model.
         """
-        train, heldout = (each.with_hashes(folder) for each in self[:2])
+        train, heldout = self[:2]
         train.require_vocabulary(vocab_size)
         if self.tokenizer is not None or not byte_pairs:
             return Corpus(train, heldout, self.tokenizer)

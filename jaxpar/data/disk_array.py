@@ -1,27 +1,25 @@
 """How are ids on disk read? By position, so that a lost or changed file is an error.
 
 A memory map of a file that is truncated kills its process (SIGBUS), and one that is
-overwritten gives other numbers. Here each read is a system call whose short answer
-raises, and blocks whose hashes are known are compared when they are first read.
+overwritten gives other numbers. Here each read is a system call, which raises where
+the file has another size or time than when it was opened.
 """
 
+import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import UInt64
 from numpy.typing import DTypeLike
-
-from jaxpar.data.block_hashes import BLOCK_BYTES, BlockHasher, num_blocks
 
 _SCAN_BYTES = 1 << 22
 """Read at a time in a scan: enough for the disk's speed, little memory."""
 
 
 class ChangedDataError(OSError):
-    """A file of the corpus is not what it was when the run began."""
+    """A file of the corpus was written since it was opened."""
 
 
 class DiskArray:
@@ -47,28 +45,22 @@ class DiskArray:
         *,
         offset: int = 0,
         length: int | None = None,
-        hashes: UInt64[np.ndarray, "blocks"] | None = None,
         remedy: str = "Bring the former file back, or start another run (--out).",
     ):
-        """Set up an array; nothing is read but the file's size.
+        """Set up an array; nothing is read but the file's size and time.
 
         Args:
           path: the file.
           dtype: of the elements.
           offset: bytes before the first element.
           length: elements; None for all up to the end of the file.
-          hashes: of the blocks; None if unknown, until `scan` computes them.
           remedy: what to do if the file has changed, a sentence for people.
         """
-        self.remedy = remedy
         self.path, self.dtype, self.offset = Path(path), np.dtype(dtype), offset
+        self._stat, self._remedy = self.path.stat(), remedy
         if length is None:
-            length = (self.path.stat().st_size - offset) // self.dtype.itemsize
+            length = (self._stat.st_size - offset) // self.dtype.itemsize
         self.shape = (length,)
-        self._hashes: np.ndarray | None = None
-        self._is_checked = np.zeros(num_blocks(self.nbytes), bool)
-        if hashes is not None:
-            self._set_hashes(hashes)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -78,45 +70,25 @@ class DiskArray:
         """Bytes of all elements."""
         return self.shape[0] * self.dtype.itemsize
 
-    @property
-    def hashes(self) -> UInt64[np.ndarray, "blocks"] | None:
-        """Hashes of the blocks; None if they are not known yet."""
-        return self._hashes
-
-    def with_hashes(self, hashes: UInt64[np.ndarray, "blocks"]) -> "DiskArray":
-        """Make the same array, whose blocks are compared when they are first read."""
-        return DiskArray(
-            self.path,
-            self.dtype,
-            offset=self.offset,
-            length=len(self),
-            hashes=hashes,
-            remedy=self.remedy,
-        )
-
     def cut(self, start: int, stop: int) -> "DiskArray":
         """Make an array of some of its elements, without reading them."""
-        offset = self.offset + start * self.dtype.itemsize
-        return DiskArray(
-            self.path,
-            self.dtype,
-            offset=offset,
-            length=stop - start,
-            remedy=self.remedy,
-        )
+        part = copy.copy(self)
+        part.offset += start * self.dtype.itemsize
+        part.shape = (stop - start,)
+        return part
 
     def __getitem__(self, where: slice) -> np.ndarray:
         """Read a slice into memory; its step must be 1.
 
         Raises:
-          ChangedDataError: if the file is shorter than it was, or a block's hash
-            differs.
+          ChangedDataError: if the file has another size or time than when it was
+            opened.
         """
         start, stop, step = where.indices(len(self))
         if step != 1:
             raise ValueError(f"a slice of '{self.path}' must have step 1, not {step}.")
         size = self.dtype.itemsize
-        return self._bytes(start * size, max(start, stop) * size).view(self.dtype)
+        return self._read(start * size, max(start, stop) * size).view(self.dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Read all of it into memory."""
@@ -125,7 +97,7 @@ class DiskArray:
         return self[:].astype(dtype or self.dtype, copy=False)
 
     def scan(self, see: Callable[[np.ndarray], object]) -> None:
-        """Read all of it once, in pieces, and keep the hashes of its blocks.
+        """Read all of it once, in pieces.
 
         Args:
           see: called with the bytes of each piece, in order.
@@ -133,58 +105,33 @@ class DiskArray:
         Raises:
           ChangedDataError: as in a read.
         """
-        hasher = BlockHasher()
         for start in range(0, self.nbytes, _SCAN_BYTES):
-            piece = self._bytes(start, min(start + _SCAN_BYTES, self.nbytes))
-            hasher.update(piece)
-            see(piece)
-        if self._hashes is None:
-            self._set_hashes(hasher.values())
-
-    def _set_hashes(self, hashes: np.ndarray) -> None:
-        assert len(hashes) == len(self._is_checked), "one hash for each block"
-        self._hashes = hashes
-
-    def _bytes(self, start: int, stop: int) -> np.ndarray:
-        """Read bytes of the array, as uint8."""
-        first, last = start // BLOCK_BYTES, num_blocks(stop)
-        if self._hashes is None or self._is_checked[first:last].all():
-            return self._read(start, stop)
-        begin = first * BLOCK_BYTES
-        whole = self._read(begin, min(last * BLOCK_BYTES, self.nbytes))
-        self._compare(whole, first)
-        return whole[start - begin : stop - begin]
-
-    def _compare(self, data: np.ndarray, first: int) -> None:
-        """Compare blocks, from the first on, with their hashes."""
-        assert self._hashes is not None
-        hasher = BlockHasher()
-        hasher.update(data)
-        now = hasher.values()
-        then = self._hashes[first : first + len(now)]
-        if (now != then).any():
-            block = first + int(np.flatnonzero(now != then)[0])
-            at = self.offset + block * BLOCK_BYTES
-            raise ChangedDataError(
-                f"'{self.path}' was changed since the run began: block {block}, from "
-                f"byte {at:,}, has another hash. {self.remedy}"
-            )
-        self._is_checked[first : first + len(now)] = True
+            see(self._read(start, min(start + _SCAN_BYTES, self.nbytes)))
 
     def _read(self, start: int, stop: int) -> np.ndarray:
+        """Read bytes of the array, as uint8."""
         data = np.empty(max(stop - start, 0), np.uint8)
         file, done = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC), 0
         try:
+            self._require_same(os.fstat(file))
             while done < len(data):
-                at = self.offset + start + done
-                got = os.preadv(file, [data[done:]], at)
-                if not got:
-                    raise ChangedDataError(
-                        f"'{self.path}' ends at byte {os.fstat(file).st_size:,}, but "
-                        f"{len(data) - done:,} bytes from {at:,} on were there when "
-                        f"it was opened: it was truncated. {self.remedy}"
-                    )
+                got = os.preadv(file, [data[done:]], self.offset + start + done)
+                if not got:  # Truncated since the line above.
+                    self._require_same(os.fstat(file))
+                    raise EOFError(f"'{self.path}' gave no bytes at {start + done:,}.")
                 done += got
         finally:
             os.close(file)
         return data
+
+    def _require_same(self, now: os.stat_result) -> None:
+        then = self._stat
+        if (now.st_size, now.st_mtime_ns) == (then.st_size, then.st_mtime_ns):
+            return
+        size = f"still {now.st_size:,} bytes"
+        if now.st_size != then.st_size:
+            size = f"{now.st_size:,} bytes, before {then.st_size:,}"
+        raise ChangedDataError(
+            f"'{self.path}' was written since it was opened; it has {size}. "
+            f"{self._remedy}"
+        )

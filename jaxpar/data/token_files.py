@@ -1,7 +1,7 @@
 """How are ids, document starts and loss masks written to a folder, and opened again?
 
-Arrays are raw, in the machine's byte order, each with the hashes of its blocks beside
-it. They are written in pieces, so that a corpus may be larger than memory.
+Arrays are raw, in the machine's byte order. They are written in pieces, so that a
+corpus may be larger than memory.
 """
 
 import contextlib
@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from jaxpar.data.block_hashes import BlockHasher
 from jaxpar.data.disk_array import DiskArray
 from jaxpar.data.encoding import Encoded, Encoder
 from jaxpar.data.tokens import Tokens, joint_sha256
@@ -97,34 +96,27 @@ def _opened(path: Path, dtype: DTypeLike, length: int) -> DiskArray:
         raise ValueError(
             f"'{path}' has {found} bytes, but {expected:,} were written. {remedy}"
         )
-    hashes = np.load(_hashes_of(path))
-    return DiskArray(path, dtype, length=length, hashes=hashes, remedy=remedy)
-
-
-def _hashes_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}.npy")
+    return DiskArray(path, dtype, length=length, remedy=remedy)
 
 
 class _ArrayWriter:
     """Writes an array piece by piece, and hashes it."""
 
     def __init__(self, path: Path, dtype: DTypeLike, files: contextlib.ExitStack):
-        self._path, self._dtype = path, np.dtype(dtype)
+        self._dtype = np.dtype(dtype)
         self._file = files.enter_context(path.open("wb"))
-        self._digest, self._blocks = hashlib.sha256(), BlockHasher()
+        self._digest = hashlib.sha256()
 
     def add(self, array: np.ndarray) -> None:
         data = np.ascontiguousarray(array, self._dtype)
         self._file.write(data)
         self._digest.update(data)
-        self._blocks.update(data)
 
     def close(self) -> str:
-        """Sync the file and write its hashes; return its sha256."""
+        """Sync the file; return its sha256."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        np.save(_hashes_of(self._path), self._blocks.values())
         return self._digest.hexdigest()
 
 

@@ -8,14 +8,11 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import os
-from pathlib import Path
 
 import jax
 import numpy as np
 from jaxtyping import Int64, Integer
 
-from jaxpar.data.block_hashes import keep_hashes, num_blocks
 from jaxpar.data.disk_array import DiskArray
 from jaxpar.progress import counting
 
@@ -137,8 +134,8 @@ class Tokens:
     def sha256(self) -> str:
         """Hash of the corpus bytes in order, in hexadecimal; computed when first read.
 
-        It reads the whole corpus once, and keeps the hashes of its blocks. For text it
-        is the hash of the files concatenated, for a ``.bin`` file the hash of the file.
+        It reads the whole corpus once. For text it is the hash of the files
+        concatenated, for a ``.bin`` file the hash of the file.
         Where there is a loss mask, it is `joint_sha256` of both.
         """
         if self.known_sha256 is not None:
@@ -173,38 +170,6 @@ class Tokens:
                 f"{self.vocab_size:,} of the corpus ({self.files[0]}); choose another "
                 "model (--model), or another tokenizer (--tokenizer)."
             )
-
-    def with_hashes(self, folder: str | os.PathLike[str]) -> "Tokens":
-        """Compare the data with the block hashes of a folder, or write them there.
-
-        The first start writes ``blocks-<sha256>.npy``. From then on, each process
-        compares a block of the data on disk with its hash when it first reads it.
-
-        Args:
-          folder: of the run, or any other that stays.
-
-        Returns:
-          The same tokens; those in memory as they are.
-
-        Raises:
-          ValueError: if the file there is damaged.
-        """
-        on_disk = [part for part in self.parts if isinstance(part, DiskArray)]
-        if not on_disk:
-            return self
-        identity = self.sha256
-        for part in on_disk:
-            if part.hashes is None:
-                part.scan(lambda _: None)
-        path = Path(folder, f"blocks-{identity[:16]}.npy")
-        kept = keep_hashes(path, np.concatenate([part.hashes for part in on_disk]))
-        parts, at = [], 0
-        for part in self.parts:
-            if isinstance(part, DiskArray):
-                end = at + num_blocks(part.nbytes)
-                part, at = part.with_hashes(kept[at:end]), end
-            parts.append(part)
-        return dataclasses.replace(self, parts=tuple(parts), known_sha256=identity)
 
 
 def joint_sha256(of_ids: str, of_mask: str) -> str:

@@ -1,6 +1,7 @@
 """Do data in any format come as two splits, and go into a run as its model needs?"""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -174,12 +175,10 @@ def test_data_that_changes_under_a_run_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("a line\n" * 99)
     opened = open_corpus([tmp_path / "a.txt"])
     train, heldout, _ = opened.for_run(tmp_path / "run", 256)
-    assert len([*(tmp_path / "run").glob("blocks-*.npy")]) == 2
     (tmp_path / "a.txt").write_text("A line\n" * 99)
+    os.utime(tmp_path / "a.txt", ns=(0, 5))
     for tokens in (train, heldout):
-        with pytest.raises(
-            ChangedDataError, match=r"a\.txt' was changed since the run b"
-        ):
+        with pytest.raises(ChangedDataError, match=r"a\.txt' was written since it was"):
             tokens.read(0, 1)
 
 

@@ -1,6 +1,7 @@
 """Is what was encoded opened again as it was, and a damaged file refused?"""
 
 import hashlib
+import os
 import tracemalloc
 
 import numpy as np
@@ -77,8 +78,9 @@ def test_changed_file_is_found(tmp_path, name):
     tokens = open_split(tmp_path, index, "train", ("a",))
     path = tmp_path / f"train.{name}"
     path.write_bytes(path.read_bytes()[::-1])
+    os.utime(path, ns=(0, 5))
     with pytest.raises(
-        ChangedDataError, match=rf"train\.{name}' was changed .* Delete '.*again"
+        ChangedDataError, match=rf"train\.{name}' was written .* Delete '.*again"
     ):
         tokens.read(0, 1) if name == "ids" else tokens.loss_mask[0:1]
 

@@ -2,15 +2,13 @@
 
 import dataclasses
 import hashlib
-import os
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpar.data import ChangedDataError, Tokens, read_tokens
-from jaxpar.data.disk_array import DiskArray
+from jaxpar.data import Tokens
 from jaxpar.data.tokens import joint_sha256
 
 
@@ -102,57 +100,3 @@ def test_vocabulary_of_a_model_must_be_as_large():
     ):
         tokens.require_vocabulary(256)
     Tokens((IDS,), ("x.bin",)).require_vocabulary(2)
-
-
-def corpus_on_disk(folder, num_ids=1 << 18):
-    np.arange(num_ids, dtype="<u2").tofile(folder / "ids.bin")
-    return folder / "ids.bin"
-
-
-def flip(path, at):
-    with path.open("r+b") as file:
-        file.seek(at)
-        file.write(bytes([os.pread(file.fileno(), 1, at)[0] ^ 1]))
-
-
-def test_hash_and_block_hashes_take_one_read(tmp_path, monkeypatch):
-    path, read = corpus_on_disk(tmp_path), []
-    each = DiskArray._read
-    monkeypatch.setattr(
-        DiskArray, "_read", lambda *args: read.append(args[2] - args[1]) or each(*args)
-    )
-    tokens = read_tokens(path)
-    sha256 = tokens.sha256
-    kept = tokens.with_hashes(tmp_path / "run")
-    assert sum(read) == path.stat().st_size
-    assert kept.sha256 == sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def test_block_hashes_of_the_first_start_are_compared_at_a_later_one(tmp_path):
-    path, run = corpus_on_disk(tmp_path), tmp_path / "run"
-    first = read_tokens(path).with_hashes(run)
-    (file,) = run.iterdir()
-    assert file.name == f"blocks-{first.sha256[:16]}.npy"
-    second = read_tokens(path)
-    assert second.sha256 == first.sha256
-    flip(path, 9)  # After the identity was computed, before the block is read.
-    for tokens in (first, second, second.with_hashes(run)):
-        assert tokens.read(1 << 17, (1 << 17) + 2).tolist() == [0, 1]
-        with pytest.raises(ChangedDataError, match="block 0, from byte 0"):
-            tokens.read(0, 2)
-
-
-def test_parts_of_several_files_have_their_own_blocks(tmp_path):
-    for name in ("a", "b"):
-        np.arange(9, dtype="<u2").tofile(tmp_path / f"{name}.bin")
-    tokens = read_tokens(tmp_path).with_hashes(tmp_path / "run")
-    flip(tmp_path / "b.bin", 0)
-    assert tokens.read(0, 9).tolist() == [*range(9)]
-    with pytest.raises(ChangedDataError, match=r"b\.bin"):
-        tokens.read(8, 10)
-
-
-def test_tokens_in_memory_need_no_hashes(tmp_path):
-    tokens = Tokens((IDS,), ("x",))
-    assert tokens.with_hashes(tmp_path / "run") is tokens
-    assert not (tmp_path / "run").exists()
