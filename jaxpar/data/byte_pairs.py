@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from jaxpar.data.cache import cached, root_for
+from jaxpar.data.cache import cached, root_for, unfinished
 from jaxpar.data.disk_array import DiskArray
 from jaxpar.data.encoding import Encoded, Encoder, encode_documents, tokenizer_encoder
 from jaxpar.data.text_documents import chunks, documents_of, require_bytes
@@ -57,9 +57,8 @@ def open_tokenizer(
         return Tokenizer.from_file(str(path))
     tokenizer = train_tokenizer(text, vocab_size)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    tokenizer.save(str(unfinished))
-    unfinished.replace(path)
+    tokenizer.save(str(own := unfinished(path)))
+    own.replace(path)
     return tokenizer
 
 

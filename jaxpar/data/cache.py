@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -80,11 +81,18 @@ def identity_of(files: Sequence[tuple[str, Path]]) -> list[list[Any]]:
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found]
 
 
+def unfinished(path: Path) -> Path:
+    """A name beside a path, of this host, which no other process or thread takes."""
+    # Not `tempfile`, whose folders and files nobody else may read.
+    return path.with_name(
+        f"{path.name}.{socket.gethostname()}.{secrets.token_hex(8)}.tmp"
+    )
+
+
 def _build(
     folder: Path, key: Mapping[str, Any], build: Callable[[Path], dict[str, Any]]
 ) -> None:
-    own = folder.with_suffix(f".{socket.gethostname()}.{os.getpid()}.tmp")
-    shutil.rmtree(own, ignore_errors=True)
+    own = unfinished(folder)
     own.mkdir()
     try:
         index = {"key": key, "built": build(own)}
@@ -105,7 +113,7 @@ def _build(
 def _require_writable(root: Path) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
-        (probe := root / f".{os.getpid()}.probe").touch()
+        (probe := unfinished(root / ".probe")).touch()
         probe.unlink()
     except OSError as error:
         raise ValueError(

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -78,14 +77,6 @@ def test_first_builder_wins_where_there_are_no_locks(tmp_path, monkeypatch):
 
     monkeypatch.setattr("fcntl.flock", none)
     both = threading.Barrier(2)
-    names = iter(["host-a", "host-b"])
-    monkeypatch.setattr(socket, "gethostname", lambda: names_by_thread())
-    own = threading.local()
-
-    def names_by_thread() -> str:
-        if not hasattr(own, "name"):
-            own.name = next(names)
-        return own.name
 
     def slow(folder: Path) -> dict[str, int]:
         both.wait(timeout=60)
