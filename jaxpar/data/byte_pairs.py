@@ -57,7 +57,10 @@ def open_tokenizer(
         return Tokenizer.from_file(str(path))
     tokenizer = train_tokenizer(text, vocab_size)
     path.parent.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(own := unfinished(path)))
+    with (own := unfinished(path)).open("w", encoding="utf-8") as file:
+        file.write(tokenizer.to_str(pretty=True))
+        file.flush()
+        os.fsync(file.fileno())
     own.replace(path)
     return tokenizer
 

@@ -49,15 +49,16 @@ def cached(
     key = {"version": VERSION, **key}
     text = json.dumps(key, sort_keys=True)
     folder = root / hashlib.sha256(text.encode()).hexdigest()[:24]
-    if not (folder / _INDEX).exists():
+    index = _index_of(folder)
+    if index is None:
         _require_writable(root)
         with _locked(folder.with_suffix(".lock")) as is_alone:
-            if not (folder / _INDEX).exists():
+            index = _index_of(folder)
+            if index is None:
                 if is_alone:
                     _delete_left_over(folder)
-                _build(folder, key, build)
-    index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
-    return folder, index["built"]
+                index = _build(folder, key, build)
+    return folder, index
 
 
 def root_for(sources: Sequence[Path], cache: str | os.PathLike[str] | None) -> Path:
@@ -81,6 +82,14 @@ def identity_of(files: Sequence[tuple[str, Path]]) -> list[list[Any]]:
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found]
 
 
+def _index_of(folder: Path) -> dict[str, Any] | None:
+    """What the builder of a folder returned; None where it is missing or damaged."""
+    try:
+        return json.loads((folder / _INDEX).read_text(encoding="utf-8"))["built"]
+    except (FileNotFoundError, NotADirectoryError, ValueError, LookupError, TypeError):
+        return None
+
+
 def unfinished(path: Path) -> Path:
     """A name beside a path, of this host, which no other process or thread takes."""
     # Not `tempfile`, whose folders and files nobody else may read.
@@ -91,7 +100,7 @@ def unfinished(path: Path) -> Path:
 
 def _build(
     folder: Path, key: Mapping[str, Any], build: Callable[[Path], dict[str, Any]]
-) -> None:
+) -> dict[str, Any]:
     own = unfinished(folder)
     own.mkdir()
     try:
@@ -104,8 +113,11 @@ def _build(
             own.rename(folder)
         except OSError:
             # Another host was faster, and its folder is as good.
-            if not (folder / _INDEX).exists():
+            built = _index_of(folder)
+            if built is None:
                 raise
+            return built
+        return index["built"]
     finally:
         shutil.rmtree(own, ignore_errors=True)
 

@@ -103,9 +103,12 @@ def test_folder_that_cannot_be_written_says_where_else(tmp_path):
         cached(tmp_path / "file" / "root", KEY, build)
 
 
-def test_folder_without_its_index_is_built_again(tmp_path):
+@pytest.mark.parametrize("left", [None, "", '{"key": {', "[]"])
+def test_folder_without_a_whole_index_is_built_again(tmp_path, left):
     folder, _ = cached(tmp_path, KEY, build)
     (folder / "index.json").unlink()
+    if left is not None:
+        (folder / "index.json").write_text(left)
     assert cached(tmp_path, KEY, build)[1] == {"by": 0}
 
 
