@@ -64,11 +64,12 @@ class Corpus(NamedTuple):
         Raises:
           ValueError: if the data has more different ids than the model.
         """
-        train, heldout = self[:2]
-        train.require_vocabulary(vocab_size)
-        if self.tokenizer is not None or not byte_pairs:
-            return Corpus(train, heldout, self.tokenizer)
-        return Corpus(*tokenize(train, heldout, vocab_size, folder, cache=cache))
+        found = self
+        if self.tokenizer is None and byte_pairs:
+            found = Corpus(*tokenize(*self[:2], vocab_size, folder, cache=cache))
+        for split in found[:2]:
+            split.require_vocabulary(vocab_size)
+        return found
 
 
 def open_corpus(

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -140,34 +141,59 @@ class Tokens:
         """
         if self.known_sha256 is not None:
             return self.known_sha256
-        of_ids = self._hash(self.parts)
+        of_ids, _ = self._hash_and_largest
         if self.loss_mask is None:
             return of_ids
-        return joint_sha256(of_ids, self._hash((self.loss_mask,)))
+        digest = hashlib.sha256()
+        self._scan((self.loss_mask,), digest.update)
+        return joint_sha256(of_ids, digest.hexdigest())
 
-    def _hash(self, arrays: tuple[np.ndarray | DiskArray, ...]) -> str:
-        digest, total = hashlib.sha256(), sum(array.nbytes for array in arrays)
+    @functools.cached_property
+    def _hash_and_largest(self) -> tuple[str, int]:
+        """Hash of the ids, and the largest of them, from one read."""
+        digest, largest = hashlib.sha256(), 0
+
+        def see(piece: np.ndarray) -> None:
+            nonlocal largest
+            digest.update(piece)
+            largest = max(largest, int(piece.view(self.dtype).max()))
+
+        self._scan(self.parts, see)
+        return digest.hexdigest(), largest
+
+    def _scan(
+        self,
+        arrays: tuple[np.ndarray | DiskArray, ...],
+        see: Callable[[np.ndarray], None],
+    ) -> None:
+        """Read arrays once, in pieces, with progress."""
+        total = sum(array.nbytes for array in arrays)
         name = ", ".join(self.files[:1]) + (" and others" if self.files[1:] else "")
         with counting(f"hashing {name}", total, unit="B", shown=is_first()) as advance:
 
-            def see(piece: np.ndarray) -> None:
-                digest.update(piece)
+            def counted(piece: np.ndarray) -> None:
+                see(piece)
                 advance(piece.nbytes)
 
             for array in arrays:
                 if isinstance(array, DiskArray):
-                    array.scan(see)
+                    array.scan(counted)
                     continue
                 for start in range(0, len(array), _HASH_CHUNK):
-                    see(np.ascontiguousarray(array[start : start + _HASH_CHUNK]))
-        return digest.hexdigest()
+                    counted(np.ascontiguousarray(array[start : start + _HASH_CHUNK]))
 
     def require_vocabulary(self, vocab_size: int) -> None:
-        """Raise ValueError if there may be ids that a model's vocabulary lacks."""
-        if (self.vocab_size or 0) > vocab_size:
+        """Raise ValueError if there may be ids that a model's vocabulary lacks.
+
+        Where the format of the data doesn't say, the largest id of all is found.
+        """
+        needed = self.vocab_size
+        if needed is None:
+            needed = self._hash_and_largest[1] + 1
+        if needed > vocab_size:
             raise ValueError(
                 f"vocab_size={vocab_size:,} of the model is below the "
-                f"{self.vocab_size:,} of the corpus ({self.files[0]}); choose another "
+                f"{needed:,} of the corpus ({self.files[0]}); choose another "
                 "model (--model), or another tokenizer (--tokenizer)."
             )
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpar.data import Tokens
+from jaxpar.data import Tokens, read_tokens
 from jaxpar.data.tokens import joint_sha256
 
 
@@ -99,4 +99,13 @@ def test_vocabulary_of_a_model_must_be_as_large():
         ValueError, match=r"=256 of the model is below the 300 .*x\.jso"
     ):
         tokens.require_vocabulary(256)
-    Tokens((IDS,), ("x.bin",)).require_vocabulary(2)
+
+
+def test_vocabulary_of_token_files_is_that_of_their_ids(tmp_path):
+    ids = np.array([3, 700, 5], "<u2")
+    ids.tofile(tmp_path / "x.bin")
+    for tokens in (read_tokens(tmp_path / "x.bin"), Tokens((ids,), ("x.bin",))):
+        tokens.require_vocabulary(701)
+        with pytest.raises(ValueError, match=r"=700 of the model .* 701 .*x\.bin"):
+            tokens.require_vocabulary(700)
+        assert tokens.sha256 == hashlib.sha256(ids).hexdigest()
