@@ -89,7 +89,7 @@ def build(config: Config, mesh: jax.sharding.Mesh | None = None) -> jaxpar.Engin
 
 
 def tokens_per_step(config: Config) -> int:
-    """Tokens that a step learns to predict."""
+    """Tokens that a step predicts, with those that are padding or not learned."""
     return config.batch_size * config.model.seq_len
 
 
@@ -105,7 +105,7 @@ def choose_meshes(config: Config) -> list[tuple[jax.sharding.Mesh, int]]:
 def main(config: Config) -> None:
     """Train, evaluate and save, on one mesh and then on another; sample."""
     meshes, model = choose_meshes(config), config.model
-    opened = config.open_data()
+    opened = config.open_data(pack=config.pack)
     run = jaxpar.open_run(config.out, config, {"corpus_sha256": opened.sha256})
     corpus, heldout, tokenizer = opened.for_run(
         run.folder, model.vocab_size, cache=config.data_cache

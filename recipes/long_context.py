@@ -6,16 +6,16 @@ full. The run is evaluated, saved, and reopened on one device; run it again to r
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import Mesh
 
 import jaxpar
 from jaxpar.config import preset
-from jaxpar.data import DataConfig, Loader
+from jaxpar.data import DataConfig, Loader, batch_shapes, rows_of
 from jaxpar.models import PRESETS, GPTConfig, gpt_loss, make_gpt, tile_work_of
 from jaxpar.sparse_attention import SparsityPattern, causal_pattern
 
@@ -85,14 +85,13 @@ def model_of(config: Config) -> tuple[GPTConfig, SparsityPattern]:
 def build(config: Config, mesh: Mesh | None = None) -> jaxpar.Engine:
     """Make the engine of a config, on its own mesh or another."""
     model, _ = model_of(config)
-    shape = (config.batch_size, config.seq_len + 1)
     rate, steps = config.learning_rate, config.schedule_steps or config.steps
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps)
     return jaxpar.initialize(
         model=make_gpt(model),
         loss_fn=gpt_loss,
         optimizer=optax.inject_hyperparams(optax.adamw)(schedule, weight_decay=0.1),
-        sample_batch={"tokens": jax.ShapeDtypeStruct(shape, np.int32)},
+        sample_batch=batch_shapes(config.batch_size, config.seq_len),
         mesh=mesh or jaxpar.choose_mesh(config.mesh, on_cpu=CPU_MESH),
         zero=config.zero,
         precision=config.precision,
@@ -103,7 +102,7 @@ def build(config: Config, mesh: Mesh | None = None) -> jaxpar.Engine:
 
 
 def tokens_per_step(config: Config) -> int:
-    """Tokens that a step learns to predict."""
+    """Tokens that a step predicts."""
     return config.batch_size * config.seq_len
 
 
@@ -111,12 +110,13 @@ def main(config: Config) -> None:
     """Train, evaluate, save, reopen on one device."""
     model, pattern = model_of(config)
     mesh = jaxpar.choose_mesh(config.mesh, on_cpu=CPU_MESH)
-    opened = config.open_data()
+    opened = config.open_data(pack=False)
     run = jaxpar.open_run(config.out, config, {"corpus_sha256": opened.sha256})
     corpus, heldout, _ = opened.for_run(run.folder, model.vocab_size, byte_pairs=False)
-    size: Any = {"batch_size": config.batch_size, "seq_len": config.seq_len}
-    loader = Loader(corpus, seed=config.seed, **size)
-    held = Loader(heldout, repeat=False, num_batches=config.eval_batches, **size)
+    rows = functools.partial(rows_of, seq_len=config.seq_len)
+    size: Any = {"batch_size": config.batch_size}
+    loader = Loader(rows(corpus), seed=config.seed, **size)
+    held = Loader(rows(heldout), repeat=False, num_batches=config.eval_batches, **size)
     engine = build(run.config, mesh)
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     print(f"mesh     {shape} on {mesh.devices.flat[0].device_kind} devices")

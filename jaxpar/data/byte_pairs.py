@@ -147,6 +147,7 @@ def encode(
     *,
     cache: str | os.PathLike[str] | None = None,
     ends: bool = False,
+    eos_token: str | None = None,
 ) -> Tokens:
     """Encode a text; a text on disk once, into a cache.
 
@@ -156,6 +157,7 @@ def encode(
       cache: the folder of the cache; None for one beside the data.
       ends: whether each document ends with the tokenizer's end-of-text token, also
         where the text has no end for it.
+      eos_token: that token; None for one of the usual names.
 
     Returns:
       The ids, as uint16 or, for a large vocabulary, uint32, with the text's files,
@@ -165,7 +167,7 @@ def encode(
       ValueError: if the text is not bytes, or the cache can't be written.
     """
     require_bytes(text)
-    encoder = tokenizer_encoder(tokenizer)
+    encoder = tokenizer_encoder(tokenizer, eos_token)
 
     def stream(advance: Callable[[int], None]) -> Iterator[Encoded]:
         return encode_documents(documents_of(text, ends=ends, advance=advance), encoder)
@@ -178,6 +180,7 @@ def encode(
         "starts": xxhash.xxh3_128_hexdigest(np.ascontiguousarray(starts)),
         "tokenizer": hashlib.sha256(tokenizer.to_str().encode()).hexdigest(),
         "ends": ends,
+        "end": encoder.end.tolist(),
     }
 
     def build(folder: Path) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from jaxpar.data.byte_pairs import encode, tokenize
 from jaxpar.data.documents import Fields
 from jaxpar.data.encoded_files import Reading, open_encoded
 from jaxpar.data.encoding import read_tokenizer
-from jaxpar.data.files import cut_ids, find_corpus, open_ids
+from jaxpar.data.files import Named, cut_ids, find_corpus, open_ids
+from jaxpar.data.packing import check_pack
 from jaxpar.data.row_documents import require_bad_rows
 from jaxpar.data.splits import HELD_OUT_SHARE, require_share
 from jaxpar.data.stdlib import stdlib_source
@@ -122,18 +123,25 @@ def open_corpus(
     found = eos = None
     if tokenizer is not None:
         found, eos = read_tokenizer(Path(tokenizer))
-    reading = Reading(
-        found, eos_token or eos, cache, Fields(text, prompt, answer), bad_rows == "skip"
-    )
+    end = eos if eos_token is None else eos_token
+    fields = Fields(text, prompt, answer)
+    reading = Reading(found, end, cache, fields, bad_rows == "skip")
+    files, kind = find_corpus(paths) if paths else ([], "text")
+    if eos_token is not None and not reading.writes_end(kind):
+        raise ValueError(
+            f"eos_token={eos_token!r}: no end is written into text that is read as "
+            "bytes, nor into token files; give a tokenizer for text, or no eos_token."
+        )
     if not paths:
         train, held = (
-            each if found is None else encode(found, each, ends=True)
+            each if found is None else encode(found, each, ends=True, eos_token=end)
             for each in stdlib_source()
         )
     elif heldout:
-        train, held = (_read(each, 0.0, reading)[0] for each in (paths, heldout))
+        train = _read(files, kind, Path(paths[0]), 0.0, reading)[0]
+        held = _read(*find_corpus(heldout), Path(heldout[0]), 0.0, reading)[0]
     else:
-        train, held = _read(paths, heldout_share, reading)
+        train, held = _read(files, kind, Path(paths[0]), heldout_share, reading)
     return Corpus(train, held, found)
 
 
@@ -161,13 +169,20 @@ class DataConfig:
     bad_rows: Literal["stop", "skip"] | None = None
     """Stop at rows that are not documents, or skip them; by default stop."""
 
-    def open_data(self) -> Corpus:
+    def open_data(self, *, pack: bool | None = None) -> Corpus:
         """Open the data by `open_corpus`.
+
+        Args:
+          pack: whether the run packs documents, or cuts the text in windows; None not
+            to check that the data can be.
 
         Returns:
           (train, heldout, tokenizer).
+
+        Raises:
+          ValueError: as in `open_corpus` and `jaxpar.data.rows_of`.
         """
-        return open_corpus(
+        opened = open_corpus(
             self.data,
             heldout=self.heldout,
             tokenizer=self.tokenizer,
@@ -177,17 +192,20 @@ class DataConfig:
             answer=self.answer_field,
             bad_rows=self.bad_rows or "stop",
         )
+        if pack is not None:
+            for split in opened[:2]:
+                check_pack(split, pack)
+        return opened
 
 
 def _read(
-    paths: Sequence[str | os.PathLike[str]], share: float, reading: Reading
+    files: Sequence[Named], kind: str, source: Path, share: float, reading: Reading
 ) -> tuple[Tokens, Tokens]:
     """Read data of any kind; with share 0, all of it is in both splits."""
-    files, kind = find_corpus(paths)
     train = heldout = None
     how = ""
-    if kind == "rows" or (kind == "text" and reading.tokenizer is not None):
-        train, heldout, how = open_encoded(files, kind, Path(paths[0]), share, reading)
+    if reading.writes_end(kind):
+        train, heldout, how = open_encoded(files, kind, source, share, reading)
     elif kind == "text" and share:
         train, heldout, how = split_text(files, share)
     elif kind == "text":

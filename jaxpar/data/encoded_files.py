@@ -51,6 +51,10 @@ class Reading:
     fields: Fields
     skips: bool
 
+    def writes_end(self, kind: str) -> bool:
+        """Whether data is encoded, and documents get an end; else read as it is."""
+        return kind == "rows" or (kind == "text" and self.tokenizer is not None)
+
     def encoder(self) -> Encoder:
         """Make the encoder."""
         if self.tokenizer is None:

@@ -62,7 +62,8 @@ class PackedDocuments:
 
     def __init__(self, tokens: Tokens, *, seq_len: int):
         check_seq_len(seq_len)
-        self._document_starts = _checked_starts(tokens)
+        check_pack(tokens, pack=True)
+        self._document_starts = np.asarray(tokens.starts, np.int64)
         self.tokens, self.seq_len = tokens, seq_len
         starts, lengths = _pieces(self._document_starts, len(tokens), seq_len)
         rows = pack(lengths, seq_len + 1)
@@ -179,22 +180,28 @@ def rows_of(
       ValueError: if only a part of the corpus is to be learned, and `pack` is False: a
         window would cut answers from their prompts.
     """
+    check_pack(tokens, pack)
+    return (PackedDocuments if pack else Windows)(tokens, seq_len=seq_len)
+
+
+def check_pack(tokens: Tokens, pack: bool) -> None:
+    """Raise ValueError if a corpus can't be packed, or should not be cut in windows.
+
+    Args:
+      tokens: the corpus.
+      pack: whether its documents are packed.
+    """
     if tokens.loss_mask is not None and not pack:
         raise ValueError(
             f"pack=False: {tokens.files[0]!r} has prompts that are not learned, and a "
             "window would cut them from their answers; give --pack (pack=True)."
         )
-    return (PackedDocuments if pack else Windows)(tokens, seq_len=seq_len)
-
-
-def _checked_starts(tokens: Tokens) -> np.ndarray:
-    if tokens.starts is None:
+    if tokens.starts is None and pack:
         raise ValueError(
             "tokens: the corpus has no document starts, which packing needs; read "
             "documents, give Tokens(starts=...), or use windows (Loader(tokens, "
             "seq_len=...))."
         )
-    return np.asarray(tokens.starts, np.int64)
 
 
 def _pieces(

@@ -171,6 +171,53 @@ def test_tokens_beyond_the_model_are_refused(tmp_path):
     assert opened.for_run(tmp_path / "run", 400).tokenizer is opened.tokenizer
 
 
+@pytest.mark.parametrize("wrong", ["train", "heldout"])
+def test_ids_beyond_the_model_are_refused_in_both_splits(tmp_path, wrong):
+    for name in ("train", "heldout"):
+        ids = np.full(50, 300 if name == wrong else 7, "<u2")
+        ids.tofile(tmp_path / f"{name}.bin")
+    opened = open_corpus([tmp_path / "train.bin"], heldout=[tmp_path / "heldout.bin"])
+    opened.for_run(tmp_path / "run", 301)
+    with pytest.raises(ValueError, match=rf"below the 301 of the .*{wrong}\.bin"):
+        opened.for_run(tmp_path / "run", 300)
+
+
+def test_tokenizer_of_the_run_is_checked_too(tmp_path):
+    opened = open_corpus([chat(tmp_path)])
+    opened.for_run(tmp_path / "run", 300)
+    with pytest.raises(ValueError, match=r"=260 of the model is below the \d+ of"):
+        opened.for_run(tmp_path / "run", 260)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_rows_that_do_not_fit_the_data_are_refused_at_once(tmp_path, pack):
+    np.arange(99, dtype="<u2").tofile(tmp_path / "a.bin")
+    path = tmp_path / "a.bin" if pack else chat(tmp_path)
+    said = "no document starts, which packing needs" if pack else "give --pack"
+    config = DataConfig(data=(str(path),))
+    config.open_data()
+    config.open_data(pack=not pack)
+    with pytest.raises(ValueError, match=said):
+        config.open_data(pack=pack)
+
+
+def test_eos_token_ends_the_documents_of_the_standard_library(tmp_path):
+    path = save(byte_level("</s>", "<x>"), tmp_path)
+    train, heldout, tokenizer = open_corpus(tokenizer=path, eos_token="<x>")
+    end = tokenizer.token_to_id("<x>")
+    assert train.end_id == heldout.end_id == end
+    assert (train.array[train.starts[1:] - 1] == end).all()
+
+
+@pytest.mark.parametrize("kind", ["standard library", "text", "ids"])
+def test_eos_token_that_would_not_be_used_is_refused(tmp_path, kind):
+    (tmp_path / "a.txt").write_text("a line\n" * 99)
+    np.arange(99, dtype="<u2").tofile(tmp_path / "a.bin")
+    files = {"standard library": (), "text": ["a.txt"], "ids": ["a.bin"]}
+    with pytest.raises(ValueError, match=r"eos_token='\\n': no end is written"):
+        open_corpus([tmp_path / name for name in files[kind]], eos_token="\n")
+
+
 def test_data_that_changes_under_a_run_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("a line\n" * 99)
     opened = open_corpus([tmp_path / "a.txt"])

@@ -126,3 +126,14 @@ def test_misspelt_flag_is_answered_with_the_near_one(
     ended = told(monkeypatch, capsys, RECIPE, "--lerning-rate", "1e-3")
     assert ended.code == 2
     assert "--learning-rate" in ended.text
+
+
+def test_answers_in_windows_are_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    rows = (f'{{"prompt": "{i}", "completion": "a"}}\n' for i in range(99))
+    (tmp_path / "a.jsonl").write_text("".join(rows))
+    args = ("--data", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "run"))
+    with pytest.raises(ValueError, match=r"prompts that are not learned"):
+        told(monkeypatch, capsys, RECIPE, "--traceback", *args)
+    assert not (tmp_path / "run").exists()

@@ -64,3 +64,14 @@ def test_what_is_no_pattern_is_refused(
     with pytest.raises(ValueError, match=message):
         told(monkeypatch, capsys, RECIPE, *args, *own)
     assert not (tmp_path / "run").exists()
+
+
+def test_answers_in_windows_are_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    rows = (f'{{"prompt": "{i}", "completion": "a"}}\n' for i in range(99))
+    (tmp_path / "a.jsonl").write_text("".join(rows))
+    args = ("--data", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "run"))
+    with pytest.raises(ValueError, match=r"prompts that are not learned"):
+        told(monkeypatch, capsys, RECIPE, "--traceback", *args)
+    assert not (tmp_path / "run").exists()
