@@ -90,7 +90,8 @@ def open_encoded(
         "fields": dataclasses.asdict(reading.fields) if kind == "rows" else None,
         "heldout_share": share,
     }
-    rows = RowFiles(files, reading.fields, share, reading.skips)
+    end = "" if text else bytes(encoder.end).decode()
+    rows = RowFiles(files, reading.fields, share, reading.skips, end)
 
     def build(folder: Path) -> dict[str, Any]:
         build = _Build(folder, files, encoder, is_text=not text)

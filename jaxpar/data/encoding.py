@@ -1,7 +1,7 @@
 """How do documents become ids, which of them are learned, and where does each begin?
 
 A document ends with the tokenizer's end-of-text token, or a line break if it has none.
-Bytes end with the byte 0, which text does not contain.
+Bytes end with the byte 0; rows with that in their text are bad rows.
 """
 
 import dataclasses

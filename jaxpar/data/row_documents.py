@@ -60,12 +60,14 @@ class RowFiles:
       fields: where in a row a document is.
       share: of the documents that is held out, by a hash of their text.
       skips: whether bad rows are skipped, not an error.
+      end: text that ends documents, and so can't be in one; "" for none.
     """
 
     files: Sequence[tuple[str, Path]]
     fields: Fields
     share: float
     skips: bool
+    end: str = ""
 
     def documents(self, counts: RowCounts, advance: Advance) -> Iterator[Document]:
         """Read the documents.
@@ -104,7 +106,7 @@ class RowFiles:
         error: Any = row.error
         if row.value is not None:
             try:
-                return self.fields.document(row.value)
+                return self._whole(self.fields.document(row.value))
             except BadRowError as bad:
                 error = bad
         bad_row = f"{row.where}: {error}"
@@ -113,6 +115,14 @@ class RowFiles:
         counts.bad += 1
         counts.first_bad = counts.first_bad or bad_row
         return []
+
+    def _whole(self, pieces: list[Passage]) -> list[Passage]:
+        if self.end and any(self.end in piece.text for piece in pieces):
+            raise BadRowError(
+                f"has {self.end!r} in its text, which ends documents that are read as "
+                "bytes; give a tokenizer, or another eos_token="
+            )
+        return pieces
 
 
 def _hash(pieces: Sequence[Passage]) -> int:

@@ -171,6 +171,19 @@ def test_skipped_rows_are_said_at_each_start_and_stop_one_that_does_not_skip(
         opened(path)
 
 
+@pytest.mark.parametrize(("eos_token", "text"), [(None, "a\0b"), ("\n", "a\nb")])
+def test_text_of_rows_with_the_byte_of_the_end_is_a_bad_row(tmp_path, eos_token, text):
+    path = rows(tmp_path / "a.jsonl", "one", text, "two")
+    reading = dataclasses.replace(PLAIN, eos_token=eos_token)
+    with pytest.raises(ValueError, match=r"line 2: has .* in its text, which ends d"):
+        opened(path, reading)
+    train, _, _ = opened(path, dataclasses.replace(reading, skips=True))
+    assert len(train.starts) == 2
+    tokenizer = byte_level("</s>")
+    train, _, _ = opened(path, dataclasses.replace(PLAIN, tokenizer=tokenizer))
+    assert len(train.starts) == 3, "a tokenizer's end is no byte"
+
+
 def test_instructions_are_learned_where_they_answer(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "1+1=", "completion": "2"}\n' * 3)
