@@ -178,7 +178,7 @@ def _colour(kind: str) -> str:
 
 
 def _word(kind: str) -> str:
-    return WORDS.get(kind, "the end" if kind == "end" else kind)
+    return WORDS.get(kind, kind)
 
 
 def _spent(sums: dict[str, float], kind: str) -> tuple[str, str]:

@@ -35,6 +35,7 @@ WORDS = {
     "save": "blocked by saves",
     "evaluate": "evaluations",
     "down": "between starts",
+    "end": "the end",
 }
 
 

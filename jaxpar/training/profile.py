@@ -150,6 +150,12 @@ class Profile:
 
     def _report(self, trace: Trace) -> None:
         """Print the summary, and write it."""
+        if not trace.steps:
+            self._console.print(
+                f"profile: the trace in {self._folder} has no step that can be read, "
+                "so that it has no summary"
+            )
+            return
         summary = summarize(trace, read_modules(self._engine))
         require_lease(self._folder)
         _write(summary, self._folder)

@@ -1,7 +1,6 @@
 """Where did the time of traced steps go: by what a device did, and by module?"""
 
 import dataclasses
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpar.compiled.modules import OTHER, OUTSIDE, Path, is_collective_kernel
+from jaxpar.compiled.plain_text import as_plain_text
 from jaxpar.compiled.timeline import Account, Interval, Span, account
 from jaxpar.compiled.trace import Trace, TracedOp
 from jaxpar.training.annotations import name_of
@@ -63,7 +63,10 @@ class Summary:
 
     def text(self) -> str:
         """The summary as it is printed."""
-        console = Console(file=io.StringIO(), width=_WIDTH)
+        lines = as_plain_text(self._print_on, width=_WIDTH).splitlines()
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _print_on(self, console: Console) -> None:
         first, last = self.steps
         console.print(
             f"steps {first} to {last}: {1e3 * self.total:.2f} ms a step, "
@@ -80,9 +83,6 @@ class Summary:
             console.print(line, markup=False, soft_wrap=True)
         if self.unknown:
             console.print(f"{1e3 * self.unknown:.2f} ms of (other) in other programs")
-        written = console.file
-        assert isinstance(written, io.StringIO)
-        return "\n".join(each.rstrip() for each in written.getvalue().splitlines())
 
     def _parts(self) -> Table:
         table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
