@@ -145,7 +145,7 @@ def open_corpus(
     return Corpus(train, held, found)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Fields of a recipe's config that say which data it trains on.
 
