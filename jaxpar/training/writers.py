@@ -61,7 +61,7 @@ class TensorBoard:
     """
 
     def __init__(self):
-        self._package = import_extra("tensorboardX", "TensorBoard")
+        self._package = import_extra("tensorboardX", "TensorBoard (--tensorboard)")
         self._events: Any = None
 
     def begin(
@@ -99,7 +99,7 @@ class Wandb:
     """
 
     def __init__(self, project: str = "jaxpar", **options: Any):
-        self._package = import_extra("wandb", "Weights & Biases")
+        self._package = import_extra("wandb", "Weights & Biases (--writers wandb)")
         self._options = {"project": project, "resume": "allow"} | options
         self._run: Any = None
 
@@ -137,7 +137,7 @@ class MLflow:
     """
 
     def __init__(self, experiment: str = "jaxpar", uri: str | None = None):
-        self._package = import_extra("mlflow", "MLflow")
+        self._package = import_extra("mlflow", "MLflow (--writers mlflow)")
         self._experiment, self._uri = experiment, uri
         self._client: Any = None
         self._metric: Any = None

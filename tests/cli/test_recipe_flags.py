@@ -135,7 +135,7 @@ def test_missing_package_of_a_flag_is_said_before_the_recipe_starts(tmp_path):
     (tmp_path / "tensorboardX.py").write_text("import a_package_that_is_not_there")
     code, said = fails(tmp_path, "--tensorboard")
     assert code == 2
-    assert said.startswith("train.py: --tensorboard needs tensorboardX, which can't")
+    assert said.startswith("train.py: TensorBoard (--tensorboard) needs tensorboardX, ")
     assert "pip install 'jaxpar[tensorboard]'" in said
 
 
