@@ -157,9 +157,15 @@ class _Build:
             names = ", ".join(name for name, _ in self.files)
             raise ValueError(f"paths: {names}: there is no row with text; give others.")
         if source.share and len(index["splits"]) < len(SPLITS):
-            num = max(1, round(counts.documents * source.share))
+            num = round(counts.documents * source.share)
+            num = max(1, min(num, counts.documents - 1))
             index = self._last_held_out(source, counts.documents - num)
             how = f"the last {num:,} of {counts.documents:,} documents"
+        if source.share and len(index["splits"]) < len(SPLITS):
+            raise ValueError(
+                f"heldout: {how} of {self.files[0][0]!r} gives no tokens in one split; "
+                "give held-out files (--heldout), or more data."
+            )
         how = how if source.share else ""
         return {**index, "rows": dataclasses.asdict(counts), "held_out": how}
 

@@ -200,6 +200,7 @@ def cut_ids(tokens: Tokens, share: float) -> tuple[Tokens, Tokens]:
       ValueError: if one of them is empty.
     """
     at, before, after = round(len(tokens) * (1 - share)), [], []
+    at = min(max(at, 1), len(tokens) - 1)
     for part, name in zip(tokens.parts, tokens.files, strict=True):
         cut = min(max(at, 0), len(part))
         assert isinstance(part, DiskArray), "token files are on disk"

@@ -76,7 +76,8 @@ def split_text(
             return train.tokens(), heldout.tokens(), how
     before, after = _cut(texts, share)
     train, heldout = _read(before)[0].tokens(), _read(after)[0].tokens()
-    return train, heldout, f"the last {len(heldout):,} bytes, from a new line on"
+    start = "line" if after[0].array.offset else "document"
+    return train, heldout, f"the last {len(heldout):,} bytes, from a new {start} on"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,21 +144,23 @@ def _read(texts: Sequence[_Text], share: float = 0.0) -> tuple[_Split, _Split]:
 
 
 def _cut(texts: Sequence[_Text], share: float) -> tuple[list[_Text], list[_Text]]:
-    """Cut a text in two at a new line, near where the share begins."""
+    """Cut a text in two at a new line or file, near where the share begins."""
+    texts = [text for text in texts if len(text.array)]
     total = sum(len(text.array) for text in texts)
-    at, before = round(total * (1 - share)), []
+    at = min(round(total * (1 - share)), total - 1)
     for number, text in enumerate(texts):
         array, size = text.array, len(text.array)
         if at >= size:
-            before.append(text)
             at -= size
             continue
         line = _line_near(array, at)
-        if line is None:
-            break
-        first = _Text(text.name, array.cut(0, line))
-        last = _Text(text.name, array.cut(line, size))
-        return [*before, first], [last, *texts[number + 1 :]]
+        if line is not None:
+            first = _Text(text.name, array.cut(0, line))
+            last = _Text(text.name, array.cut(line, size))
+            return [*texts[:number], first], [last, *texts[number + 1 :]]
+        if len(texts) > 1:
+            first_held = max(number, 1)
+            return texts[:first_held], texts[first_held:]
     raise ValueError(
         f"heldout: the text has {total:,} bytes and no line that {share:.0%} of it can "
         "be cut off at; give more text, or held-out files (--heldout)."

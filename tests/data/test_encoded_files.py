@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from jaxpar.data import encoded_files
 from jaxpar.data.documents import Fields
@@ -138,6 +139,22 @@ def test_last_of_few_documents_are_held_out(tmp_path):
     train, heldout, how = opened(path, share=0.05)
     assert (bytes(train.array), bytes(heldout.array)) == (b"a\0b\0", b"c\0")
     assert how == "the last 1 of 3 documents"
+
+
+def test_share_that_would_take_all_leaves_one_document(tmp_path):
+    path = rows(tmp_path / "a.jsonl", "a", "b")
+    train, heldout, how = opened(path, share=0.99)
+    assert (bytes(train.array), bytes(heldout.array)) == (b"a\0", b"b\0")
+    assert how == "the last 1 of 2 documents"
+
+
+def test_share_of_which_nothing_is_left_is_refused(tmp_path):
+    # Its line breaks, with which documents end, are no tokens, like other spaces.
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    path = rows(tmp_path / "a.jsonl", "a", " ")
+    with pytest.raises(ValueError, match=r"heldout: .* gives no tokens"):
+        opened(path, dataclasses.replace(PLAIN, tokenizer=tokenizer), share=0.05)
 
 
 def test_one_document_is_not_split(tmp_path):

@@ -207,6 +207,13 @@ def test_end_of_token_files_is_cut_off(tmp_path):
 
 
 def test_too_few_tokens_are_not_cut(tmp_path):
-    write(tmp_path / "a.bin", b"12" * 9)
-    with pytest.raises(ValueError, match="heldout: 9 tokens are too few to hold 5%"):
+    write(tmp_path / "a.bin", b"12")
+    with pytest.raises(ValueError, match="heldout: 1 tokens are too few to hold 5%"):
         cut_ids(read_tokens(tmp_path), 0.05)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.99])
+def test_two_ids_are_cut_by_any_share(tmp_path, share):
+    np.arange(2, dtype="<u2").tofile(tmp_path / "a.bin")
+    train, heldout = cut_ids(read_tokens(tmp_path), share)
+    assert (train.array.tolist(), heldout.array.tolist()) == ([0], [1])

@@ -115,6 +115,14 @@ def test_text_without_a_line_to_cut_at_says_to_give_more(tmp_path, content):
         split_text(named(tmp_path, a=content), 0.05)
 
 
+@pytest.mark.parametrize("share", [0.01, 0.05, 0.1])
+def test_few_files_of_one_line_are_cut_between_them(tmp_path, share):
+    files = named(tmp_path, a=b"of a", b=b"of b")
+    train, heldout, how = split_text(files, share)
+    assert (bytes(train.array), bytes(heldout.array)) == (b"of a", b"of b")
+    assert how == "the last 4 bytes, from a new document on"
+
+
 def test_files_are_held_out_by_their_content(tmp_path):
     contents = {f"f{i:03}": b"text of file %d\n" % i for i in range(200)}
     train, heldout, how = split_text(named(tmp_path, **contents), 0.05)
