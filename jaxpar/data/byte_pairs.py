@@ -7,6 +7,7 @@ Source: Sennrich et al., "Neural Machine Translation of Rare Words with Subword 
 (2016); on bytes as in GPT-2.
 """
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -88,8 +89,9 @@ def tokenize(
     if train.dtype != np.uint8 or vocab_size <= 256:
         return train, heldout, None
     tokenizer = open_tokenizer(Path(folder, "tokenizer.json"), train, vocab_size)
-    train, heldout = (encode(tokenizer, text, cache=cache) for text in (train, heldout))
-    return train, heldout, tokenizer
+    train, held = (encode(tokenizer, text, cache=cache) for text in (train, heldout))
+    held = dataclasses.replace(held, is_heldout=heldout.is_heldout)
+    return train, held, tokenizer
 
 
 def train_tokenizer(text: Tokens, vocab_size: int) -> Tokenizer:

@@ -4,9 +4,10 @@ Text without a tokenizer and token files are read where they are. Rows, and text
 tokenizer, are encoded once, into a folder beside the data.
 """
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -139,10 +140,35 @@ def open_corpus(
         )
     elif heldout:
         train = _read(files, kind, Path(paths[0]), 0.0, reading)[0]
-        held = _read(*find_corpus(heldout), Path(heldout[0]), 0.0, reading)[0]
+        with _named_errors():
+            held_files, held_kind = find_corpus(heldout)
+            _require_same_kind(held_files[0][0], held_kind, files[0][0], kind)
+            held = _read(held_files, held_kind, Path(heldout[0]), 0.0, reading)[0]
     else:
         train, held = _read(files, kind, Path(paths[0]), heldout_share, reading)
-    return Corpus(train, held, found)
+    return Corpus(train, dataclasses.replace(held, is_heldout=True), found)
+
+
+@contextlib.contextmanager
+def _named_errors() -> Iterator[None]:
+    """Say in errors of held-out data that they are of it."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        kind = ValueError if isinstance(error, ValueError) else FileNotFoundError
+        raise kind(f"heldout: {str(error).removeprefix('paths: ')}") from error
+
+
+def _require_same_kind(name: str, kind: str, of_data: str, kind_of_data: str) -> None:
+    said = [
+        "token ids" if kind in (".npy", ".bin") else kind
+        for kind in (kind, kind_of_data)
+    ]
+    if said[0] != said[1]:
+        raise ValueError(
+            f"{name!r} is {said[0]}, but {of_data!r} of the data is {said[1]}; give "
+            "held-out data of the same kind."
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -87,8 +87,8 @@ class PackedDocuments:
     def description(self) -> str:
         """Numbers of documents and rows, and how full these are."""
         return (
-            f"{len(self._document_starts):,} documents packed in {len(self):,} rows of "
-            f"seq_len={self.seq_len}, {self.padding:.2%} padding"
+            f"{len(self._document_starts):,} documents{self.tokens.remark} packed in "
+            f"{len(self):,} rows of seq_len={self.seq_len}, {self.padding:.2%} padding"
         )
 
     def __len__(self) -> int:

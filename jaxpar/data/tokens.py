@@ -36,6 +36,7 @@ class Tokens:
       loss_mask: uint8, one for each id: 1 where it is to be learned; None for all.
       end_id: the id that ends every document; None if there is none.
       known_sha256: what `sha256` is, where it has been computed; None to compute it.
+      is_heldout: whether it is held-out data, for messages.
 
     Raises:
       ValueError: if a part is not 1-D, not of integers or of another dtype than the
@@ -59,6 +60,7 @@ class Tokens:
     )
     end_id: int | None = None
     known_sha256: str | None = None
+    is_heldout: bool = False
 
     def __post_init__(self):
         named = len(self.files) == len(self.parts)
@@ -105,6 +107,11 @@ class Tokens:
     def dtype(self) -> np.dtype:
         """The dtype of the ids as they are stored."""
         return self.parts[0].dtype
+
+    @property
+    def remark(self) -> str:
+        """What messages say after the word corpus, or tokens: " (held out)", or ""."""
+        return " (held out)" if self.is_heldout else ""
 
     @property
     def array(self) -> Integer[np.ndarray, "_"]:

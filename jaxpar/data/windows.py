@@ -42,9 +42,9 @@ class Windows:
         check_seq_len(seq_len)
         if len(tokens) <= seq_len:
             raise ValueError(
-                f"tokens: the corpus has {len(tokens):,} tokens, but a window of "
-                f"seq_len={seq_len} has {seq_len + 1:,}; give more data, or a smaller "
-                "seq_len."
+                f"tokens: the corpus{tokens.remark} has {len(tokens):,} tokens, but a "
+                f"window of seq_len={seq_len} has {seq_len + 1:,}; give more data, or "
+                "a smaller seq_len."
             )
         self.tokens, self.seq_len = tokens, seq_len
 
@@ -60,8 +60,8 @@ class Windows:
     def description(self) -> str:
         """Numbers of tokens and windows."""
         return (
-            f"{len(self.tokens):,} tokens, {len(self):,} windows of "
-            f"seq_len={self.seq_len}"
+            f"{len(self.tokens):,} tokens{self.tokens.remark}, {len(self):,} windows "
+            f"of seq_len={self.seq_len}"
         )
 
     def __len__(self) -> int:

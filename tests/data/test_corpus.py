@@ -11,7 +11,10 @@ import jaxpar.config
 from jaxpar.data import (
     ChangedDataError,
     DataConfig,
+    Loader,
+    PackedDocuments,
     Tokens,
+    Windows,
     corpus,
     open_corpus,
     stdlib_source,
@@ -43,6 +46,44 @@ def test_held_out_data_alone_is_refused():
         ValueError, match=r"heldout=\('a\.txt',\) is given without data"
     ):
         open_corpus(heldout=["a.txt"])
+
+
+def kinds(folder: Path) -> dict[str, Path]:
+    (folder / "a.txt").write_text("a line\n" * 99)
+    np.arange(99, dtype="<u2").tofile(folder / "a.bin")
+    return {"text": folder / "a.txt", "ids": folder / "a.bin", "rows": chat(folder)}
+
+
+@pytest.mark.parametrize("pair", ["text rows", "rows text", "ids text"])
+def test_splits_of_two_kinds_are_refused(tmp_path, pair):
+    train, heldout = (kinds(tmp_path)[kind] for kind in pair.split())
+    with pytest.raises(ValueError, match=r"^heldout: '.*' is .*, but '.*' of the data"):
+        open_corpus([train], heldout=[heldout])
+
+
+def test_token_files_of_both_suffixes_are_one_kind(tmp_path):
+    np.save(tmp_path / "b.npy", np.arange(9))
+    heldout = open_corpus([kinds(tmp_path)["ids"]], heldout=[tmp_path / "b.npy"])[1]
+    assert heldout.array.tolist() == [*range(9)]
+
+
+@pytest.mark.parametrize("fault", ["missing", "empty", "bad"])
+def test_errors_of_held_out_data_say_so(tmp_path, fault):
+    (tmp_path / "a.txt").write_text("a line\n" * 99)
+    held = tmp_path / "held.txt"
+    if fault != "missing":
+        held.write_bytes(b"\xff" if fault == "bad" else b"")
+    with pytest.raises((ValueError, FileNotFoundError), match=r"^heldout: ") as raised:
+        open_corpus([tmp_path / "a.txt"], heldout=[held])
+    assert "paths" not in str(raised.value)
+
+
+def test_batch_of_more_rows_than_held_out_data_has_says_so(tmp_path):
+    opened = open_corpus([chat(tmp_path)])
+    for rows in (PackedDocuments, Windows):
+        Loader(rows(opened.train, seq_len=8), batch_size=16)
+        with pytest.raises(ValueError, match=r"it has \d+ .* \(held out\).*, fewer th"):
+            Loader(rows(opened.heldout, seq_len=64), batch_size=16)
 
 
 FORMATS = {
