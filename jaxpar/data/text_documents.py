@@ -5,6 +5,7 @@ were read once can be encoded by any tokenizer.
 """
 
 import codecs
+import itertools
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -71,8 +72,10 @@ def documents_of(
       The documents, of which a long one is not held in memory.
     """
     require_bytes(text)
-    starts = [0] if text.starts is None else text.starts.tolist()
-    for start, stop in zip(starts, [*starts[1:], len(text)], strict=True):
+    starts = [0] if text.starts is None else text.starts
+    # One at a time: as Python's numbers, those of a large corpus take gigabytes.
+    bounds = itertools.chain(map(int, starts), [len(text)])
+    for start, stop in itertools.pairwise(bounds):
         pieces = _pieces(text, start, stop, ends)
         yield Document(pieces, is_heldout)
         advance(stop - start)

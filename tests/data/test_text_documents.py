@@ -1,5 +1,7 @@
 """Are documents found again in bytes, with what of them is learned?"""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -71,3 +73,13 @@ def test_bytes_that_are_done_are_counted():
 def test_ids_are_not_bytes():
     with pytest.raises(ValueError, match=r"'a\.bin' holds uint16 ids, not bytes"):
         require_bytes(Tokens((np.arange(5, dtype=np.uint16),), ("a.bin",)))
+
+
+def test_many_documents_take_no_memory_before_they_are_read():
+    num = 1 << 18
+    text = Tokens((np.zeros(num, np.uint8),), ("a",), starts=np.arange(num))
+    tracemalloc.start()
+    next(documents_of(text))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1e6
