@@ -21,7 +21,7 @@ from typing import Any
 from jaxpar.data.tokens import is_first
 from jaxpar.progress import waiting
 
-VERSION = 1
+VERSION = 2
 """Of what is in a folder; another one is built anew."""
 
 FOLDER = ".jaxpar"

@@ -95,21 +95,26 @@ class Fields:
           row: names and values.
 
         Returns:
-          Its pieces; none for an empty text.
+          Its pieces; none if there is no text to be learned, or it is empty.
 
         Raises:
           BadRowError: if a field is missing or of another type, or text is not Unicode.
         """
         form = self.of(list(row))
         if form == (MESSAGES,):
-            return _conversation(row[MESSAGES])
-        texts = [_text(row[name], name) for name in form]
-        if len(texts) == 1:
-            return [Passage(texts[0], ends=True)] if texts[0] else []
-        prompt, answer = texts
-        apart = prompt[-1:].isspace() or answer[:1].isspace() or not prompt
-        before = prompt if apart else f"{prompt}\n"
-        return [Passage(before, is_learned=False), Passage(answer, ends=True)]
+            pieces = _conversation(row[MESSAGES])
+        else:
+            pieces = _of_texts(*(_text(row[name], name) for name in form))
+        return pieces if any(p.is_learned and p.text for p in pieces) else []
+
+
+def _of_texts(first: str, answer: str | None = None) -> list[Passage]:
+    """A text, or a prompt and its answer."""
+    if answer is None:
+        return [Passage(first, ends=True)]
+    apart = first[-1:].isspace() or answer[:1].isspace() or not first
+    before = first if apart else f"{first}\n"
+    return [Passage(before, is_learned=False), Passage(answer, ends=True)]
 
 
 def _conversation(messages: Any) -> list[Passage]:

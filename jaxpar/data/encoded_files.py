@@ -107,8 +107,8 @@ def open_encoded(
     counts = RowCounts(**index["rows"])
     if counts.bad and not reading.skips:
         raise stop_at(counts.first_bad)
-    if counts.bad and is_first():
-        print(f"bad rows {counts.skipped()}")
+    for line in counts.left_out() if is_first() else ():
+        print(line)
     names = tuple(name for name, _ in files)
     train, heldout = (open_split(folder, index, split, names) for split in SPLITS)
     assert train is not None, "checked when it was written"

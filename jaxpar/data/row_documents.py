@@ -21,21 +21,24 @@ class RowCounts:
 
     Attributes:
       rows: all but blank lines.
-      documents: those that are not empty.
+      documents: those of which something is learned.
+      empty: rows without text to be learned; they are left out.
       bad: rows that are not documents.
       first_bad: the first of them, and why; "" without one.
     """
 
     rows: int = 0
     documents: int = 0
+    empty: int = 0
     bad: int = 0
     first_bad: str = ""
 
-    def skipped(self) -> str:
-        """A sentence on the bad rows."""
-        return (
-            f"{self.bad:,} of {self.rows:,} rows skipped; the first: {self.first_bad}"
-        )
+    def left_out(self) -> list[str]:
+        """A line on the empty rows, and one on the bad rows, where there are any."""
+        empty = f"empty    {self.empty:,} of {self.rows:,} rows left out: there is "
+        bad = f"bad rows {self.bad:,} of {self.rows:,} rows skipped; the first: "
+        said = [empty + "nothing to learn in them"] if self.empty else []
+        return said + ([bad + self.first_bad] if self.bad else [])
 
 
 def stop_at(first_bad: str) -> ValueError:
@@ -106,7 +109,9 @@ class RowFiles:
         error: Any = row.error
         if row.value is not None:
             try:
-                return self._whole(self.fields.document(row.value))
+                pieces = self._whole(self.fields.document(row.value))
+                counts.empty += not pieces
+                return pieces
             except BadRowError as bad:
                 error = bad
         bad_row = f"{row.where}: {error}"

@@ -79,6 +79,24 @@ def test_conversation_that_the_user_ends_is_ended_too():
 
 
 @pytest.mark.parametrize(
+    "row",
+    [
+        {"text": ""},
+        {"prompt": "q", "completion": ""},
+        {"prompt": "", "response": ""},
+        {"messages": [message("user", "q"), message("assistant", "")]},
+    ],
+)
+def test_row_without_anything_to_learn_is_empty(row):
+    assert Fields().document(row) == []
+
+
+def test_one_answer_is_enough():
+    pieces = Fields().document({"messages": [*CHAT, message("assistant", "")]})
+    assert parts(pieces)[-1] == ("", True, True)
+
+
+@pytest.mark.parametrize(
     ("row", "said"),
     [
         (

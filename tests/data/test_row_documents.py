@@ -34,9 +34,11 @@ BAD = ({"text": "one"}, "{", {"text": 2}, {"text": ""}, {"text": "three"})
 def test_bad_rows_are_counted_and_the_first_is_named(tmp_path):
     counts = RowCounts()
     assert texts(lines(tmp_path / "a.jsonl", *BAD), counts) == ["one", "three"]
-    assert (counts.rows, counts.documents, counts.bad) == (5, 2, 2)
-    assert counts.skipped().startswith(
-        "2 of 5 rows skipped; the first: a.jsonl, line 2: is not JSON ("
+    assert (counts.rows, counts.documents, counts.empty, counts.bad) == (5, 2, 1, 2)
+    empty, bad = counts.left_out()
+    assert empty == "empty    1 of 5 rows left out: there is nothing to learn in them"
+    assert bad.startswith(
+        "bad rows 2 of 5 rows skipped; the first: a.jsonl, line 2: is not JSON ("
     )
 
 
