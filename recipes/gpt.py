@@ -114,7 +114,7 @@ def main(config: Config) -> None:
     size: Any = {"batch_size": config.batch_size}
     loader = Loader(rows(corpus), seed=config.seed, **size)
     held = Loader(rows(heldout), repeat=False, num_batches=config.eval_batches, **size)
-    print(f"corpus   {len(corpus):,} tokens, {loader.padding:.1%} padding in its rows")
+    print(f"corpus   {loader.source.description}")
     engine = loss = cast(Any, None)
     for mesh, steps in meshes:
         if steps < config.steps and steps <= (run.newest() or 0):

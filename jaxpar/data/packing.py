@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxpar.data.best_fit import pack
+from jaxpar.data.disk_array import DiskArray
 from jaxpar.data.rows import ordered
 from jaxpar.data.tokens import Tokens
 from jaxpar.data.windows import (
@@ -24,13 +25,17 @@ from jaxpar.data.windows import (
     read_ids,
 )
 
+_MASK_BYTES = 1 << 22
+"""Of the loss mask that are read at a time."""
+
 
 class PackedDocuments:
     """Documents packed into rows of ``seq_len + 1`` tokens.
 
     A document of more tokens is cut into pieces of ``seq_len + 1`` that overlap by one
     token, each a document of its own from then on: so every token but a document's
-    first is a target once. A document of one token has no target and is left out. Rows
+    first is a target once. A document of one token has no target and is left out, and
+    so is a piece of which nothing is learned, such as the middle of a long prompt. Rows
     are the same in each epoch, in another order.
 
     A row has, besides "tokens" [T + 1]:
@@ -48,7 +53,8 @@ class PackedDocuments:
 
     Raises:
       ValueError: if `seq_len` is not positive, or the documents' starts are missing,
-        not ascending from 0, or leave no document of two tokens.
+        not ascending from 0, or leave no document of two tokens, or nothing is to be
+        learned.
 
     Example:
       >>> starts = np.array([0, 3])
@@ -66,6 +72,16 @@ class PackedDocuments:
         self._document_starts = np.asarray(tokens.starts, np.int64)
         self.tokens, self.seq_len = tokens, seq_len
         starts, lengths = _pieces(self._document_starts, len(tokens), seq_len)
+        num_pieces = len(starts)
+        if tokens.loss_mask is not None:
+            learned = _has_learned(tokens.loss_mask, starts, lengths)
+            starts, lengths = starts[learned], lengths[learned]
+        self._num_left_out = num_pieces - len(starts)
+        if not len(starts):
+            raise ValueError(
+                f"tokens: nothing of the corpus{tokens.remark} is to be learned in its "
+                f"{num_pieces:,} pieces; give documents with answers."
+            )
         rows = pack(lengths, seq_len + 1)
         by_row = np.argsort(rows, kind="stable")
         self._starts, self._lengths = starts[by_row], lengths[by_row]
@@ -86,9 +102,12 @@ class PackedDocuments:
     @property
     def description(self) -> str:
         """Numbers of documents and rows, and how full these are."""
+        num = self._num_left_out
+        left_out = f"; {num:,} pieces with nothing to learn left out" if num else ""
         return (
             f"{len(self._document_starts):,} documents{self.tokens.remark} packed in "
             f"{len(self):,} rows of seq_len={self.seq_len}, {self.padding:.2%} padding"
+            f"{left_out}"
         )
 
     def __len__(self) -> int:
@@ -120,7 +139,9 @@ class PackedDocuments:
 
     def identity(self) -> dict[str, Any]:
         """The length of a row, the corpus, and its documents."""
-        return {"packed": True, "seq_len": self.seq_len, **self._corpus}
+        num = self._num_left_out
+        left_out = {"pieces_left_out": num} if num else {}
+        return {"packed": True, "seq_len": self.seq_len, **left_out, **self._corpus}
 
     @functools.cached_property
     def _corpus(self) -> dict[str, Any]:
@@ -225,3 +246,17 @@ def _pieces(
     left = np.repeat(sizes, num_pieces) - offsets
     lengths = np.minimum(left, seq_len + 1).astype(np.int32)
     return np.repeat(starts, num_pieces) + offsets, lengths
+
+
+def _has_learned(
+    mask: np.ndarray | DiskArray, starts: np.ndarray, lengths: np.ndarray
+) -> np.ndarray:
+    """Whether each piece has a token to be learned after its first."""
+    found = np.zeros(len(starts), bool)
+    for at in range(0, len(mask), _MASK_BYTES):
+        places = at + np.flatnonzero(mask[at : at + _MASK_BYTES])
+        # The first token of a piece is a target of the one before, if they overlap.
+        pieces = np.searchsorted(starts, places, side="left") - 1
+        is_inside = (pieces >= 0) & (places < starts[pieces] + lengths[pieces])
+        found[pieces[is_inside]] = True
+    return found

@@ -3,10 +3,18 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jaxpar.data import Loader, Mixture, PackedDocuments, RowSource, Tokens, Windows
+from jaxpar.data import (
+    Loader,
+    Mixture,
+    PackedDocuments,
+    RowSource,
+    Tokens,
+    Windows,
+    packing,
+)
 
 RNG = np.random.default_rng(0)
 
@@ -70,6 +78,39 @@ def test_masked_tokens_weigh_nothing():
     assert sorted(targets_of(batch)) == sorted(
         (one, two) for one, two in all_pairs if mask[two - 1]
     )
+
+
+@settings(max_examples=50)
+@given(data=st.data(), seq_len=st.integers(1, 6), chunk=st.integers(1, 9))
+def test_pieces_with_nothing_to_learn_take_no_row(data, seq_len, chunk):
+    sizes = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=9))
+    size = sum(sizes)
+    bits = st.lists(st.integers(0, 1), min_size=size, max_size=size)
+    mask = np.array(data.draw(bits), np.uint8)
+    starts = np.cumsum([0, *sizes[:-1]])
+    wanted = [(int(p), int(p) + 1) for p in np.flatnonzero(mask) if p not in starts]
+    assume(wanted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "_MASK_BYTES", chunk)
+        packed = PackedDocuments(make_tokens(sizes, loss_mask=mask), seq_len=seq_len)
+    batch = packed.read(range(len(packed)))
+    assert sorted(targets_of(batch)) == wanted
+    for row in range(len(packed)):
+        for segment in range(1, batch["segment_ids"][row].max() + 1):
+            own = batch["segment_ids"][row, 1:] == segment
+            assert batch["weights"][row][own].any()
+
+
+def test_pieces_left_out_are_counted():
+    mask = np.zeros(40, np.uint8)
+    mask[-1] = 1
+    packed = PackedDocuments(make_tokens([40], loss_mask=mask), seq_len=8)
+    assert len(packed) == 1
+    assert packed.description.endswith("; 4 pieces with nothing to learn left out")
+    assert packed.identity()["pieces_left_out"] == 4
+    mask[:] = 0
+    with pytest.raises(ValueError, match="tokens: nothing of the corpus is to be lea"):
+        PackedDocuments(make_tokens([40], loss_mask=mask), seq_len=8)
 
 
 def test_rows_have_the_shapes_they_say():
