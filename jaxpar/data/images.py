@@ -4,6 +4,7 @@ Pillow decodes them: ``pip install 'jaxpar[images]'``.
 """
 
 import concurrent.futures
+import contextlib
 import functools
 import hashlib
 import io
@@ -57,7 +58,7 @@ class ImageFolder:
     Raises:
       ModuleNotFoundError: if Pillow is missing.
       FileNotFoundError: if the folder doesn't exist.
-      ValueError: if an argument is out of range, or the split has no image.
+      ValueError: if an argument is out of range, or the folder or split has no image.
     """
 
     padding = 0.0
@@ -164,8 +165,16 @@ def _find_images(path: Path) -> list[str]:
         raise FileNotFoundError(
             f"path: '{path}' is not a folder; give one with a subfolder for each class."
         )
-    found = [name for name, _ in find_files(path, "*/*")]
-    return [name for name in found if Path(name).suffix.lower() in _SUFFIXES]
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        found = [name for name, _ in find_files(path, "*/*")]
+    images = [name for name in found if Path(name).suffix.lower() in _SUFFIXES]
+    if not images:
+        raise ValueError(
+            f"path: '{path}' has no image in a subfolder; give a folder with one "
+            "subfolder of images for each class."
+        )
+    return images
 
 
 def _class_of(name: str) -> str:

@@ -223,3 +223,14 @@ def test_missing_pillow_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'jaxpar\[images\]'"):
         ImageFolder(folder, size=8)
+
+
+@pytest.mark.parametrize("inside", ["", "cat", "loose.png", "cat/notes.txt"])
+def test_folder_without_images_by_class_says_what_is_missing(tmp_path, inside):
+    folder = tmp_path / "pictures"
+    path = folder / inside
+    (path.parent if path.suffix else path).mkdir(parents=True)
+    if path.suffix:
+        path.touch()
+    with pytest.raises(ValueError, match=r"path: '.*pictures' has no image in a subf"):
+        ImageFolder(folder, size=4)
