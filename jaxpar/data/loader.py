@@ -101,6 +101,12 @@ class Loader:
         return kept if limit is None else min(kept, limit * self.batch_size)
 
     @property
+    def _batches_left(self) -> int:
+        """Batches of a pass from here on."""
+        kept = self._left_out.num_kept(self._rows)
+        return max(self._last - kept, 0) // self.batch_size
+
+    @property
     def rows(self) -> int:
         """Rows of the stream before the next batch: those drawn, and those left out."""
         return self._rows
@@ -158,7 +164,7 @@ class Loader:
             left_out=self._left_out,
             own=range(kept + self._own.start, kept + self._own.stop),
             batch_size=self.batch_size,
-            length=(self._last - kept) // self.batch_size,
+            length=self._batches_left,
         )
         options = grain.ReadOptions(
             num_threads=_THREADS, prefetch_buffer_size=_BATCHES_AHEAD
@@ -183,8 +189,10 @@ class Loader:
         Raises:
           ValueError: if a start is negative, or a stop is below its start.
         """
-        self._left_out = LeftOut(intervals)
+        self._left_out, ended = LeftOut(intervals), self._ended
         self._move_to(self._rows)
+        # A pass that had ended goes on only if this frees another batch.
+        self._ended = ended and not self._batches_left
 
     def get_state(self) -> dict[str, Any]:
         """Return the loader's position and its stream, as JSON's types.

@@ -216,6 +216,13 @@ def test_ended_pass_stays_ended_until_looped_over():
     assert len(list(loader)) == 2
 
 
+def test_pass_that_ended_begins_again_without_the_rows_left_out():
+    loader = Loader(make_tokens(17), batch_size=1, seq_len=4, repeat=False)
+    assert len([*loader]) == 4
+    loader.leave_out([(1, 3)])
+    assert examples(take(loader, 9), 4) == [0, 3]
+
+
 def test_broken_off_pass_goes_on():
     loader = Loader(make_tokens(33), batch_size=2, seq_len=4, repeat=False)
     for _ in loader:
