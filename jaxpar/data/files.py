@@ -16,7 +16,10 @@ from jaxpar.data.tokens import Tokens
 Named = tuple[str, Path]
 """A file's name, for messages and records, and its path."""
 
-_ROWS = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".json.gz", ".parquet", ".arrow")
+_ROWS = (
+    *(f"{name}{gz}" for name in (".jsonl", ".ndjson", ".json") for gz in ("", ".gz")),
+    *(".parquet", ".arrow"),
+)
 
 
 def read_tokens(

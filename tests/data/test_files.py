@@ -176,7 +176,9 @@ def test_rows_are_not_text(tmp_path):
         read_tokens(path)
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "A.JSONL", "b.json", "c.jsonl.gz"])
+@pytest.mark.parametrize(
+    "name", ["a.parquet", "A.JSONL", "b.json", "c.jsonl.gz", "d.ndjson.gz"]
+)
 def test_rows_are_known_by_their_suffix(tmp_path, name):
     path = write(tmp_path / name, b"noise")
     with pytest.raises(ValueError, match="has a document in each row"):
