@@ -27,7 +27,7 @@ from jaxpar.data.tokens import Tokens, is_first
 from jaxpar.progress import counting
 
 _TRAINED_ON = 1 << 28
-"""Characters that a vocabulary is learnt from, the first of the text."""
+"""Characters that a vocabulary is learned from, the first of the text."""
 
 END = "<|endoftext|>"
 """Of a trained vocabulary, where documents have an end."""
@@ -131,7 +131,7 @@ def train_tokenizer(text: Tokens, vocab_size: int) -> Tokenizer:
 
 
 def _beginning(text: Tokens) -> Iterator[str]:
-    """The text that a vocabulary is learnt from, without the ends of documents."""
+    """The text that a vocabulary is learned from, without the ends of documents."""
     pieces = (piece.text for each in documents_of(text) for piece in each.pieces)
     taken, total = 0, min(len(text), _TRAINED_ON)
     with counting("reading for a tokenizer", total, unit="B", shown=is_first()) as more:

@@ -1,4 +1,4 @@
-"""Are byte pairs learnt from any text, and does every text come back as it was?"""
+"""Are byte pairs learned from any text, and does every text come back as it was?"""
 
 import numpy as np
 import pytest
