@@ -9,7 +9,6 @@ import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -89,12 +88,6 @@ class DiskArray:
             raise ValueError(f"a slice of '{self.path}' must have step 1, not {step}.")
         size = self.dtype.itemsize
         return self._read(start * size, max(start, stop) * size).view(self.dtype)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Read all of it into memory."""
-        if copy is False:
-            raise ValueError(f"'{self.path}' is on disk: an array of it is a copy.")
-        return self[:].astype(dtype or self.dtype, copy=False)
 
     def scan(self, see: Callable[[np.ndarray], object]) -> None:
         """Read all of it once, in pieces.

@@ -156,8 +156,7 @@ class ImageFolder:
 
     def order(self, *, seed: int, shuffle: bool, repeat: bool) -> grain.MapDataset[int]:
         """The stream of images."""
-        numbers = range(len(self))
-        return ordered(numbers, seed=seed, shuffle=shuffle, repeat=repeat)
+        return ordered(len(self), seed=seed, shuffle=shuffle, repeat=repeat)
 
 
 def _find_images(path: Path) -> list[str]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxpar.data.left_out import LeftOut
 from jaxpar.data.position import row_to_go_on_at
-from jaxpar.data.rows import RowSource
+from jaxpar.data.rows import RowSource, batched
 from jaxpar.data.tokens import Tokens
 from jaxpar.data.windows import Windows
 
@@ -114,10 +114,7 @@ class Loader:
     @property
     def sample_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of a global batch, for ``jaxpar.initialize``."""
-        return {
-            name: jax.ShapeDtypeStruct((self.batch_size, *row.shape), row.dtype)
-            for name, row in self.source.shapes.items()
-        }
+        return batched(self.source.shapes, self.batch_size)
 
     @property
     def padding(self) -> float:

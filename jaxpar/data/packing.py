@@ -6,6 +6,7 @@ all rows before it.
 """
 
 import functools
+import hashlib
 from collections.abc import Collection
 from typing import Any
 
@@ -15,14 +16,14 @@ import numpy as np
 
 from jaxpar.data.best_fit import pack
 from jaxpar.data.disk_array import DiskArray
-from jaxpar.data.rows import ordered
+from jaxpar.data.rows import batched, ordered
 from jaxpar.data.tokens import Tokens
 from jaxpar.data.windows import (
     Windows,
-    array_sha256,
     check_seq_len,
     corpus_identity,
     read_ids,
+    window_shapes,
 )
 
 _MASK_BYTES = 1 << 22
@@ -69,7 +70,7 @@ class PackedDocuments:
     def __init__(self, tokens: Tokens, *, seq_len: int):
         check_seq_len(seq_len)
         check_pack(tokens, pack=True)
-        self._document_starts = np.asarray(tokens.starts, np.int64)
+        self._document_starts = np.ascontiguousarray(tokens.starts, np.int64)
         self.tokens, self.seq_len = tokens, seq_len
         starts, lengths = _pieces(self._document_starts, len(tokens), seq_len)
         num_pieces = len(starts)
@@ -141,17 +142,21 @@ class PackedDocuments:
         """The length of a row, the corpus, and its documents."""
         num = self._num_left_out
         left_out = {"pieces_left_out": num} if num else {}
-        return {"packed": True, "seq_len": self.seq_len, **left_out, **self._corpus}
+        return {
+            "packed": True,
+            "seq_len": self.seq_len,
+            **left_out,
+            **corpus_identity(self.tokens),
+            "starts_sha256": self._starts_sha256,
+        }
 
     @functools.cached_property
-    def _corpus(self) -> dict[str, Any]:
-        starts_sha256 = array_sha256(self._document_starts)
-        return {**corpus_identity(self.tokens), "starts_sha256": starts_sha256}
+    def _starts_sha256(self) -> str:
+        return hashlib.sha256(self._document_starts).hexdigest()
 
     def order(self, *, seed: int, shuffle: bool, repeat: bool) -> grain.MapDataset[int]:
         """The stream of rows."""
-        numbers = range(len(self))
-        return ordered(numbers, seed=seed, shuffle=shuffle, repeat=repeat)
+        return ordered(len(self), seed=seed, shuffle=shuffle, repeat=repeat)
 
 
 def packed_shapes(seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -179,12 +184,8 @@ def batch_shapes(
       >>> {k: x.shape for k, x in batch_shapes(2, 8).items()}
       {'tokens': (2, 9)}
     """
-    window = {"tokens": jax.ShapeDtypeStruct((seq_len + 1,), np.int32)}
-    row = packed_shapes(seq_len) if pack else window
-    return {
-        name: jax.ShapeDtypeStruct((batch_size, *each.shape), each.dtype)
-        for name, each in row.items()
-    }
+    row = packed_shapes(seq_len) if pack else window_shapes(seq_len)
+    return batched(row, batch_size)
 
 
 def rows_of(

@@ -4,7 +4,7 @@
 their own.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import grain
@@ -60,13 +60,23 @@ class RowSource(Protocol):
         ...
 
 
+def batched(
+    row: Mapping[str, jax.ShapeDtypeStruct], batch_size: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of a batch of rows."""
+    return {
+        name: jax.ShapeDtypeStruct((batch_size, *each.shape), each.dtype)
+        for name, each in row.items()
+    }
+
+
 def ordered(
-    numbers: range, *, seed: int, shuffle: bool, repeat: bool
+    num_rows: int, *, seed: int, shuffle: bool, repeat: bool
 ) -> grain.MapDataset[int]:
-    """Put numbers in the order of a stream that can be entered anywhere.
+    """Put the numbers of rows in the order of a stream that can be entered anywhere.
 
     Args:
-      numbers: of an epoch's rows, one after the other.
+      num_rows: of an epoch.
       seed: of the order, a non-negative integer.
       shuffle: shuffle each epoch; False for the order given.
       repeat: begin another epoch after each; False for one.
@@ -74,12 +84,12 @@ def ordered(
     Raises:
       ValueError: if there are more rows than can be shuffled.
     """
-    if len(numbers) > _MOST_ROWS:
+    if num_rows > _MOST_ROWS:
         raise ValueError(
-            f"the data has {len(numbers):,} rows, but at most {_MOST_ROWS:,} can be "
+            f"the data has {num_rows:,} rows, but at most {_MOST_ROWS:,} can be "
             "shuffled; make the rows longer (seq_len), or split the data."
         )
-    order = grain.MapDataset.range(numbers.start, numbers.stop).seed(seed)
+    order = grain.MapDataset.range(num_rows).seed(seed)
     if shuffle:
         order = order.shuffle()
     if repeat:

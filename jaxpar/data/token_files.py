@@ -79,7 +79,7 @@ def open_split(
         files,
         index["vocab_size"],
         num_bytes=entry["num_bytes"],
-        starts=np.asarray(starts),
+        starts=starts[:],
         loss_mask=mask,
         end_id=index["end_id"],
         known_sha256=(

@@ -1,7 +1,5 @@
 """Which tokens make a row, where a corpus is one long text? Windows of equal length."""
 
-import functools
-import hashlib
 from collections.abc import Collection
 from typing import Any
 
@@ -51,7 +49,7 @@ class Windows:
     @property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of one row."""
-        shapes = {"tokens": jax.ShapeDtypeStruct((self.seq_len + 1,), np.int32)}
+        shapes = window_shapes(self.seq_len)
         if self.tokens.loss_mask is not None:
             shapes["weights"] = jax.ShapeDtypeStruct((self.seq_len,), np.float32)
         return shapes
@@ -81,16 +79,16 @@ class Windows:
 
     def identity(self) -> dict[str, Any]:
         """The length of a window, and the corpus."""
-        return {"seq_len": self.seq_len, **self._corpus}
-
-    @functools.cached_property
-    def _corpus(self) -> dict[str, Any]:
-        return corpus_identity(self.tokens)
+        return {"seq_len": self.seq_len, **corpus_identity(self.tokens)}
 
     def order(self, *, seed: int, shuffle: bool, repeat: bool) -> grain.MapDataset[int]:
         """The stream of windows."""
-        numbers = range(len(self))
-        return ordered(numbers, seed=seed, shuffle=shuffle, repeat=repeat)
+        return ordered(len(self), seed=seed, shuffle=shuffle, repeat=repeat)
+
+
+def window_shapes(seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of one window of `seq_len` targets, without any."""
+    return {"tokens": jax.ShapeDtypeStruct((seq_len + 1,), np.int32)}
 
 
 def read_ids(tokens: Tokens, start: int, stop: int) -> Int32[np.ndarray, "_"]:
@@ -117,11 +115,6 @@ def read_ids(tokens: Tokens, start: int, stop: int) -> Int32[np.ndarray, "_"]:
 def corpus_identity(tokens: Tokens) -> dict[str, Any]:
     """Name a corpus by its hash, as JSON's types; reads all of it."""
     return {"num_tokens": len(tokens), "sha256": tokens.sha256}
-
-
-def array_sha256(array: np.ndarray) -> str:
-    """Hash the bytes of an array, in hexadecimal."""
-    return hashlib.sha256(np.ascontiguousarray(array)).hexdigest()
 
 
 def check_seq_len(seq_len: int) -> None:
