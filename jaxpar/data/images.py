@@ -23,6 +23,7 @@ from jaxtyping import UInt8
 
 from jaxpar.data.files import find_files
 from jaxpar.data.rows import ordered
+from jaxpar.data.splits import is_heldout
 from jaxpar.launch.extras import import_extra
 
 _SUFFIXES = frozenset(
@@ -39,8 +40,8 @@ class ImageFolder:
     uint8 [H, W, 3], and "label", int32: the place of its class in `classes`. Files
     without a suffix of an image are left out.
 
-    A file is held out if the 64-bit XXH3 of its path below the folder is a multiple of
-    `heldout`: it stays in its split when others are added or removed.
+    A file is held out by a hash of its path below the folder (`jaxpar.data.splits`):
+    it stays in its split when others are added or removed.
 
     Attributes:
       classes: names of the subfolders that hold images, sorted.
@@ -183,9 +184,8 @@ def _class_of(name: str) -> str:
 def _is_in(name: str, split: str, heldout: int) -> bool:
     if split == "all":
         return True
-    # Not a CRC: its lowest bits are the same for names that differ in one digit.
-    is_heldout = xxhash.xxh3_64_intdigest(name.encode()) % heldout == 0
-    return is_heldout == (split == "heldout")
+    is_held = is_heldout(xxhash.xxh3_64_intdigest(name.encode()), 1 / heldout)
+    return is_held == (split == "heldout")
 
 
 def _decode(content: bytes, size: tuple[int, int]) -> UInt8[np.ndarray, "_ _ 3"]:
