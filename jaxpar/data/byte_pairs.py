@@ -23,7 +23,7 @@ from jaxpar.data.disk_array import DiskArray
 from jaxpar.data.encoding import Encoded, Encoder, encode_documents, tokenizer_encoder
 from jaxpar.data.text_documents import chunks, documents_of, require_bytes
 from jaxpar.data.token_files import open_split, write_tokens
-from jaxpar.data.tokens import Tokens, is_first
+from jaxpar.data.tokens import Tokens, first_of, is_first
 from jaxpar.progress import counting
 
 _TRAINED_ON = 1 << 28
@@ -186,7 +186,7 @@ def encode(
     }
 
     def build(folder: Path) -> dict[str, Any]:
-        what = f"tokenizing {text.files[0]}" + (" and others" if text.files[1:] else "")
+        what = f"tokenizing {first_of(text.files)}"
         with counting(what, len(text), unit="B", shown=is_first()) as advance:
             return write_tokens(folder, stream(advance), encoder)
 

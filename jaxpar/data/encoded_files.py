@@ -29,7 +29,7 @@ from jaxpar.data.row_documents import RowCounts, RowFiles, stop_at
 from jaxpar.data.text_documents import documents_of
 from jaxpar.data.text_files import read_text, split_text
 from jaxpar.data.token_files import SPLITS, open_split, write_tokens
-from jaxpar.data.tokens import Tokens, is_first
+from jaxpar.data.tokens import Tokens, first_of, is_first
 from jaxpar.progress import counting
 
 
@@ -127,9 +127,9 @@ class _Build:
     @contextlib.contextmanager
     def _progress(self) -> Iterator[Callable[[int], None]]:
         total = sum(path.stat().st_size for _, path in self.files)
-        others = f" and {len(self.files) - 1} others" if self.files[1:] else ""
-        what = f"{'reading' if self.is_text else 'tokenizing'} {self.files[0][0]}"
-        with counting(what + others, total, unit="B", shown=is_first()) as advance:
+        what = "reading" if self.is_text else "tokenizing"
+        what += f" {first_of([name for name, _ in self.files])}"
+        with counting(what, total, unit="B", shown=is_first()) as advance:
             yield advance
 
     def text(self, share: float) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import xxhash
 
 from jaxpar.data.disk_array import DiskArray
 from jaxpar.data.splits import is_heldout
-from jaxpar.data.tokens import Tokens, is_first
+from jaxpar.data.tokens import Tokens, first_of, is_first
 from jaxpar.progress import counting
 
 _OTHER_FORMATS = {
@@ -120,7 +120,7 @@ def _read(texts: Sequence[_Text], share: float = 0.0) -> tuple[_Split, _Split]:
     """Read each file once: check it, hash it, and choose its split."""
     train, heldout = _Split(), _Split()
     total = sum(text.array.nbytes for text in texts)
-    what = f"reading {texts[0].name}" + (" and others" if texts[1:] else "")
+    what = f"reading {first_of([text.name for text in texts])}"
     with counting(what, total, unit="B", shown=is_first()) as advance:
         for text in texts:
             # The split is known at the end of the file: both digests go on until then.

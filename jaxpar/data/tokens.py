@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -175,8 +175,8 @@ class Tokens:
     ) -> None:
         """Read arrays once, in pieces, with progress."""
         total = sum(array.nbytes for array in arrays)
-        name = ", ".join(self.files[:1]) + (" and others" if self.files[1:] else "")
-        with counting(f"hashing {name}", total, unit="B", shown=is_first()) as advance:
+        what = f"hashing {first_of(self.files)}"
+        with counting(what, total, unit="B", shown=is_first()) as advance:
 
             def counted(piece: np.ndarray) -> None:
                 see(piece)
@@ -208,6 +208,17 @@ class Tokens:
 def joint_sha256(of_ids: str, of_mask: str) -> str:
     """The identity of ids and their loss mask, of the hashes of both."""
     return hashlib.sha256(f"{of_ids} {of_mask}".encode()).hexdigest()
+
+
+def first_of(names: Sequence[str]) -> str:
+    """Name the first of several, and how many others there are.
+
+    Example:
+      >>> first_of(["a"]), first_of(["a", "b", "c"])
+      ('a', 'a and 2 others')
+    """
+    others = f" and {len(names) - 1:,} others" if names[1:] else ""
+    return "".join(names[:1]) + others
 
 
 def is_first() -> bool:
