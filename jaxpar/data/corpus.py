@@ -80,7 +80,7 @@ def open_corpus(
     heldout: Sequence[str | os.PathLike[str]] = (),
     tokenizer: str | os.PathLike[str] | None = None,
     cache: str | os.PathLike[str] | None = None,
-    text: str = "text",
+    text: str = Fields.text,
     prompt: str | None = None,
     answer: str | None = None,
     bad_rows: str = "stop",
@@ -186,14 +186,14 @@ class DataConfig:
     """A tokenizer.json; by default byte pairs of the data where the model has them."""
     data_cache: str | None = None
     """Folder for encoded data; by default .jaxpar beside the data."""
-    text_field: str | None = None
-    """Field of a row's text; by default text, or messages, or prompt and completion."""
+    text_field: str = Fields.text
+    """Field of a row's text; else it has messages, or a prompt and completion."""
     prompt_field: str | None = None
     """Field of a row's prompt, which is not learned; with --answer-field."""
     answer_field: str | None = None
     """Field of the prompt's answer."""
-    bad_rows: Literal["stop", "skip"] | None = None
-    """Stop at rows that are not documents, or skip them; by default stop."""
+    bad_rows: Literal["stop", "skip"] = "stop"
+    """Stop at rows that are not documents, or skip them."""
 
     def open_data(self, *, pack: bool | None = None) -> Corpus:
         """Open the data by `open_corpus`.
@@ -213,10 +213,10 @@ class DataConfig:
             heldout=self.heldout,
             tokenizer=self.tokenizer,
             cache=self.data_cache,
-            text=self.text_field or "text",
+            text=self.text_field,
             prompt=self.prompt_field,
             answer=self.answer_field,
-            bad_rows=self.bad_rows or "stop",
+            bad_rows=self.bad_rows,
         )
         if pack is not None:
             for split in opened[:2]:
