@@ -132,10 +132,10 @@ def train_tokenizer(text: Tokens, vocab_size: int) -> Tokenizer:
 
 def _beginning(text: Tokens) -> Iterator[str]:
     """The text that a vocabulary is learned from, without the ends of documents."""
-    pieces = (piece.text for each in documents_of(text) for piece in each.pieces)
+    spans = (span.text for each in documents_of(text) for span in each.spans)
     taken, total = 0, min(len(text), _TRAINED_ON)
     with counting("reading for a tokenizer", total, unit="B", shown=is_first()) as more:
-        for piece in chunks(text) if text.end_id is None else pieces:
+        for piece in chunks(text) if text.end_id is None else spans:
             yield piece
             taken += len(piece)
             more(len(piece))

@@ -229,18 +229,20 @@ def _read(
 ) -> tuple[Tokens, Tokens]:
     """Read data of any kind; with share 0, all of it is in both splits."""
     train = heldout = None
-    how = ""
+    held_out_text = ""
     if reading.writes_end(kind):
-        train, heldout, how = open_encoded(files, kind, source, share, reading)
+        train, heldout, held_out_text = open_encoded(
+            files, kind, source, share, reading
+        )
     elif kind == "text" and share:
-        train, heldout, how = split_text(files, share)
+        train, heldout, held_out_text = split_text(files, share)
     elif kind == "text":
         train = read_text(files)
     else:
         train = open_ids(files, kind)
         if share:
             train, heldout = cut_ids(train, share)
-            how = f"the last {len(heldout):,} tokens"
-    if how and is_first():
-        print(f"held out {how}")
+            held_out_text = f"the last {len(heldout):,} tokens"
+    if held_out_text and is_first():
+        print(f"held out {held_out_text}")
     return train, train if heldout is None else heldout

@@ -1,6 +1,6 @@
 """What does a row of a dataset say? A text, or a prompt and its answer, or messages.
 
-A document is pieces of text, of which some are to be learned. A text is one piece. A
+A document is spans of text, of which some are to be learned. A text is one span. A
 prompt is not learned, its answer and the end of it are; a line break is put between
 them where neither has white space. Messages are written as
 
@@ -25,7 +25,7 @@ class BadRowError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Passage:
+class TextSpan:
     """A part of a document.
 
     Attributes:
@@ -88,36 +88,36 @@ class Fields:
             "answer (prompt= and answer=, --prompt-field and --answer-field)"
         )
 
-    def document(self, row: Mapping[str, Any]) -> list[Passage]:
+    def document(self, row: Mapping[str, Any]) -> list[TextSpan]:
         """Read the document of a row.
 
         Args:
           row: names and values.
 
         Returns:
-          Its pieces; none if there is no text to be learned, or it is empty.
+          Its spans; none if there is no text to be learned, or it is empty.
 
         Raises:
           BadRowError: if a field is missing or of another type, or text is not Unicode.
         """
         form = self.of(list(row))
         if form == (MESSAGES,):
-            pieces = _conversation(row[MESSAGES])
+            spans = _conversation(row[MESSAGES])
         else:
-            pieces = _of_texts(*(_text(row[name], name) for name in form))
-        return pieces if any(p.is_learned and p.text for p in pieces) else []
+            spans = _of_texts(*(_text(row[name], name) for name in form))
+        return spans if any(span.is_learned and span.text for span in spans) else []
 
 
-def _of_texts(first: str, answer: str | None = None) -> list[Passage]:
+def _of_texts(first: str, answer: str | None = None) -> list[TextSpan]:
     """A text, or a prompt and its answer."""
     if answer is None:
-        return [Passage(first, ends=True)]
+        return [TextSpan(first, ends=True)]
     apart = first[-1:].isspace() or answer[:1].isspace() or not first
     before = first if apart else f"{first}\n"
-    return [Passage(before, is_learned=False), Passage(answer, ends=True)]
+    return [TextSpan(before, is_learned=False), TextSpan(answer, ends=True)]
 
 
-def _conversation(messages: Any) -> list[Passage]:
+def _conversation(messages: Any) -> list[TextSpan]:
     if isinstance(messages, Mapping):  # Columns: as datasets below version 4 wrote it.
         columns = [messages.get(name) or [] for name in ("role", "content")]
         messages = [
@@ -126,7 +126,7 @@ def _conversation(messages: Any) -> list[Passage]:
         ]
     if not isinstance(messages, list) or not messages:
         raise BadRowError(f"{MESSAGES!r} must be a list of messages, {_is(messages)}")
-    pieces, is_answered = [], False
+    spans, is_answered = [], False
     for number, message in enumerate(messages):
         name = f"{MESSAGES}[{number}]"
         if not isinstance(message, Mapping):
@@ -138,11 +138,11 @@ def _conversation(messages: Any) -> list[Passage]:
         is_answered |= is_answer
         start = "\n" if number else ""
         is_last = number == len(messages) - 1
-        pieces.append(Passage(f"{start}<|{role}|>\n", is_learned=False))
-        pieces.append(Passage(content, is_learned=is_answer, ends=is_answer or is_last))
+        spans.append(TextSpan(f"{start}<|{role}|>\n", is_learned=False))
+        spans.append(TextSpan(content, is_learned=is_answer, ends=is_answer or is_last))
     if not is_answered:
         raise BadRowError(f"{MESSAGES!r} has no message of the role 'assistant'")
-    return pieces
+    return spans
 
 
 def _text(value: Any, name: str) -> str:

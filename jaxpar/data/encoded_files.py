@@ -25,7 +25,7 @@ from jaxpar.data.encoding import (
     tokenizer_encoder,
 )
 from jaxpar.data.files import Named
-from jaxpar.data.row_documents import RowCounts, RowFiles, stop_at
+from jaxpar.data.row_documents import RowCounts, RowFiles, bad_row_error
 from jaxpar.data.text_documents import documents_of
 from jaxpar.data.text_files import read_text, split_text
 from jaxpar.data.token_files import SPLITS, open_split, write_tokens
@@ -42,14 +42,14 @@ class Reading:
       eos_token: ends documents; None for the tokenizer's own, or the byte 0.
       cache: the folder of the caches; None for one beside the data.
       fields: where in a row a document is.
-      skips: whether bad rows are skipped, not an error.
+      skip_bad_rows: whether bad rows are skipped, not an error.
     """
 
     tokenizer: Tokenizer | None
     eos_token: str | None
     cache: str | os.PathLike[str] | None
     fields: Fields
-    skips: bool
+    skip_bad_rows: bool
 
     def writes_end(self, kind: str) -> bool:
         """Whether data is encoded, and documents get an end; else read as it is."""
@@ -75,7 +75,8 @@ def open_encoded(
       reading: how they are read.
 
     Returns:
-      (train, heldout, how): heldout is None for share 0, `how` says what is held out.
+      (train, heldout, held_out_text): heldout is None for share 0; the text says what
+      is held out.
 
     Raises:
       ValueError: if there is a bad row, unless they are skipped; no document, or too
@@ -91,7 +92,7 @@ def open_encoded(
         "heldout_share": share,
     }
     end = "" if text else bytes(encoder.end).decode()
-    rows = RowFiles(files, reading.fields, share, reading.skips, end)
+    rows = RowFiles(files, reading.fields, share, reading.skip_bad_rows, end)
 
     def build(folder: Path) -> dict[str, Any]:
         build = _Build(folder, files, encoder, is_text=not text)
@@ -105,8 +106,8 @@ def open_encoded(
 
     folder, index = cached(root_for([source], reading.cache), key, build)
     counts = RowCounts(**index["rows"])
-    if counts.bad and not reading.skips:
-        raise stop_at(counts.first_bad)
+    if counts.bad and not reading.skip_bad_rows:
+        raise bad_row_error(counts.first_bad)
     for line in counts.left_out() if is_first() else ():
         print(line)
     names = tuple(name for name, _ in files)
@@ -135,16 +136,20 @@ class _Build:
     def text(self, share: float) -> dict[str, Any]:
         """Encode text files, each a document."""
         if share:
-            *splits, how = split_text(self.files, share)
+            *splits, held_out_text = split_text(self.files, share)
         else:
-            splits, how = [read_text(self.files)], ""
+            splits, held_out_text = [read_text(self.files)], ""
         with self._progress() as advance:
             documents = itertools.chain.from_iterable(
                 documents_of(text, is_heldout=bool(at), ends=True, advance=advance)
                 for at, text in enumerate(splits)
             )
             index = self._write(documents)
-        return {**index, "rows": dataclasses.asdict(RowCounts()), "held_out": how}
+        return {
+            **index,
+            "rows": dataclasses.asdict(RowCounts()),
+            "held_out": held_out_text,
+        }
 
     def rows(self, source: RowFiles) -> dict[str, Any]:
         """Encode rows; hold out the last documents if the hash leaves a split empty."""
@@ -152,7 +157,9 @@ class _Build:
             counts = RowCounts()
             index = self._write(source.documents(counts, advance))
         held = index["splits"].get("heldout", {"documents": 0})["documents"]
-        how = f"{held:,} of {counts.documents:,} documents, by a hash of their content"
+        held_out_text = (
+            f"{held:,} of {counts.documents:,} documents, by a hash of their content"
+        )
         if not counts.documents:
             names = ", ".join(name for name, _ in self.files)
             raise ValueError(f"paths: {names}: there is no row with text; give others.")
@@ -160,14 +167,14 @@ class _Build:
             num = round(counts.documents * source.share)
             num = max(1, min(num, counts.documents - 1))
             index = self._last_held_out(source, counts.documents - num)
-            how = f"the last {num:,} of {counts.documents:,} documents"
+            held_out_text = f"the last {num:,} of {counts.documents:,} documents"
         if source.share and len(index["splits"]) < len(SPLITS):
             raise ValueError(
-                f"heldout: {how} of {self.files[0][0]!r} gives no tokens in one split; "
-                "give held-out files (--heldout), or more data."
+                f"heldout: {held_out_text} of {self.files[0][0]!r} gives no tokens in "
+                "one split; give held-out files (--heldout), or more data."
             )
-        how = how if source.share else ""
-        return {**index, "rows": dataclasses.asdict(counts), "held_out": how}
+        held_out_text = held_out_text if source.share else ""
+        return {**index, "rows": dataclasses.asdict(counts), "held_out": held_out_text}
 
     def _last_held_out(self, source: RowFiles, first: int) -> dict[str, Any]:
         if not first:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int64, Integer, UInt8
 from tokenizers import Tokenizer
 
-from jaxpar.data.documents import Passage
+from jaxpar.data.documents import TextSpan
 
 Ids = Integer[np.ndarray, "_"]
 
@@ -60,11 +60,11 @@ class Document:
     """A document of the corpus, possibly too long for memory.
 
     Attributes:
-      pieces: in order.
+      spans: in order.
       is_heldout: whether it is held out.
     """
 
-    pieces: Iterable[Passage]
+    spans: Iterable[TextSpan]
     is_heldout: bool = False
 
 
@@ -194,72 +194,72 @@ def encode_documents(
       The ids of each split, in the order of the documents.
     """
     batch: list[_Placed] = []
-    due = {False: False, True: False}
+    starts_next = {False: False, True: False}
     size = 0
     for document in documents:
         starts = True
-        for piece in document.pieces:
-            batch.append(_Placed(piece, starts, document.is_heldout))
-            starts, size = False, size + len(piece.text)
+        for span in document.spans:
+            batch.append(_Placed(span, starts, document.is_heldout))
+            starts, size = False, size + len(span.text)
             if size >= _BATCH_CHARACTERS or len(batch) >= _BATCH_PIECES:
-                yield from _flush(batch, encoder, due)
+                yield from _flush(batch, encoder, starts_next)
                 batch, size = [], 0
-    yield from _flush(batch, encoder, due)
+    yield from _flush(batch, encoder, starts_next)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Placed:
-    """A piece, and where it belongs."""
+    """A span, and where it belongs."""
 
-    piece: Passage
+    span: TextSpan
     starts: bool
     is_heldout: bool
 
 
 def _flush(
-    batch: Sequence[_Placed], encoder: Encoder, due: dict[bool, bool]
+    batch: Sequence[_Placed], encoder: Encoder, starts_next: dict[bool, bool]
 ) -> Iterator[Encoded]:
-    """Encode pieces.
+    """Encode spans.
 
     Args:
-      batch: the pieces.
+      batch: the spans.
       encoder: of their texts.
-      due: by split, whether a document starts at its next id; updated.
+      starts_next: by split, whether a document starts at its next id; updated.
     """
-    encoded = encoder.encode([placed.piece.text for placed in batch])
-    for is_heldout in due:
+    encoded = encoder.encode([placed.span.text for placed in batch])
+    for is_heldout in starts_next:
         own = [
             (placed, ids)
             for placed, ids in zip(batch, encoded, strict=True)
             if placed.is_heldout == is_heldout
         ]
         if own:
-            yield _joined(own, is_heldout, encoder, due)
+            yield _joined(own, is_heldout, encoder, starts_next)
 
 
 def _joined(
     own: Sequence[tuple[_Placed, Ids]],
     is_heldout: bool,
     encoder: Encoder,
-    due: dict[bool, bool],
+    starts_next: dict[bool, bool],
 ) -> Encoded:
     arrays: list[Ids] = []
     starts, lengths, flags = [], [], []
     at, num_bytes = 0, 0
     for placed, ids in own:
-        due[is_heldout] |= placed.starts
+        starts_next[is_heldout] |= placed.starts
         arrays.append(ids)
         length = len(ids)
-        if placed.piece.ends:
+        if placed.span.ends:
             arrays.append(encoder.end)
             length += len(encoder.end)
-        if length and due[is_heldout]:
+        if length and starts_next[is_heldout]:
             starts.append(at)
-            due[is_heldout] = False
+            starts_next[is_heldout] = False
         lengths.append(length)
-        flags.append(placed.piece.is_learned)
+        flags.append(placed.span.is_learned)
         at += length
-        num_bytes += len(placed.piece.text.encode())
+        num_bytes += len(placed.span.text.encode())
     return Encoded(
         is_heldout,
         np.concatenate(arrays),

@@ -7,7 +7,7 @@ from typing import Any
 
 import xxhash
 
-from jaxpar.data.documents import BadRowError, Fields, Passage
+from jaxpar.data.documents import BadRowError, Fields, TextSpan
 from jaxpar.data.encoding import Document
 from jaxpar.data.read_rows import Advance, Row, read_rows
 from jaxpar.data.splits import is_heldout
@@ -41,7 +41,7 @@ class RowCounts:
         return said + ([bad + self.first_bad] if self.bad else [])
 
 
-def stop_at(first_bad: str) -> ValueError:
+def bad_row_error(first_bad: str) -> ValueError:
     """The error of a run that is to stop at bad rows."""
     return ValueError(
         f"{first_bad}. Correct it, or skip bad rows (bad_rows='skip', --bad-rows skip)."
@@ -62,14 +62,14 @@ class RowFiles:
       files: (name, path) pairs.
       fields: where in a row a document is.
       share: of the documents that is held out, by a hash of their text.
-      skips: whether bad rows are skipped, not an error.
+      skip_bad_rows: whether bad rows are skipped, not an error.
       end: text that ends documents, and so can't be in one; "" for none.
     """
 
     files: Sequence[tuple[str, Path]]
     fields: Fields
     share: float
-    skips: bool
+    skip_bad_rows: bool
     end: str = ""
 
     def documents(self, counts: RowCounts, advance: Advance) -> Iterator[Document]:
@@ -86,10 +86,10 @@ class RowFiles:
         for name, path in self.files:
             for row in read_rows(path, name, self._columns_of(name), advance):
                 counts.rows += 1
-                pieces = self._pieces(row, counts)
-                if pieces:
+                spans = self._spans(row, counts)
+                if spans:
                     counts.documents += 1
-                    yield Document(pieces, is_heldout(_hash(pieces), self.share))
+                    yield Document(spans, is_heldout(_hash(spans), self.share))
         if counts.bad and not counts.documents:
             raise ValueError(
                 f"all {counts.rows:,} rows are bad or empty; the first bad one: "
@@ -105,30 +105,30 @@ class RowFiles:
 
         return columns
 
-    def _pieces(self, row: Row, counts: RowCounts) -> list[Passage]:
+    def _spans(self, row: Row, counts: RowCounts) -> list[TextSpan]:
         error: Any = row.error
         if row.value is not None:
             try:
-                pieces = self._whole(self.fields.document(row.value))
-                counts.empty += not pieces
-                return pieces
+                spans = self._whole(self.fields.document(row.value))
+                counts.empty += not spans
+                return spans
             except BadRowError as bad:
                 error = bad
         bad_row = f"{row.where}: {error}"
-        if not self.skips:
-            raise stop_at(bad_row)
+        if not self.skip_bad_rows:
+            raise bad_row_error(bad_row)
         counts.bad += 1
         counts.first_bad = counts.first_bad or bad_row
         return []
 
-    def _whole(self, pieces: list[Passage]) -> list[Passage]:
-        if self.end and any(self.end in piece.text for piece in pieces):
+    def _whole(self, spans: list[TextSpan]) -> list[TextSpan]:
+        if self.end and any(self.end in span.text for span in spans):
             raise BadRowError(
                 f"has {self.end!r} in its text, which ends documents that are read as "
                 "bytes; give a tokenizer, or another eos_token="
             )
-        return pieces
+        return spans
 
 
-def _hash(pieces: Sequence[Passage]) -> int:
-    return xxhash.xxh3_64_intdigest("".join(piece.text for piece in pieces).encode())
+def _hash(spans: Sequence[TextSpan]) -> int:
+    return xxhash.xxh3_64_intdigest("".join(span.text for span in spans).encode())

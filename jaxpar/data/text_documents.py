@@ -1,4 +1,4 @@
-"""Which documents, and which pieces of them, are in a corpus of bytes?
+"""Which documents, and which spans of them, are in a corpus of bytes?
 
 What rows said was learned, and where documents end, is found again, so that bytes that
 were read once can be encoded by any tokenizer.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from jaxpar.data.documents import Passage
+from jaxpar.data.documents import TextSpan
 from jaxpar.data.encoding import Document
 from jaxpar.data.tokens import Tokens
 
@@ -76,12 +76,12 @@ def documents_of(
     # One at a time: as Python's numbers, those of a large corpus take gigabytes.
     bounds = itertools.chain(map(int, starts), [len(text)])
     for start, stop in itertools.pairwise(bounds):
-        pieces = _pieces(text, start, stop, ends)
-        yield Document(pieces, is_heldout)
+        spans = _spans(text, start, stop, ends)
+        yield Document(spans, is_heldout)
         advance(stop - start)
 
 
-def _pieces(text: Tokens, start: int, stop: int, ends: bool) -> Iterator[Passage]:
+def _spans(text: Tokens, start: int, stop: int, ends: bool) -> Iterator[TextSpan]:
     if text.loss_mask is not None:
         yield from _masked(text, start, stop)
         return
@@ -90,12 +90,12 @@ def _pieces(text: Tokens, start: int, stop: int, ends: bool) -> Iterator[Passage
     last = ""
     for chunk in chunks(text, start, stop):
         if last:
-            yield Passage(last)
+            yield TextSpan(last)
         last = chunk
-    yield Passage(last, ends=ends)
+    yield TextSpan(last, ends=ends)
 
 
-def _masked(text: Tokens, start: int, stop: int) -> Iterator[Passage]:
+def _masked(text: Tokens, start: int, stop: int) -> Iterator[TextSpan]:
     """The runs of a document that are learned or not, and their ends."""
     assert text.loss_mask is not None
     data, mask = text.read(start, stop), text.loss_mask[start:stop]
@@ -103,4 +103,4 @@ def _masked(text: Tokens, start: int, stop: int) -> Iterator[Passage]:
     for begin, end in zip([0, *changes], [*changes, len(data)], strict=True):
         ends = data[end - 1] == text.end_id
         content = data[begin : end - ends].tobytes().decode(errors="replace")
-        yield Passage(content, is_learned=bool(mask[begin]), ends=bool(ends))
+        yield TextSpan(content, is_learned=bool(mask[begin]), ends=bool(ends))

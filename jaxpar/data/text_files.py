@@ -62,7 +62,7 @@ def split_text(
       share: of the files that is held out.
 
     Returns:
-      (train, heldout, how): both as by `read_text`, and what was held out.
+      (train, heldout, held_out_text): both as by `read_text`, and what was held out.
 
     Raises:
       ValueError: as in `read_text`, or if the text is too short.
@@ -72,8 +72,10 @@ def split_text(
     if num > 1:
         train, heldout = _read(texts, share)
         if train.num_bytes and heldout.num_bytes:
-            how = f"{len(heldout.texts)} of {num} files, by a hash of their content"
-            return train.tokens(), heldout.tokens(), how
+            held_out_text = (
+                f"{len(heldout.texts)} of {num} files, by a hash of their content"
+            )
+            return train.tokens(), heldout.tokens(), held_out_text
     before, after = _cut(texts, share)
     train, heldout = _read(before)[0].tokens(), _read(after)[0].tokens()
     start = "line" if after[0].array.offset else "document"

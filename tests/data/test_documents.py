@@ -2,11 +2,11 @@
 
 import pytest
 
-from jaxpar.data.documents import BadRowError, Fields, Passage
+from jaxpar.data.documents import BadRowError, Fields, TextSpan
 
 
-def parts(pieces: list[Passage]) -> list[tuple[str, bool, bool]]:
-    return [(piece.text, piece.is_learned, piece.ends) for piece in pieces]
+def parts(spans: list[TextSpan]) -> list[tuple[str, bool, bool]]:
+    return [(span.text, span.is_learned, span.ends) for span in spans]
 
 
 def message(role: str, content: object) -> dict[str, object]:
@@ -39,8 +39,8 @@ def test_white_space_between_prompt_and_answer_stays(prompt, answer):
 
 def test_fields_of_prompt_and_answer_may_be_named():
     row = {"text": "no", "question": "q", "reply": "r"}
-    pieces = Fields(prompt="question", answer="reply").document(row)
-    assert [piece.text for piece in pieces] == ["q\n", "r"]
+    spans = Fields(prompt="question", answer="reply").document(row)
+    assert [span.text for span in spans] == ["q\n", "r"]
 
 
 CHAT = [
@@ -92,8 +92,8 @@ def test_row_without_anything_to_learn_is_empty(row):
 
 
 def test_one_answer_is_enough():
-    pieces = Fields().document({"messages": [*CHAT, message("assistant", "")]})
-    assert parts(pieces)[-1] == ("", True, True)
+    spans = Fields().document({"messages": [*CHAT, message("assistant", "")]})
+    assert parts(spans)[-1] == ("", True, True)
 
 
 @pytest.mark.parametrize(

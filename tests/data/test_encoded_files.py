@@ -15,7 +15,7 @@ from jaxpar.data.documents import Fields
 from jaxpar.data.encoded_files import Reading, open_encoded
 from tests.data.tokenizers_of_others import byte_level
 
-PLAIN = Reading(None, None, None, Fields(), skips=False)
+PLAIN = Reading(None, None, None, Fields(), skip_bad_rows=False)
 
 
 def rows(path: Path, *texts: str) -> Path:
@@ -172,7 +172,7 @@ def test_skipped_rows_are_said_at_each_start_and_stop_one_that_does_not_skip(
 ):
     path = rows(tmp_path / "a.jsonl", "one")
     path.write_text(path.read_text() + "{}\n")
-    skips = dataclasses.replace(PLAIN, skips=True)
+    skips = dataclasses.replace(PLAIN, skip_bad_rows=True)
     for _ in range(2):
         opened(path, skips)
         said = capsys.readouterr().out
@@ -194,7 +194,7 @@ def test_text_of_rows_with_the_byte_of_the_end_is_a_bad_row(tmp_path, eos_token,
     reading = dataclasses.replace(PLAIN, eos_token=eos_token)
     with pytest.raises(ValueError, match=r"line 2: has .* in its text, which ends d"):
         opened(path, reading)
-    train, _, _ = opened(path, dataclasses.replace(reading, skips=True))
+    train, _, _ = opened(path, dataclasses.replace(reading, skip_bad_rows=True))
     assert len(train.starts) == 2
     tokenizer = byte_level("</s>")
     train, _, _ = opened(path, dataclasses.replace(PLAIN, tokenizer=tokenizer))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpar.data import encoding
-from jaxpar.data.documents import Passage
+from jaxpar.data.documents import TextSpan
 from jaxpar.data.encoding import (
     Document,
     bytes_encoder,
@@ -35,17 +35,17 @@ def joined(stream, split: bool) -> tuple[list[int], list[int], list[int]]:
 @given(st.lists(DOCUMENT, max_size=8), st.sampled_from([1, 5, 1 << 20]))
 def test_bytes_ends_and_starts_are_those_of_a_plain_loop(content, batch):
     documents = [
-        Document([Passage(*piece) for piece in pieces], is_heldout)
-        for pieces, is_heldout in content
+        Document([TextSpan(*span) for span in spans], is_heldout)
+        for spans, is_heldout in content
     ]
     expected = {False: ([], [], []), True: ([], [], [])}
     for document in documents:
         ids, learned, starts = expected[document.is_heldout]
         before = len(ids)
-        for piece in document.pieces:
-            own = [*piece.text.encode(), *([0] if piece.ends else [])]
+        for span in document.spans:
+            own = [*span.text.encode(), *([0] if span.ends else [])]
             ids += own
-            learned += [int(piece.is_learned)] * len(own)
+            learned += [int(span.is_learned)] * len(own)
         if len(ids) > before:
             starts.append(before)
     with pytest.MonkeyPatch.context() as patch:
@@ -53,7 +53,7 @@ def test_bytes_ends_and_starts_are_those_of_a_plain_loop(content, batch):
         stream = [*encode_documents(documents, bytes_encoder())]
     for split, arrays in expected.items():
         assert joined(stream, split) == arrays
-    num_bytes = sum(len(p.text.encode()) for d in documents for p in d.pieces)
+    num_bytes = sum(len(p.text.encode()) for d in documents for p in d.spans)
     assert sum(each.num_bytes for each in stream) == num_bytes
 
 
@@ -63,8 +63,8 @@ def test_tokens_are_the_tokenizers_and_end_with_its_token():
     end = tokenizer.token_to_id("<|endoftext|>")
     assert (encoder.end_id, encoder.end.tolist()) == (end, [end])
     documents = [
-        Document([Passage("A prompt ", False), Passage("größer, π", ends=True)]),
-        Document([Passage("A little story", ends=True)]),
+        Document([TextSpan("A prompt ", False), TextSpan("größer, π", ends=True)]),
+        Document([TextSpan("A little story", ends=True)]),
     ]
     ids, learned, starts = joined(encode_documents(documents, encoder), False)
     texts = [tokenizer.encode(text).ids for text in ("A prompt ", "größer, π")]

@@ -9,15 +9,15 @@ from jaxpar.data.documents import Fields
 from jaxpar.data.row_documents import (
     RowCounts,
     RowFiles,
+    bad_row_error,
     require_bad_rows,
-    stop_at,
 )
 
 
 def texts(source: RowFiles, counts: RowCounts | None = None) -> list[str]:
     counts = RowCounts() if counts is None else counts
     return [
-        "".join(piece.text for piece in document.pieces)
+        "".join(span.text for span in document.spans)
         for document in source.documents(counts, lambda _: None)
     ]
 
@@ -25,7 +25,7 @@ def texts(source: RowFiles, counts: RowCounts | None = None) -> list[str]:
 def lines(path: Path, *rows: object) -> RowFiles:
     content = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     path.write_text("\n".join(content))
-    return RowFiles([(path.name, path)], Fields(), 0.0, skips=True)
+    return RowFiles([(path.name, path)], Fields(), 0.0, skip_bad_rows=True)
 
 
 BAD = ({"text": "one"}, "{", {"text": 2}, {"text": ""}, {"text": "three"})
@@ -44,7 +44,7 @@ def test_bad_rows_are_counted_and_the_first_is_named(tmp_path):
 
 def test_bad_row_stops_with_file_and_line(tmp_path):
     source = lines(tmp_path / "a.jsonl", *BAD[:1], *BAD[2:])
-    source = RowFiles(source.files, Fields(), 0.0, skips=False)
+    source = RowFiles(source.files, Fields(), 0.0, skip_bad_rows=False)
     with pytest.raises(
         ValueError,
         match=r"^a\.jsonl, line 2: 'text' must be text, but is a number\. Correct it",
@@ -55,7 +55,7 @@ def test_bad_row_stops_with_file_and_line(tmp_path):
 def test_bad_row_of_parquet_is_named_by_its_number(foreign):
     files = [("pandas.parquet", foreign / "pandas.parquet")]
     counts = RowCounts()
-    assert texts(RowFiles(files, Fields("story"), 0.0, skips=True), counts) == [
+    assert texts(RowFiles(files, Fields("story"), 0.0, skip_bad_rows=True), counts) == [
         "One.",
         "Two, größer.",
     ]
@@ -70,7 +70,7 @@ def test_parquet_without_the_field_lists_its_fields(foreign):
         ValueError,
         match=r"^pandas\.parquet has the fields 'id', 'story', 'embedding', n",
     ):
-        texts(RowFiles(files, Fields(), 0.0, skips=True))
+        texts(RowFiles(files, Fields(), 0.0, skip_bad_rows=True))
 
 
 def test_only_bad_rows_are_an_error(tmp_path):
@@ -82,9 +82,9 @@ def test_only_bad_rows_are_an_error(tmp_path):
 def test_documents_are_held_out_by_their_text_alone(tmp_path):
     def held(name: str, *rows: dict[str, str]) -> set[str]:
         source = lines(tmp_path / name, *rows)
-        source = RowFiles(source.files, Fields(), 0.05, skips=False)
+        source = RowFiles(source.files, Fields(), 0.05, skip_bad_rows=False)
         return {
-            "".join(piece.text for piece in document.pieces)
+            "".join(span.text for span in document.spans)
             for document in source.documents(RowCounts(), lambda _: None)
             if document.is_heldout
         }
@@ -101,4 +101,6 @@ def test_word_for_bad_rows_is_one_of_two():
     require_bad_rows("skip")
     with pytest.raises(ValueError, match="bad_rows='drop' must be one of stop, skip"):
         require_bad_rows("drop")
-    assert str(stop_at("x.jsonl, line 1: no")).startswith("x.jsonl, line 1: no. Corr")
+    assert str(bad_row_error("x.jsonl, line 1: no")).startswith(
+        "x.jsonl, line 1: no. Corr"
+    )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpar.data import Tokens
-from jaxpar.data.documents import Passage
+from jaxpar.data.documents import TextSpan
 from jaxpar.data.text_documents import chunks, documents_of, require_bytes
 
 
@@ -14,38 +14,38 @@ def text(content: bytes, **known: object) -> Tokens:
     return Tokens((np.frombuffer(content, np.uint8),), ("a",), 256, **known)
 
 
-def pieces(tokens: Tokens, **how: object) -> list[list[Passage]]:
-    return [[*document.pieces] for document in documents_of(tokens, **how)]
+def spans(tokens: Tokens, **how: object) -> list[list[TextSpan]]:
+    return [[*document.spans] for document in documents_of(tokens, **how)]
 
 
 def test_documents_begin_at_their_starts():
     tokens = text("one größer".encode(), starts=np.array([0, 4]))
-    assert pieces(tokens) == [[Passage("one ")], [Passage("größer")]]
-    assert pieces(tokens, ends=True) == [
-        [Passage("one ", ends=True)],
-        [Passage("größer", ends=True)],
+    assert spans(tokens) == [[TextSpan("one ")], [TextSpan("größer")]]
+    assert spans(tokens, ends=True) == [
+        [TextSpan("one ", ends=True)],
+        [TextSpan("größer", ends=True)],
     ]
     assert all(each.is_heldout for each in documents_of(tokens, is_heldout=True))
 
 
 def test_text_without_starts_is_one_document():
-    assert pieces(text(b"one")) == [[Passage("one")]]
+    assert spans(text(b"one")) == [[TextSpan("one")]]
 
 
 def test_end_is_a_token_and_not_text():
     tokens = text(b"one\0two", starts=np.array([0, 4]), end_id=0)
-    assert pieces(tokens) == [[Passage("one", ends=True)], [Passage("two")]]
+    assert spans(tokens) == [[TextSpan("one", ends=True)], [TextSpan("two")]]
 
 
 def test_what_is_learned_is_found_again():
     content = b"ask\nanswer\0again?yes\0"
     mask = np.array([0] * 4 + [1] * 7 + [0] * 6 + [1] * 4, np.uint8)
-    (document,) = pieces(text(content, loss_mask=mask, end_id=0))
+    (document,) = spans(text(content, loss_mask=mask, end_id=0))
     assert document == [
-        Passage("ask\n", is_learned=False),
-        Passage("answer", ends=True),
-        Passage("again?", is_learned=False),
-        Passage("yes", ends=True),
+        TextSpan("ask\n", is_learned=False),
+        TextSpan("answer", ends=True),
+        TextSpan("again?", is_learned=False),
+        TextSpan("yes", ends=True),
     ]
 
 

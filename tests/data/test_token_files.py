@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar.data import ChangedDataError
-from jaxpar.data.documents import Passage
+from jaxpar.data.documents import TextSpan
 from jaxpar.data.encoding import Document, bytes_encoder, encode_documents
 from jaxpar.data.token_files import open_split, write_tokens
 from jaxpar.data.tokens import joint_sha256
@@ -17,11 +17,11 @@ ENCODER = bytes_encoder()
 
 
 def text(content: str, *, held: bool = False) -> Document:
-    return Document([Passage(content, ends=True)], held)
+    return Document([TextSpan(content, ends=True)], held)
 
 
 def pair(prompt: str, answer: str) -> Document:
-    return Document([Passage(prompt, is_learned=False), Passage(answer, ends=True)])
+    return Document([TextSpan(prompt, is_learned=False), TextSpan(answer, ends=True)])
 
 
 def write(folder, documents) -> dict:
