@@ -1,11 +1,9 @@
-"""The layers of the models: matmuls, normalisations, embeddings.
+"""The layers of the models: matmuls and embeddings.
 
 Every parameter has the logical names of its dims in Flax's ``out_sharding`` metadata.
 Rules map them to mesh axes later, so a layer can be made without a mesh. Parameters are
 made in fp32; a layer computes in the dtype that its parameters have.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -88,68 +86,12 @@ class Linear(nnx.Module):
         Returns:
           [..., out].
         """
-        product = _flat_product if self.flatten else jnp.matmul
-        y = product(x, self.kernel[...])
+        y = self.multiply(x)
         return y if self.bias is None else y + self.bias[...]
 
-
-class LayerNorm(nnx.Module):
-    """Normalise the last dim to mean 0 and variance 1, then scale and shift.
-
-    Statistics are in fp32, the result in the input's dtype.
-
-    Args:
-      width: size of the last dim.
-      bias: whether there is a shift.
-      epsilon: added to the variance.
-
-    Source: Ba, Kiros, Hinton, "Layer Normalization" (2016).
-    """
-
-    def __init__(self, width: int, *, bias: bool = True, epsilon: float = 1e-5):
-        self.scale = named_param(jnp.ones(width), ("embed",))
-        self.bias = named_param(jnp.zeros(width), ("embed",)) if bias else None
-        self.epsilon = epsilon
-
-    def __call__(self, x: Float[Array, "*dims D"]) -> Float[Array, "*dims D"]:
-        """Normalise.
-
-        Args:
-          x: [..., width].
-
-        Returns:
-          The same shape and dtype.
-        """
-        bias = None if self.bias is None else self.bias[...]
-        return _layer_norm(x, self.scale[...], bias, self.epsilon)
-
-
-class RMSNorm(nnx.Module):
-    """Divide the last dim by its root mean square, then scale.
-
-    Statistics are in fp32, the result in the input's dtype.
-
-    Args:
-      width: size of the last dim.
-      epsilon: added to the mean square.
-
-    Source: Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019).
-    """
-
-    def __init__(self, width: int, *, epsilon: float = 1e-5):
-        self.scale = named_param(jnp.ones(width), ("embed",))
-        self.epsilon = epsilon
-
-    def __call__(self, x: Float[Array, "*dims D"]) -> Float[Array, "*dims D"]:
-        """Normalise.
-
-        Args:
-          x: [..., width].
-
-        Returns:
-          The same shape and dtype.
-        """
-        return _rms_norm(x, self.scale[...], self.epsilon)
+    def multiply(self, x: Float[Array, "*dims D"]) -> Float[Array, "*dims F"]:
+        """The product alone, for what adds the bias itself."""
+        return multiply(x, self.kernel[...], flatten=self.flatten)
 
 
 class Embedding(nnx.Module):
@@ -179,35 +121,57 @@ class Embedding(nnx.Module):
         return self.table[...].at[tokens_BT].get(mode="fill", fill_value=jnp.nan)
 
 
-# Here and in the norms, the backward pass recomputes from the inputs. As written, each
-# matmul would save its own reshaped copy of an input that several share, and a norm
-# three fp32 copies of its input; a scan stacks all of them, layer by layer.
+@jax.custom_vjp
+def add_to_rows(
+    x_BTD: Float[Array, "B T D"], y_TD: Float[Array, "T D"]
+) -> Float[Array, "B T D"]:
+    """Add an array to every row of a batch.
+
+    Its gradient sums over the batch as a matmul, [1, B] x [B, T D]: for a reduction
+    over the outermost dim, XLA:GPU stores the whole residual stream as [T, D, B].
+
+    Args:
+      x_BTD: the rows.
+      y_TD: what is added to each, such as learned positions.
+
+    Returns:
+      The sums.
+    """
+    return x_BTD + y_TD
+
+
+def _add_to_rows_forward(
+    x_BTD: jax.Array, y_TD: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return x_BTD + y_TD, y_TD[:0]
+
+
+def _add_to_rows_backward(
+    empty: jax.Array, cotangent_BTD: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    rows = cotangent_BTD.reshape(cotangent_BTD.shape[0], -1)
+    ones = jnp.ones((1, rows.shape[0]), rows.dtype)
+    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    total = jnp.matmul(ones, rows, preferred_element_type=wide)
+    return cotangent_BTD, total.reshape(cotangent_BTD.shape[1:]).astype(empty.dtype)
+
+
+add_to_rows.defvjp(_add_to_rows_forward, _add_to_rows_backward)
+
+
+def multiply(
+    x: Float[Array, "*dims D"], kernel_DF: Float[Array, "D F"], *, flatten: bool
+) -> Float[Array, "*dims F"]:
+    """Multiply the last dim; `flatten` as in `Linear`."""
+    return _flat_product(x, kernel_DF) if flatten else jnp.matmul(x, kernel_DF)
+
+
+# The backward pass recomputes from the inputs. As written, each matmul would save its
+# own reshaped copy of an input that several share, and a scan stacks all of them.
 @jax.checkpoint
 def _flat_product(x: jax.Array, kernel_DF: jax.Array) -> jax.Array:
     rows = x.reshape(-1, x.shape[-1])
     return (rows @ kernel_DF).reshape(*x.shape[:-1], -1)
-
-
-@functools.partial(jax.checkpoint, static_argnums=3)
-def _layer_norm(
-    x: jax.Array, scale: jax.Array, bias: jax.Array | None, epsilon: float
-) -> jax.Array:
-    wide = _at_least_fp32(x)
-    centred = wide - wide.mean(-1, keepdims=True)
-    variance = jnp.square(centred).mean(-1, keepdims=True)
-    y = centred * jax.lax.rsqrt(variance + epsilon) * scale
-    return (y if bias is None else y + bias).astype(x.dtype)
-
-
-@functools.partial(jax.checkpoint, static_argnums=2)
-def _rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
-    wide = _at_least_fp32(x)
-    mean_square = jnp.square(wide).mean(-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(mean_square + epsilon) * scale).astype(x.dtype)
-
-
-def _at_least_fp32(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def project_to_logits(

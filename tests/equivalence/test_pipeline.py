@@ -18,7 +18,8 @@ import pytest
 from flax import nnx
 
 import jaxpar
-from jaxpar.models.layers import Embedding, LayerNorm, Linear, project_to_logits
+from jaxpar.models.layers import Embedding, Linear, project_to_logits
+from jaxpar.models.norms import LayerNorm
 from tests.equivalence import problems
 
 WIDTH, VOCAB, LENGTH, CLIP, STEPS = 16, 32, 4, 0.25, 20

@@ -8,9 +8,8 @@ from flax import nnx
 
 from jaxpar.models.layers import (
     Embedding,
-    LayerNorm,
     Linear,
-    RMSNorm,
+    add_to_rows,
     named_param,
     project_to_logits,
 )
@@ -68,44 +67,6 @@ def test_dense_kernel_has_its_standard_deviation():
     assert float(dense.kernel[...].std()) == pytest.approx(0.3, rel=0.02)
 
 
-def test_layer_norm_equals_numpy():
-    norm: Any = LayerNorm(6)
-    norm.scale[...] = jnp.asarray(normal(6, seed=1))
-    norm.bias[...] = jnp.asarray(normal(6, seed=2))
-    x = normal(2, 3, 6) * 5 + 1
-    centred = x - x.mean(-1, keepdims=True)
-    want = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
-    want = want * normal(6, seed=1) + normal(6, seed=2)
-    np.testing.assert_allclose(norm(jnp.asarray(x)), want, rtol=1e-5, atol=1e-5)
-
-
-def test_rms_norm_equals_numpy():
-    norm = RMSNorm(6)
-    norm.scale[...] = jnp.asarray(normal(6, seed=1))
-    x = normal(2, 3, 6) * 5 + 1
-    want = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * normal(6, seed=1)
-    np.testing.assert_allclose(norm(jnp.asarray(x)), want, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("norm", [LayerNorm(256), RMSNorm(256)])
-def test_norm_of_half_precision_takes_statistics_in_fp32(norm: LayerNorm | RMSNorm):
-    # Squares of 300 overflow fp16, whose largest number is 65,504.
-    x = (300 * normal(1, 256)).astype(np.float16)
-    y = norm(jnp.asarray(x))
-    assert y.dtype == jnp.float16
-    want = norm(jnp.asarray(x, jnp.float32))
-    np.testing.assert_allclose(y.astype(jnp.float32), want, rtol=2e-3, atol=2e-3)
-
-
-@pytest.mark.parametrize("norm", [LayerNorm(8), RMSNorm(8)])
-def test_norm_saves_only_its_input_for_the_backward_pass(norm: LayerNorm | RMSNorm):
-    graphdef, state = nnx.split(norm)
-    x = jnp.asarray(normal(4, 8), jnp.bfloat16)
-    _, vjp = jax.vjp(lambda state, x: nnx.merge(graphdef, state)(x), state, x)
-    kept = [leaf for leaf in jax.tree.leaves(vjp) if leaf.size >= x.size]
-    assert [leaf.dtype for leaf in kept] == [jnp.bfloat16]
-
-
 def test_embedding_looks_rows_up():
     embedding = Embedding((9, 4), ("vocab", "embed"), rngs=nnx.Rngs(0))
     tokens = np.array([[0, 8, 3], [3, 1, 0]])
@@ -152,3 +113,17 @@ def test_logits_of_half_precision_run_their_backward_products_in_it():
     products = [line for line in str(jaxpr).splitlines() if "= dot_general" in line]
     assert len(products) == 2
     assert all(":bf16" in line for line in products)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_what_is_added_to_rows_has_the_sum_of_their_gradients(dtype: Any):
+    x, y = jnp.asarray(normal(6, 5, 4), dtype), jnp.asarray(normal(5, 4), dtype)
+    added, vjp = jax.vjp(add_to_rows, x, y)
+    np.testing.assert_array_equal(added, x + y)
+    cotangent = jnp.asarray(normal(6, 5, 4, seed=1), dtype)
+    of_x, of_y = vjp(cotangent)
+    np.testing.assert_array_equal(of_x, cotangent)
+    assert of_y.dtype == dtype
+    wanted = np.asarray(cotangent, np.float64).sum(0)
+    tolerance = 1e-6 if dtype == jnp.float32 else 8e-3
+    np.testing.assert_allclose(of_y.astype(jnp.float32), wanted, tolerance, tolerance)

@@ -6,13 +6,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.mesh import DATA, TENSOR
 from jaxpar.models.gpt.config import GPTConfig
-from jaxpar.models.layers import (
-    Embedding,
-    LayerNorm,
-    Linear,
-    RMSNorm,
-    project_to_logits,
-)
+from jaxpar.models.layers import Embedding, Linear, project_to_logits
+from jaxpar.models.norms import LayerNorm, RMSNorm
 from jaxpar.sharding.constrain import constrain
 
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.mesh import MeshShape, make_mesh
 from jaxpar.models.gpt import embed_head
 from jaxpar.models.gpt.config import GPTConfig
-from jaxpar.models.layers import LayerNorm, RMSNorm
+from jaxpar.models.norms import LayerNorm, RMSNorm
 
 SMALL = {"vocab_size": 11, "seq_len": 6, "num_layers": 1, "num_heads": 2, "width": 8}
 TOKENS = np.random.default_rng(0).integers(0, 11, (2, 5))
