@@ -1,6 +1,7 @@
 """What does a GPT's config contain, and which values are valid?"""
 
 import dataclasses
+from typing import Literal
 
 from jaxpar.model.remat import check_policy
 from jaxpar.sparse_attention import SparsityPattern
@@ -46,6 +47,8 @@ class GPTConfig:
         axis.
       attention: "auto", "xla", "cudnn" or "blocked" (see `jaxpar.models.attention`); or
         a unidirectional pattern of `jaxpar.sparse_attention`, of num_heads heads.
+      logits_dtype: of the logits that the loss is computed from, a chunk at a time;
+        None for the dtype that the model computes in. Statistics are in fp32.
 
     Raises:
       ValueError: if a number is out of range, or a word is not one of its choices.
@@ -73,6 +76,7 @@ class GPTConfig:
     unroll: int = 1
     sequence_parallel: bool = False
     attention: str | SparsityPattern = "auto"
+    logits_dtype: Literal["float32", "bfloat16"] | None = None
 
     def __post_init__(self):
         self._check_numbers()

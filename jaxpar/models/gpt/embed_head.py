@@ -4,6 +4,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxpar.losses import cross_entropy
 from jaxpar.mesh import DATA, TENSOR
 from jaxpar.models.gpt.config import GPTConfig
 from jaxpar.models.layers import Embedding, Linear, project_to_logits
@@ -100,21 +101,36 @@ class Head(nnx.Module):
             else Linear((width, vocab), ("embed", "vocab"), bias=False, rngs=rngs)
         )
 
-    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Predict each next token.
+    def __call__(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        *,
+        targets_BT: Int[Array, "B T"] | None = None,
+        weights_BT: Float[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T V"] | Float[Array, ""]:
+        """Predict each next token, or sum the loss of known ones.
 
         Args:
           x_BTD: the residual stream after the last block.
+          targets_BT: the token to predict at each place.
+          weights_BT: of each target; None for 1.
 
         Returns:
-          Logits, fp32.
+          Logits, fp32; with targets, the weighted sum of their cross entropies.
         """
         hidden_BTD = gather_tokens(self.final_norm(x_BTD), self.config)
         logits = self.logits
         is_tied = isinstance(logits, Embedding)
         kernel_DV = logits.table[...].T if is_tied else logits.kernel[...]
-        flatten = not self.config.sequence_parallel
-        return project_to_logits(hidden_BTD, kernel_DV, flatten=flatten)
+        if targets_BT is None:
+            flatten = not self.config.sequence_parallel
+            return project_to_logits(hidden_BTD, kernel_DV, flatten=flatten)
+        loss = cross_entropy(
+            *(hidden_BTD, kernel_DV, targets_BT, weights_BT),
+            logits_dtype=self.config.logits_dtype,
+            tokens_axis=TENSOR if self.config.sequence_parallel else None,
+        )
+        return loss.total
 
 
 def constrain_residual(x_BTD: jax.Array, config: GPTConfig) -> jax.Array:

@@ -1,106 +1,39 @@
-"""Is the GPT's loss the mean over targets that NumPy computes?"""
+"""Is the GPT's loss, by its head, that of its logits?"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.models.gpt.loss import gpt_loss
+from jaxpar.losses import next_token_loss
+from jaxpar.models import GPTConfig, gpt_loss, make_gpt
 
 RNG = np.random.default_rng(0)
-TOKENS = RNG.integers(0, 11, size=(3, 6))
-LOGITS = RNG.normal(size=(3, 5, 11)).astype(np.float32) * 4
+SHAPE = {"vocab_size": 48, "seq_len": 12, "num_layers": 2, "num_heads": 2, "width": 16}
+SEGMENTS = np.repeat([[1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3, 0, 0]], 2, axis=0)
+BATCH = {
+    "tokens": RNG.integers(0, 48, size=(2, 13)),
+    "weights": RNG.random((2, 12)).astype(np.float32),
+}
+PACKED = BATCH | {"segment_ids": SEGMENTS, "positions": np.tile(np.arange(13), (2, 1))}
 
 
-def predict(tokens_BT: jax.Array) -> jax.Array:
-    assert tokens_BT.shape == (3, 5)
-    return jnp.asarray(LOGITS)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("batch", [BATCH, PACKED], ids=["windows", "packs"])
+def test_loss_of_the_head_is_that_of_its_logits(tied: bool, batch: dict):
+    config = GPTConfig(**SHAPE, tied_embedding=tied)
+    model = make_gpt(config).init(0, jnp.zeros((2, 12), int))
+    batch = jax.tree.map(jnp.asarray, batch)
 
+    def mean(params: dict, loss_fn: object) -> jax.Array:
+        loss = loss_fn(model.with_params(params), batch)
+        return loss.total / loss.weight
 
-def reference_losses(logits: np.ndarray = LOGITS) -> np.ndarray:
-    """Cross entropies of the targets, [B, T], in fp64."""
-    logits = logits.astype(np.float64)
-    log_sum = np.log(np.exp(logits).sum(-1))
-    rows, columns = np.indices((3, 5))
-    return log_sum - logits[rows, columns, TOKENS[:, 1:]]
-
-
-def test_loss_equals_numpy():
-    loss = gpt_loss(predict, {"tokens": jnp.asarray(TOKENS)})
-    assert float(loss.total) == pytest.approx(reference_losses().sum(), rel=1e-5)
-    assert float(loss.weight) == 15.0
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.int32, bool])
-def test_loss_weighs_targets(dtype: type):
-    weights = (RNG.random((3, 5)) * 3).astype(dtype)
-    batch = {"tokens": jnp.asarray(TOKENS), "weights": jnp.asarray(weights)}
-    loss = gpt_loss(predict, batch)
-    want = (reference_losses() * weights).sum()
-    assert float(loss.total) == pytest.approx(want, rel=1e-5)
-    assert float(loss.weight) == pytest.approx(weights.sum(), rel=1e-6)
-    assert loss.total.dtype == loss.weight.dtype == jnp.float32
-
-
-def test_loss_of_half_precision_logits_is_taken_in_fp32():
-    def predict_half(tokens_BT: jax.Array) -> jax.Array:
-        return predict(tokens_BT).astype(jnp.bfloat16)
-
-    loss = gpt_loss(predict_half, {"tokens": jnp.asarray(TOKENS)})
-    want = reference_losses(np.asarray(jnp.asarray(LOGITS, jnp.bfloat16)))
-    assert float(loss.total) == pytest.approx(want.sum(), rel=1e-5)
-
-
-def test_loss_of_large_logits_does_not_overflow():
-    loss = gpt_loss(
-        lambda tokens: 1000 * predict(tokens), {"tokens": jnp.asarray(TOKENS)}
-    )
-    assert np.isfinite(float(loss.total))
-
-
-SEGMENTS = np.array([[1, 1, 1, 2, 2, 2], [1, 1, 2, 3, 3, 0], [1, 2, 2, 2, 0, 0]])
-
-
-def predict_packed(tokens_BT: jax.Array, **given: jax.Array) -> jax.Array:
-    """Check what the model gets of a packed batch."""
-    assert set(given) == {"segment_ids_BT", "positions_BT"}
-    assert (given["segment_ids_BT"] == SEGMENTS[:, :-1]).all()
-    assert (given["positions_BT"] == 10 * SEGMENTS[:, :-1]).all()
-    return predict(tokens_BT)
-
-
-@pytest.mark.parametrize("weighed", [False, True])
-def test_loss_is_of_targets_of_the_same_segment(weighed: bool):
-    same = np.array([[1, 1, 0, 1, 1], [1, 0, 0, 1, 0], [0, 1, 1, 0, 0]])
-    weights = (
-        (RNG.random((3, 5)) * 3).astype(np.float32) if weighed else np.ones((3, 5))
-    )
-    arrays = {"tokens": TOKENS, "segment_ids": SEGMENTS, "positions": 10 * SEGMENTS}
-    if weighed:
-        arrays["weights"] = weights
-    loss = gpt_loss(predict_packed, jax.tree.map(jnp.asarray, arrays))
-    want = (reference_losses() * weights * same).sum()
-    assert float(loss.total) == pytest.approx(want, rel=1e-5)
-    assert float(loss.weight) == pytest.approx((weights * same).sum(), rel=1e-6)
-
-
-@pytest.mark.parametrize("name", ["segment_ids", "positions"])
-def test_loss_with_a_segment_per_target_raises(name: str):
-    batch = {"tokens": jnp.asarray(TOKENS), name: jnp.asarray(SEGMENTS[:, 1:])}
-    with pytest.raises(
-        ValueError, match=rf"'{name}' has shape \(3, 5\), but 'tokens' \(3, 6\)"
-    ):
-        gpt_loss(predict, batch)
-
-
-def test_loss_without_tokens_raises():
-    with pytest.raises(ValueError, match=r"has \['inputs'\], but gpt_loss reads"):
-        gpt_loss(predict, {"inputs": jnp.asarray(TOKENS)})
-
-
-def test_loss_with_a_weight_per_token_raises():
-    batch = {"tokens": jnp.asarray(TOKENS), "weights": jnp.ones((3, 6))}
-    with pytest.raises(
-        ValueError, match=r"'weights' has shape \(3, 6\), .* targets of shape \(3, 5\)"
-    ):
-        gpt_loss(predict, batch)
+    of_both = [
+        jax.value_and_grad(lambda p, f=f: mean(p, f))(model.params)
+        for f in (gpt_loss, next_token_loss)
+    ]
+    (own, grads), (wanted, expected) = of_both
+    assert float(own) == pytest.approx(float(wanted), rel=1e-6)
+    for found, other in zip(*map(jax.tree.leaves, (grads, expected)), strict=True):
+        np.testing.assert_allclose(found, other, rtol=1e-4, atol=1e-6)
