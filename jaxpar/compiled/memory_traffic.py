@@ -4,6 +4,7 @@ Between kernels: what each fusion, matmul, copy or collective reads and writes. 
 of an array counts as the slice, and so does an update in place.
 """
 
+import math
 from collections.abc import Iterator
 
 from jaxpar.compiled.hlo import Computation, Instruction, Module, runs_of
@@ -20,6 +21,7 @@ _FREE = frozenset(
 
 _FUSIONS = ("fusion", "fusion-start")
 _SLICES = ("dynamic-slice", "slice", "gather")
+_VIEWS = ("bitcast", "copy", "convert", "reshape")
 
 
 def moved_bytes(module: Module) -> Iterator[tuple[Instruction, int]]:
@@ -90,27 +92,34 @@ def _fusion_bytes(fused: Computation, sizes: list[int]) -> int:
     for instruction in fused.instructions.values():
         if instruction.opcode != "parameter":
             continue
-        number = int(instruction.literal)
-        users = [
-            user
-            for user in fused.instructions.values()
-            if instruction.name in user.operands
-        ]
-        sliced = [
-            user
-            for user in users
-            if user.opcode in _SLICES and user.operands[0] == instruction.name
-        ]
-        if users and len(sliced) == len(users):
-            read += sum(a.bytes for user in sliced for a in user.types)
+        whole = sizes[int(instruction.literal)]
+        sliced = _sliced_elements(fused, instruction.name)
+        if sliced is not None:
+            elements = sum(math.prod(array.dims) for array in instruction.types)
+            read += whole * sliced // max(elements, 1)
         elif instruction.name not in updated:
-            read += sizes[number]
+            read += whole
     return read + max(written, 0)
+
+
+def _sliced_elements(fused: Computation, name: str) -> int | None:
+    """Elements of an array that is only sliced, also once it was cast; else None."""
+    users = [each for each in fused.instructions.values() if name in each.operands]
+    total = 0
+    for user in users:
+        if user.opcode in _SLICES and user.operands[0] == name:
+            total += sum(math.prod(array.dims) for array in user.types)
+            continue
+        inner = _sliced_elements(fused, user.name) if user.opcode in _VIEWS else None
+        if inner is None:
+            return None
+        total += inner
+    return total if users else None
 
 
 def _behind_views(computation: Computation, name: str) -> str:
     """The name of the array behind a chain of views."""
     instruction = computation.instructions[name]
-    while instruction.opcode in ("bitcast", "copy", "convert", "reshape"):
+    while instruction.opcode in _VIEWS:
         instruction = computation.instructions[instruction.operands[0]]
     return instruction.name

@@ -9,6 +9,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
@@ -16,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpar.mesh import DATA, TENSOR
 from jaxpar.models.attention_placeholder import attention_placeholder
 from jaxpar.models.causal_attention import causal_attention
-from jaxpar.models.layers import Linear
+from jaxpar.models.layers import Linear, multiply
 from jaxpar.models.sparse_attention import sparse_attention
 from jaxpar.sharding.constrain import constrain
 from jaxpar.sparse_attention import SparsityPattern
@@ -249,9 +250,7 @@ class Attention(nnx.Module):
         Returns:
           The update of the residual stream.
         """
-        query_BTNH = self._heads(self.query(x_BTD))
-        key_BSKH = self._heads(self.key(x_BTD))
-        value_BSKH = self._heads(self.value(x_BTD))
+        query_BTNH, key_BSKH, value_BSKH = map(self._heads, self._project(x_BTD))
         if rotation is not None:
             query_BTNH = rotate(query_BTNH, rotation)
             key_BSKH = rotate(key_BSKH, rotation)
@@ -266,6 +265,37 @@ class Attention(nnx.Module):
         # The constraint is for the cotangent: under sequence parallelism the compiler
         # would leave it sharded over tokens, and compute all heads on every device.
         return self.output(constrain(attended_BTD, DATA, None, TENSOR))
+
+    def _project(self, x_BTD: jax.Array) -> tuple[jax.Array, ...]:
+        """Queries, keys and values, [B, T, heads x H]: by one matmul, if that is local.
+
+        The columns of the one kernel are in groups: a key head, its value head and the
+        query heads that share them. So each device's columns are of its own heads.
+        """
+        parts = self.query, self.key, self.value
+        size = self.head_size
+        groups = self.key.kernel.shape[1] // size
+        if groups % jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1):
+            return tuple(part(x_BTD) for part in parts)
+        width = x_BTD.shape[-1]
+        kernels = [p.kernel[...].reshape(width, groups, -1, size) for p in parts]
+        kernel = constrain(jnp.concatenate(kernels, axis=2), None, TENSOR)
+        product = multiply(x_BTD, kernel.reshape(width, -1), flatten=self.query.flatten)
+        product = product.reshape(*x_BTD.shape[:2], groups, -1, size)
+        if self.query.bias is not None:
+            shapes = [kernel.shape[1:] for kernel in kernels]
+            own = [
+                jnp.zeros(shape, product.dtype)
+                if part.bias is None
+                else part.bias[...].reshape(shape)
+                for part, shape in zip(parts, shapes, strict=True)
+            ]
+            product = product + jnp.concatenate(own, axis=1)
+        product = constrain(product, DATA, None, TENSOR)
+        # Slices, not a split: the gradient of those is fused with the sum for the bias.
+        ends = np.cumsum([kernel.shape[2] for kernel in kernels]).tolist()
+        found = [product[..., a:b, :] for a, b in zip([0, *ends], ends, strict=False)]
+        return tuple(part.reshape(*x_BTD.shape[:2], -1) for part in found)
 
     def _attend(
         self,

@@ -32,3 +32,28 @@ def test_loops_count_every_trip_and_slices_the_slice():
     found = {one.name: number for one, number in moved_bytes(parse(PROGRAM))}
     row = 4 * 4
     assert found == {"copy": 3 * 2 * 8 * row, "slice": 2 * 2 * row}
+
+
+CAST_AND_SLICED = """
+%fused (whole: f32[24,8,4], other: f32[8,4]) -> bf16[8,8] {
+  %whole = f32[24,8,4]{2,1,0} parameter(0)
+  %cast = bf16[24,8,4]{2,1,0} convert(%whole)
+  %slice = bf16[1,8,4]{2,1,0} slice(%cast), slice={[3:4], [0:8], [0:4]}
+  %view = bf16[8,4]{1,0} bitcast(%slice)
+  %other = f32[8,4]{1,0} parameter(1)
+  %short = bf16[8,4]{1,0} convert(%other)
+  ROOT %both = bf16[8,8]{1,0} concatenate(%view, %short), dimensions={1}
+}
+
+ENTRY %main (whole: f32[24,8,4], other: f32[8,4]) -> bf16[8,8] {
+  %whole = f32[24,8,4]{2,1,0} parameter(0)
+  %other = f32[8,4]{1,0} parameter(1)
+  ROOT %layer = bf16[8,8]{1,0} fusion(%whole, %other), kind=kLoop, calls=%fused
+}
+"""
+
+
+def test_slice_of_what_was_cast_reads_the_slice():
+    """A layer's kernel, of stacked ones in fp32: 32 elements of 768."""
+    found = {one.name: number for one, number in moved_bytes(parse(CAST_AND_SLICED))}
+    assert found == {"layer": 4 * 32 + 4 * 32 + 2 * 64}

@@ -65,7 +65,9 @@ class Drawn(Config):
 
 def test_missing_package_is_said_before_the_folder_is_made(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    said = r"^TensorBoard \(--tensorboard\) needs tensorboardX, .*'jaxpar\[tensorboard\]'$"
+    said = (
+        r"^TensorBoard \(--tensorboard\) needs tensorboardX, .*'jaxpar\[tensorboard\]'$"
+    )
     with pytest.raises(ModuleNotFoundError, match=said):
         open_run(tmp_path / "run", Drawn(), IDENTITY)
     assert not (tmp_path / "run").exists()

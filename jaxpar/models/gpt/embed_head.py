@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 from jaxpar.losses import cross_entropy
 from jaxpar.mesh import DATA, TENSOR
 from jaxpar.models.gpt.config import GPTConfig
-from jaxpar.models.layers import Embedding, Linear, project_to_logits
+from jaxpar.models.layers import Embedding, Linear, add_to_rows, project_to_logits
 from jaxpar.models.norms import LayerNorm, RMSNorm
 from jaxpar.sharding.constrain import constrain
 
@@ -71,7 +71,7 @@ class Embed(nnx.Module):
             if positions_BT is not None:
                 x_BTD = x_BTD + self.positions(positions_BT)
             elif length <= config.seq_len:
-                x_BTD = x_BTD + self.positions.table[:length]
+                x_BTD = add_to_rows(x_BTD, self.positions.table[:length])
             else:
                 raise ValueError(
                     f"tokens_BT: a row of {length} tokens is longer than the "

@@ -167,21 +167,44 @@ class MLP(nnx.Module):
         Returns:
           The update of the residual stream.
         """
-        up_BTF = checkpoint_name(self.up(x_BTD), "mlp_hidden")
+        up_BTF = self._labelled(self.up.multiply(x_BTD))
+        bias_F = None if self.up.bias is None else self.up.bias[...]
         if self.gate is None:
-            hidden_BTF = _gelu(constrain(up_BTF, DATA, None, TENSOR))
-        else:
-            gate_BTF = checkpoint_name(self.gate(x_BTD), "mlp_hidden")
-            gate_BTF = constrain(gate_BTF, DATA, None, TENSOR)
-            hidden_BTF = _gated_silu(gate_BTF, constrain(up_BTF, DATA, None, TENSOR))
-        return self.down(hidden_BTF)
+            return self.down(_gelu(up_BTF, bias_F))
+        gate_BTF = self._labelled(self.gate(x_BTD))
+        up_BTF = up_BTF if bias_F is None else up_BTF + bias_F
+        return self.down(_gated_silu(gate_BTF, up_BTF))
+
+    @staticmethod
+    def _labelled(hidden_BTF: jax.Array) -> jax.Array:
+        return constrain(checkpoint_name(hidden_BTF, "mlp_hidden"), DATA, None, TENSOR)
 
 
-# Recomputed in the backward pass from the matmuls' results: as written, gelu would
-# save four arrays of [B, T, F].
-@jax.checkpoint
-def _gelu(up_BTF: jax.Array) -> jax.Array:
-    return jax.nn.gelu(up_BTF)
+# Recomputed in the backward pass from the matmul's result: as written, gelu would save
+# four arrays of [B, T, F]. The bias is added here, or the sum would be another array.
+def _biased_gelu(up_BTF: jax.Array, bias_F: jax.Array | None) -> jax.Array:
+    return jax.nn.gelu(up_BTF if bias_F is None else up_BTF + bias_F)
+
+
+_gelu = jax.custom_vjp(_biased_gelu)
+
+
+def _gelu_forward(
+    up_BTF: jax.Array, bias_F: jax.Array | None
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
+    return _biased_gelu(up_BTF, bias_F), (up_BTF, bias_F)
+
+
+def _gelu_backward(
+    saved: tuple[jax.Array, jax.Array | None], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    up_BTF, bias_F = saved
+    # So that XLA does not keep what the forward pass has computed.
+    up_BTF = jax.lax.optimization_barrier(up_BTF)
+    return jax.vjp(_biased_gelu, up_BTF, bias_F)[1](cotangent)
+
+
+_gelu.defvjp(_gelu_forward, _gelu_backward)
 
 
 @jax.checkpoint
