@@ -1,4 +1,5 @@
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxpar.mesh import MeshShape, make_mesh
 from jaxpar.models import attention
 from jaxpar.models.attention import (
     Attention,
@@ -134,3 +136,39 @@ def test_key_projection_never_has_a_bias():
         for name in ("query", "key", "value", "output")
     }
     assert biases == {"query": True, "key": False, "value": True, "output": True}
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize(("kv_heads", "bias"), [(4, True), (2, True), (2, False)])
+def test_one_matmul_projects_as_three_would(kv_heads: int, bias: bool, tensor: int):
+    """Also where a device has no whole group of heads: then it is three."""
+    module: Any = Attention(
+        32, 4, kv_heads, bias=bias, output_stddev=0.02, rngs=nnx.Rngs(0)
+    )
+    parts = module.query, module.key, module.value
+    if bias:
+        for part, seed in ((module.query, 1), (module.value, 2)):
+            own = np.random.default_rng(seed).normal(size=part.bias.shape)
+            part.bias[...] = jnp.asarray(own, jnp.float32)
+    graphdef, state = nnx.split(module)
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(2, 6, 32)), jnp.float32)
+
+    def total(state: nnx.State, x: jax.Array, fused: bool) -> jax.Array:
+        own: Any = nnx.merge(graphdef, state)
+        parts = own.query, own.key, own.value
+        found = own._project(x) if fused else [part(x) for part in parts]
+        return sum(jnp.sin(each * (i + 1)).sum() for i, each in enumerate(found))
+
+    wanted = [part(x) for part in parts]
+    expected = jax.grad(total, (0, 1))(state, x, False)
+    mesh = make_mesh(MeshShape(tensor=tensor), jax.devices()[:tensor])
+    with jax.set_mesh(mesh):
+        found = jax.jit(lambda s, x: nnx.merge(graphdef, s)._project(x))(state, x)
+        grads = jax.jit(jax.grad(total, (0, 1)), static_argnums=2)(state, x, True)
+        program = str(jax.make_jaxpr(lambda x: module._project(x))(x))
+    for own, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)
+    for own, other in zip(*map(jax.tree.leaves, (grads, expected)), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-5)
+    # Equal inner programs are printed once.
+    assert (program.count("dot_general") == 1) == (kv_heads % tensor == 0)
