@@ -65,13 +65,14 @@ def with_todays_fields(found: Mapping[str, Any], config: Any) -> dict[str, Any]:
     own = {k: v for k, v in found["config"].items() if k not in OPTIONS}
     for field in dataclasses.fields(config):
         presets = field.metadata.get("presets", {})
-        there, value = own.get(field.name), getattr(config, field.name)
-        is_group = isinstance(there, dict) and dataclasses.is_dataclass(value)
+        there: Any = own.get(field.name)
+        value = getattr(config, field.name)
         if isinstance(there, str) and there in presets:
             own[field.name] = _plain(dataclasses.asdict(presets[there]))
-        # Of another kind of optimizer, today's fields are not the record's.
-        elif is_group and there.get("kind") == getattr(value, "kind", None):
-            own[field.name] = _defaults_of(value) | there
+        elif isinstance(there, dict) and dataclasses.is_dataclass(value):
+            # Of another kind of optimizer, today's fields are not the record's.
+            is_same = there.get("kind") == getattr(value, "kind", None)
+            own[field.name] = (_defaults_of(value) if is_same else {}) | there
     defaults = {k: v for k, v in _defaults_of(config).items() if k not in OPTIONS}
     return {
         **found,
@@ -92,14 +93,13 @@ def _defaults_of(config: Any) -> dict[str, Any]:
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
     """Through JSON and back; what JSON can't have, as its text."""
-    return json.loads(
-        json.dumps(
-            values,
-            default=lambda x: (
-                dataclasses.asdict(x) if dataclasses.is_dataclass(x) else str(x)
-            ),
-        )
-    )
+
+    def as_values(value: Any) -> Any:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return dataclasses.asdict(value)
+        return str(value)
+
+    return json.loads(json.dumps(values, default=as_values))
 
 
 def resolved(
