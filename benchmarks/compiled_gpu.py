@@ -4,12 +4,15 @@ Beside tests/compiled, which hold the closed forms: the figures that settings an
 docstrings are based on. Needs the compilers (`.ci/setup --compilers yes`); no GPU.
 
     python benchmarks/compiled_gpu.py
+    python benchmarks/compiled_gpu.py --only bytes    # of GPT-2 124M and GPT-3 1.3B
 """
 
+import dataclasses
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(sys.prefix) / "compilers"))
@@ -22,7 +25,12 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxpar
+from benchmarks.contestants.jaxpar_gpt import make_engine
+from benchmarks.contestants.protocol import SHAPES
 from benchmarks.record import write_result
+from jaxpar.cli.recipe_flags import parse
+from jaxpar.compiled.categories import moved_by_category, total
+from jaxpar.compiled.hlo import parse as parse_program
 from jaxpar.compiled.program import read_program
 from jaxpar.mesh import MeshShape, make_mesh
 from jaxpar.model.remat import remat
@@ -136,31 +144,92 @@ def measure_pipeline(schedule: str) -> dict[str, float]:
     }
 
 
+def measure_bytes(part: str) -> dict[str, dict[str, float]]:
+    """Compile a step for one H200, and sum its kernels by what they are for."""
+    shape, mesh = SHAPES[part], make_mesh(MeshShape(), gpu_devices("h200", 1, 1))
+    rows = jax.ShapeDtypeStruct((shape.batch, shape.length + 1), jnp.int32)
+    engine = make_engine(shape, sample_batch={"tokens": rows}, mesh=mesh)
+    compiled = engine.lower().compile()
+    moved = moved_by_category(parse_program(compiled.as_text()), shape.vocab)
+    found = {
+        name: {
+            "launches": own.launches,
+            "launches_in_loops": own.in_loops,
+            "gb": own.bytes / 1e9,
+        }
+        for name, own in {**moved, "all": total(moved)}.items()
+    }
+    memory = read_program(compiled, mesh).memory
+    found["all"]["temporaries_gb"] = memory.temporaries / 1e9
+    return found
+
+
 def show(console: Console, title: str, measured: dict[str, dict[str, float]]) -> None:
     """Print a table."""
-    table = Table(title, *next(iter(measured.values())))
+    columns = list(dict.fromkeys(name for row in measured.values() for name in row))
+    table = Table(title, *columns)
     for name, row in measured.items():
-        table.add_row(name, *(f"{number:.2f}" for number in row.values()))
+        cells = (f"{row[each]:.2f}" if each in row else "" for each in columns)
+        table.add_row(name, *cells)
     console.print(table)
 
 
-def main() -> None:
-    """Compile every case, print and write."""
-    prepare_process()
-    console = Console()
+def measure_stages(console: Console) -> dict[str, Any]:
+    """ZeRO stages of scanned and unscanned layers."""
     measured = {}
     for name, case in CASES.items():
         measured[name] = measure(**case)
         console.print(f"compiled: {name}")
     show(console, "160M parameters, 64 H200s", measured)
+    return measured
+
+
+def measure_pipelines(console: Console) -> dict[str, Any]:
+    """Schedules of a pipeline."""
     pipelines = {}
     for schedule in ("1f1b", "interleaved"):
         pipelines[schedule] = measure_pipeline(schedule)
         console.print(f"compiled: {schedule}")
     show(console, "175B parameters, 512 H200s, ZeRO 1", pipelines)
-    found = measured | {"175B on 512": pipelines}
+    return {"175B on 512": pipelines}
+
+
+def measure_steps(console: Console) -> dict[str, Any]:
+    """What one H200's step moves, by what its kernels are for."""
+    found = {}
+    for part in ("124m", "1.3b"):
+        found[f"bytes of {part}"] = measure_bytes(part)
+        show(console, f"{part} on one H200", found[f"bytes of {part}"])
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to compile."""
+
+    only: Literal["stages", "pipelines", "bytes"] | None = None
+    """One of the three; by default all, and benchmarks/results/ is written."""
+
+
+PARTS: dict[str, Callable[[Console], dict[str, Any]]] = {
+    "stages": measure_stages,
+    "pipelines": measure_pipelines,
+    "bytes": measure_steps,
+}
+
+
+def main(config: Config) -> None:
+    """Compile, print and write."""
+    prepare_process()
+    console = Console()
+    if config.only:
+        PARTS[config.only](console)
+        return
+    found: dict[str, Any] = {}
+    for part in PARTS.values():
+        found |= part(console)
     console.print(f"written: {write_result('compiled_gpu', found).name}")
 
 
 if __name__ == "__main__":
-    main()
+    main(parse(Config, __doc__))
