@@ -36,6 +36,7 @@ class GPTConfig:
       norm: "layernorm" or "rmsnorm".
       bias: whether projections and layer norms have a bias; key projections never do.
       positions: "learned" or "rotary".
+      rotary_base: of the wavelengths of rotary positions; 500,000 in Llama 3.
       tied_embedding: whether the head is the transposed embedding table.
       dropout: fraction of features zeroed after the embedding and in each update of
         the residual stream.
@@ -69,6 +70,7 @@ class GPTConfig:
     norm: str = "layernorm"
     bias: bool = True
     positions: str = "learned"
+    rotary_base: float = 10_000.0
     tied_embedding: bool = True
     dropout: float = 0.0
     remat: str = "none"
@@ -97,6 +99,11 @@ class GPTConfig:
             value = getattr(self, field)
             if value is not None and value < 1:
                 raise ValueError(f"GPTConfig: {field}={value} must be at least 1.")
+        if not self.rotary_base > 1:
+            raise ValueError(
+                f"GPTConfig: rotary_base={self.rotary_base} must be above 1, such as "
+                "10,000."
+            )
         if not 0 <= self.dropout < 1:
             raise ValueError(
                 f"GPTConfig: dropout={self.dropout} must be at least 0 and below 1; "

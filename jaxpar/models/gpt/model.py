@@ -123,7 +123,8 @@ class Block(nnx.Module):
         if self.config.positions == "rotary":
             if positions_BT is None:
                 positions_BT = jnp.arange(x_BTD.shape[1])[None]
-            rotation = rotation_at(positions_BT, self.config.head_size)
+            own = self.config.head_size, self.config.rotary_base
+            rotation = rotation_at(positions_BT, *own)
         y_BTD = gather_tokens(self.attention_norm(x_BTD), self.config)
         y_BTD = self.attention(y_BTD, rotation=rotation, segment_ids_BT=segment_ids_BT)
         x_BTD = self._add(x_BTD, y_BTD)

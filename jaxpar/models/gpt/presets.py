@@ -70,6 +70,12 @@ PRESETS: dict[str, GPTConfig] = {
     ),
     "7b": _llama(4096, 32, 32, mlp_width=11_008),
     "70b": _llama(8192, 80, 64, mlp_width=28_672, num_kv_heads=8),
+    "8b": dataclasses.replace(
+        _llama(4096, 32, 32, mlp_width=14_336, num_kv_heads=8),
+        vocab_size=128_256,
+        seq_len=8192,
+        rotary_base=500_000.0,
+    ),
     "1.7b": _megatron(2304, 24, 24),
     "3.6b": _megatron(3072, 30, 32),
     "7.5b": _megatron(4096, 36, 32),
@@ -85,8 +91,8 @@ PRESETS: dict[str, GPTConfig] = {
 
 "tiny" reads bytes, "1m" byte pairs; both train on a CPU. "124m", "350m" and "1.3b" are
 GPT-2's and GPT-3's shapes, with the vocabulary rounded up so that a tensor axis divides
-it; "7b" and "70b" are Llama's and Llama 2's. The rest are Megatron-LM's, whose runs
-recompute every layer.
+it; "7b" and "70b" are Llama's and Llama 2's, "8b" is Llama 3's. The rest are
+Megatron-LM's, whose runs recompute every layer.
 
 Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
 Clusters" (2021), table 1, for "1.7b" to "1008b".

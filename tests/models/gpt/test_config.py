@@ -22,6 +22,7 @@ WRONG = [
         r"width=20 over num_heads=4 gives heads of 5; make that even",
     ),
     ({"dropout": 1.0}, r"dropout=1.0 must be at least 0 and below 1"),
+    ({"rotary_base": 1.0}, r"rotary_base=1\.0 must be above 1"),
     ({"unroll": 0}, r"unroll=0 must be between 1 and num_layers=4"),
     ({"unroll": 5}, r"unroll=5 must be between 1 and num_layers=4"),
     (

@@ -26,6 +26,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "multi-query": {"num_kv_heads": 1, "activation": "swiglu", "mlp_width": 24},
     "rotary-layernorm": {"positions": "rotary", "bias": False, "num_kv_heads": 2},
+    "rotary-base": {"positions": "rotary", "rotary_base": 50.0},
     "untied": {"tied_embedding": False, "norm": "rmsnorm"},
 }
 TOKENS = np.random.default_rng(0).integers(0, 17, size=(2, 6))
@@ -48,9 +49,9 @@ def normalise(x: np.ndarray, layer: dict[str, np.ndarray], kind: str) -> np.ndar
     return x * layer["scale"] + layer.get("bias", 0)
 
 
-def turn(x_TNH: np.ndarray, positions_T: np.ndarray) -> np.ndarray:
+def turn(x_TNH: np.ndarray, positions_T: np.ndarray, base: float) -> np.ndarray:
     half = x_TNH.shape[-1] // 2
-    angle = positions_T[:, None] * 10_000.0 ** (-np.arange(half) / half)
+    angle = positions_T[:, None] * base ** (-np.arange(half) / half)
     pairs = x_TNH[..., :half] + 1j * x_TNH[..., half:]
     pairs = pairs * np.exp(1j * angle)[:, None]
     return np.concatenate([pairs.real, pairs.imag], -1)
@@ -66,8 +67,9 @@ def attention(
     }
     if config.positions == "rotary":
         positions = np.arange(length)
-        split["query"] = turn(split["query"], positions)
-        split["key"] = turn(split["key"], positions)
+        base = config.rotary_base
+        split["query"] = turn(split["query"], positions, base)
+        split["key"] = turn(split["key"], positions, base)
     out = np.zeros((length, heads, config.head_size))
     for t, n in np.ndindex(length, heads):
         seen = [s for s in range(t + 1) if segments_T[s] == segments_T[t]]
