@@ -1,7 +1,7 @@
 """What are a program's kernels for, and what does each kind of them move?
 
 Read from the structure of a scheduled GPU program and from jax's names in it. A kernel
-that is no matmul and has none of the marks below is "norms and the rest".
+that is not a matmul and has none of the marks below is "norms and the rest".
 """
 
 import collections

@@ -45,6 +45,7 @@ def packed_batch() -> dict[str, np.ndarray]:
     ids = rng.integers(1, VOCAB, sum(SIZES), dtype=np.uint16)
     starts = np.cumsum(SIZES) - SIZES
     mask = rng.integers(0, 2, len(ids), dtype=np.uint8)
+    mask[starts + 1] = 1  # Of a document without a target no row is made.
     tokens = Tokens((ids,), ("random",), starts=starts, loss_mask=mask)
     batch = PackedDocuments(tokens, seq_len=LENGTH).read(range(ROWS))
     assert batch["segment_ids"].max() > 2, "rows of several documents"
