@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxpar.mesh import DATA
-from jaxpar.sharding.constrain import constrain
+from jaxpar.sharding.constrain import constrain, rows_are_automatic
 from jaxpar.sharding.tensor import VOCAB
 from jaxpar.step.weighted import Weighted
 
@@ -85,7 +85,7 @@ def cross_entropy(
       logits_dtype: of logits; None for that of `hidden_BTD`. fp32 logits of half
         precision take twice the memory traffic.
       num_chunks: into which T is cut, a divisor of it; None for as few as keep the
-        logits of one below `CHUNK_BYTES`.
+        logits of one below `CHUNK_BYTES`. In a coupled loss there is one.
       tokens_axis: mesh axis that the tokens of `hidden_BTD` are split over where its
         gradient goes, as in sequence parallelism: that is scattered over it.
 
@@ -113,8 +113,9 @@ def cross_entropy(
     rule = _Rule(label_smoothing, z_loss, soft_cap, dtype, num_chunks, tokens_axis)
     _require_rule(rule, hidden_BTD.shape[1])
     weights_BT = weights_BT.astype(jnp.float32)
-    total = _total(rule, hidden_BTD, kernel_DV, targets_BT, weights_BT)
-    return Weighted(total, weights_BT.sum())
+    given = hidden_BTD, kernel_DV, targets_BT, weights_BT
+    total = _whole_total if rows_are_automatic() else _total
+    return Weighted(total(rule, *given), weights_BT.sum())
 
 
 def _require_shapes(
@@ -165,6 +166,20 @@ def _fewest_chunks(
 def _size_of(axis: str | None) -> int:
     sizes = jax.sharding.get_abstract_mesh().shape
     return 1 if axis is None else sizes.get(axis, 1)
+
+
+def _whole_total(
+    rule: _Rule,
+    hidden_BTD: jax.Array,
+    kernel_DV: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+) -> jax.Array:
+    """In one chunk, as it is differentiated: in a loop, rows over devices would be
+    reduced once a chunk."""
+    logits = _logits(rule, hidden_BTD, kernel_DV)
+    found = in_two_passes(logits, is_target_of(logits, targets_BT))
+    return (_losses(rule, logits, found) * weights_BT).sum()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

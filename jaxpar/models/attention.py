@@ -19,7 +19,7 @@ from jaxpar.models.attention_placeholder import attention_placeholder
 from jaxpar.models.causal_attention import causal_attention
 from jaxpar.models.layers import Linear, multiply
 from jaxpar.models.sparse_attention import sparse_attention
-from jaxpar.sharding.constrain import constrain
+from jaxpar.sharding.constrain import constrain, rows_are_automatic
 from jaxpar.sparse_attention import SparsityPattern
 
 Implementation = Literal["xla", "cudnn", "blocked", "planned"]
@@ -270,12 +270,14 @@ class Attention(nnx.Module):
         """Queries, keys and values, [B, T, heads x H]: by one matmul, if that is local.
 
         The columns of the one kernel are in groups: a key head, its value head and the
-        query heads that share them. So each device's columns are of its own heads.
+        query heads that share them. So each device's columns are of its own heads. Not
+        where the compiler places the rows: it would all-reduce the one's gradient.
         """
         parts = self.query, self.key, self.value
         size = self.head_size
         groups = self.key.kernel.shape[1] // size
-        if groups % jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1):
+        tensor = jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1)
+        if groups % tensor or rows_are_automatic():
             return tuple(part(x_BTD) for part in parts)
         width = x_BTD.shape[-1]
         kernels = [p.kernel[...].reshape(width, groups, -1, size) for p in parts]

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxpar.mesh import DATA
-from jaxpar.sharding.constrain import constrain
+from jaxpar.sharding.constrain import constrain, rows_are_automatic
 from jaxpar.sharding.tensor import VOCAB
 
 Names = tuple[str | None, ...]
@@ -121,7 +121,6 @@ class Embedding(nnx.Module):
         return self.table[...].at[tokens_BT].get(mode="fill", fill_value=jnp.nan)
 
 
-@jax.custom_vjp
 def add_to_rows(
     x_BTD: Float[Array, "B T D"], y_TD: Float[Array, "T D"]
 ) -> Float[Array, "B T D"]:
@@ -137,6 +136,13 @@ def add_to_rows(
     Returns:
       The sums.
     """
+    if rows_are_automatic():
+        return x_BTD + y_TD  # Of the sum the compiler makes a reduce-scatter.
+    return _add_to_rows(x_BTD, y_TD)
+
+
+@jax.custom_vjp
+def _add_to_rows(x_BTD: jax.Array, y_TD: jax.Array) -> jax.Array:
     return x_BTD + y_TD
 
 
@@ -156,7 +162,7 @@ def _add_to_rows_backward(
     return cotangent_BTD, total.reshape(cotangent_BTD.shape[1:]).astype(empty.dtype)
 
 
-add_to_rows.defvjp(_add_to_rows_forward, _add_to_rows_backward)
+_add_to_rows.defvjp(_add_to_rows_forward, _add_to_rows_backward)
 
 
 def multiply(

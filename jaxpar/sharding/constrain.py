@@ -69,6 +69,17 @@ def constrain_axes(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Arr
     return jax.lax.with_sharding_constraint(x, P(*entries))
 
 
+def rows_are_automatic() -> bool:
+    """Whether the compiler places the rows of a batch, over several devices.
+
+    So it is in a coupled loss: gradients are then reduced where the compiler finds the
+    reduction, which is behind the matmul that a parameter is in alone.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    placed = _placed(mesh)
+    return any(axis in placed and mesh.shape[axis] > 1 for axis in batch_axes(mesh))
+
+
 @contextlib.contextmanager
 def own_constraints() -> Iterator[None]:
     """Add a remedy to the error of a bare ``with_sharding_constraint``.

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpar
 from jaxpar.mesh import MeshShape, make_mesh
-from jaxpar.sharding.constrain import constrain, placed_rules
+from jaxpar.sharding.constrain import constrain, placed_rules, rows_are_automatic
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +47,28 @@ def test_automatic_axes_are_stated(mesh):
             lambda x: constrain(x, "data", None, "tensor"), np.ones((4, 3, 2))
         )
     assert specs == [P("data", None, "tensor")]
+
+
+def test_rows_are_the_compilers_where_their_axes_are_automatic(mesh):
+    def traced(x: jax.Array) -> jax.Array:
+        found.append(rows_are_automatic())
+        return x
+
+    found: list[bool] = []
+    jax.eval_shape(traced, jnp.ones(8))
+    with jax.set_mesh(mesh):
+        jax.eval_shape(traced, jnp.ones(8))
+        manual = jax.shard_map(
+            traced,
+            in_specs=P("data"),
+            out_specs=P("data"),
+            axis_names={"data"},
+            check_vma=False,
+        )
+        jax.eval_shape(manual, jnp.ones(8))
+    with jax.set_mesh(make_mesh(MeshShape(tensor=2), jax.devices()[:2])):
+        jax.eval_shape(traced, jnp.ones(8))
+    assert found == [False, True, False, False]
 
 
 def test_missing_entries_are_whole(mesh):
