@@ -150,7 +150,7 @@ def measure_bytes(part: str) -> dict[str, dict[str, float]]:
     rows = jax.ShapeDtypeStruct((shape.batch, shape.length + 1), jnp.int32)
     engine = make_engine(shape, sample_batch={"tokens": rows}, mesh=mesh)
     compiled = engine.lower().compile()
-    moved = moved_by_category(parse_program(compiled.as_text()), shape.vocab)
+    moved = moved_by_category(parse_program(compiled.as_text() or ""), shape.vocab)
     found = {
         name: {
             "launches": own.launches,
