@@ -34,8 +34,8 @@ class Moved:
     """What the kernels of a category do in one run of the program.
 
     Attributes:
-      launches: of kernels outside of loops that the program runs chunk by chunk.
-      in_loops: of kernels in loops.
+      launches: of kernels in the entry computation.
+      in_loops: of kernels in loops and branches, such as a loop over chunks of logits.
       bytes: read and written by all of them.
     """
 

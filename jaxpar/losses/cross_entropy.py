@@ -52,7 +52,7 @@ class Statistics:
     target: jax.Array
 
 
-Saved = tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array]]
+_Saved = tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array]]
 
 
 def cross_entropy(
@@ -77,8 +77,8 @@ def cross_entropy(
     Args:
       hidden_BTD: activations behind the last norm.
       kernel_DV: the head, or the transposed embedding table.
-      targets_BT: the token to predict at each place.
-      weights_BT: of each target; None for 1.
+      targets_BT: the token to predict at each place, from 0 to V - 1.
+      weights_BT: of each target, 0 for one that does not count; None for 1.
       label_smoothing: share of the target that is spread over the vocabulary.
       z_loss: factor of the squared log of the sum of exponentials.
       soft_cap: bound of the logits, ``soft_cap * tanh(logits / soft_cap)``.
@@ -144,6 +144,12 @@ def _require_rule(rule: _Rule, length: int) -> None:
         raise ValueError(
             f"cross_entropy: soft_cap={rule.soft_cap} must be above 0; None for none."
         )
+    if length % rule.num_parts:
+        raise ValueError(
+            f"cross_entropy: tokens_axis={rule.tokens_axis!r} has {rule.num_parts} "
+            f"devices, which must divide the {length} tokens of a row; None for rows "
+            "that are not split."
+        )
     if rule.num_chunks < 1 or length % (rule.num_chunks * rule.num_parts):
         split = f", in {rule.num_parts} parts" if rule.num_parts > 1 else ""
         raise ValueError(
@@ -175,8 +181,11 @@ def _whole_total(
     targets_BT: jax.Array,
     weights_BT: jax.Array,
 ) -> jax.Array:
-    """In one chunk, as it is differentiated: in a loop, rows over devices would be
-    reduced once a chunk."""
+    """Sum the loss in one chunk, with JAX's own gradients.
+
+    In a loop over chunks, the compiler would reduce the gradients of rows on several
+    devices once a chunk.
+    """
     logits = _logits(rule, hidden_BTD, kernel_DV)
     found = in_two_passes(logits, is_target_of(logits, targets_BT))
     return (_losses(rule, logits, found) * weights_BT).sum()
@@ -206,7 +215,7 @@ def _forward(
     kernel_DV: jax.Array,
     targets_BT: jax.Array,
     weights_BT: jax.Array,
-) -> tuple[jax.Array, Saved]:
+) -> tuple[jax.Array, _Saved]:
     dtype = hidden_BTD.dtype
     is_fp16, wide = dtype == jnp.float16, jnp.promote_types(dtype, jnp.float32)
     kept = wide if is_fp16 else dtype  # fp16 can't hold it unscaled.
@@ -239,7 +248,7 @@ def _forward(
 
 
 def _backward(
-    rule: _Rule, saved: Saved, cotangent: jax.Array
+    rule: _Rule, saved: _Saved, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array, None, jax.Array]:
     del rule
     hidden_grad, kernel_grad, losses_BT, (hidden, kernel) = saved

@@ -232,3 +232,15 @@ def test_what_does_not_fit_is_refused(given: dict, message: str):
     }
     with pytest.raises(ValueError, match=message):
         cross_entropy(**{**arrays, **given})
+
+
+def test_tokens_that_an_axis_does_not_divide_are_refused():
+    hidden, kernel = jnp.zeros((2, 7, 4)), jnp.zeros((4, 8))
+    mesh = make_mesh(MeshShape(tensor=2), jax.devices()[:2])
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(
+            ValueError, match=r"tokens_axis='tensor' has 2 devices, .* 7 tok"
+        ),
+    ):
+        cross_entropy(hidden, kernel, jnp.zeros((2, 7), int), tokens_axis="tensor")

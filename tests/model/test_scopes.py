@@ -134,7 +134,7 @@ def test_classes_are_the_users_after_the_call_and_instances_within_it():
 
 
 class Watching:
-    """A class that is told of its subclasses, and takes no arguments."""
+    """A class whose `__init_subclass__` takes no arguments."""
 
     seen: ClassVar[list[type]] = []
 
