@@ -69,10 +69,12 @@ def test_split_over_a_mesh_moves_no_more_than_dense_attention(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr[-3000:]
     plan = json.loads(path.read_text())
     assert any("kernels replace" in note for note in plan["notes"])
-    gathered = [
-        row
+    gathered = {
+        row["dtype"]: row["bytes"]
         for row in plan["collectives"]
         if row["op"] == "all-gather" and row["axis"] == "tensor"
-    ]
+    }
     # Queries of one row alone are 2 x 2048 x 128 bytes.
-    assert sum(row["bytes"] for row in gathered) < 2 * 2048 * 128 / 10
+    assert gathered["bf16"] < 2 * 2048 * 128 / 10
+    # The loss: a maximum, a sum and a target's logit of each shard's vocabulary.
+    assert gathered["f32"] == 2 * 2048 * 3 * 4 * 2
