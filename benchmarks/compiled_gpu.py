@@ -27,14 +27,18 @@ from rich.table import Table
 import jaxpar
 from benchmarks.contestants.jaxpar_gpt import make_engine
 from benchmarks.contestants.protocol import SHAPES
+from benchmarks.contestants.qwen3 import Qwen3, Qwen3Config
 from benchmarks.record import write_result
 from jaxpar.cli.recipe_flags import parse
 from jaxpar.compiled.categories import moved_by_category, total
 from jaxpar.compiled.hlo import parse as parse_program
 from jaxpar.compiled.program import read_program
+from jaxpar.losses import cross_entropy, next_token_loss
+from jaxpar.losses.next_token import read_targets
 from jaxpar.mesh import MeshShape, make_mesh
 from jaxpar.model.remat import remat
 from jaxpar.models import GPTConfig, gpt_loss, make_gpt
+from jaxpar.models.attention_placeholder import attention_placeholder
 from jaxpar.models.gpt.embed_head import Embed, Head
 from jaxpar.models.gpt.model import Block
 from jaxpar.planner.absent_devices import gpu_devices, prepare_process
@@ -149,8 +153,40 @@ def measure_bytes(part: str) -> dict[str, dict[str, float]]:
     shape, mesh = SHAPES[part], make_mesh(MeshShape(), gpu_devices("h200", 1, 1))
     rows = jax.ShapeDtypeStruct((shape.batch, shape.length + 1), jnp.int32)
     engine = make_engine(shape, sample_batch={"tokens": rows}, mesh=mesh)
+    return bytes_of(engine, shape.vocab)
+
+
+def in_chunks(model: Qwen3, batch: dict[str, jax.Array]) -> jaxpar.Weighted:
+    """The loss that owns the head, of a model that is not ours."""
+    inputs_BT, targets_BT, weights_BT, _ = read_targets(batch)
+    hidden_BTD = model.hidden(inputs_BT)
+    kernel_DV = model.embed.embedding[...].T
+    return cross_entropy(hidden_BTD, kernel_DV, targets_BT, weights_BT)
+
+
+def measure_foreign(
+    loss: Callable[..., jaxpar.Weighted], **fields: Any
+) -> dict[str, dict[str, float]]:
+    """Compile Qwen 3's shape, unscanned and of flax's layers: 8 rows of 2,048."""
+    config, mesh = (
+        Qwen3Config(**fields),
+        make_mesh(MeshShape(), gpu_devices("h200", 1, 1)),
+    )
+    engine = jaxpar.initialize(
+        model=lambda rngs: Qwen3(config, rngs=rngs),
+        loss_fn=loss,
+        optimizer=optax.adamw(1e-3),
+        sample_batch={"tokens": jax.ShapeDtypeStruct((8, 2049), jnp.int32)},
+        mesh=mesh,
+        precision="bf16",
+    )
+    return bytes_of(engine, config.vocab)
+
+
+def bytes_of(engine: jaxpar.Engine, vocabulary: int) -> dict[str, dict[str, float]]:
+    """Category -> launches and bytes of an engine's compiled step."""
     compiled = engine.lower().compile()
-    moved = moved_by_category(parse_program(compiled.as_text() or ""), shape.vocab)
+    moved = moved_by_category(parse_program(compiled.as_text() or ""), vocabulary)
     found = {
         name: {
             "launches": own.launches,
@@ -159,7 +195,7 @@ def measure_bytes(part: str) -> dict[str, dict[str, float]]:
         }
         for name, own in {**moved, "all": total(moved)}.items()
     }
-    memory = read_program(compiled, mesh).memory
+    memory = read_program(compiled, engine.mesh).memory
     found["all"]["temporaries_gb"] = memory.temporaries / 1e9
     return found
 
@@ -203,18 +239,37 @@ def measure_steps(console: Console) -> dict[str, Any]:
     return found
 
 
+def measure_foreign_steps(console: Console) -> dict[str, Any]:
+    """What a model that is not ours pays, as flax makes it and as it should be."""
+
+    def attend(*parts: jax.Array, is_causal: bool) -> jax.Array:
+        assert is_causal
+        return attention_placeholder(*parts)  # Without a GPU cuDNN can't be traced.
+
+    in_bf16 = {"dtype": jnp.bfloat16, "attend": attend}
+    cases = {
+        "fp32 by its embedding": measure_foreign(next_token_loss),
+        "bf16": measure_foreign(next_token_loss, **in_bf16),
+        "bf16, loss in chunks": measure_foreign(in_chunks, **in_bf16),
+    }
+    for name, found in cases.items():
+        show(console, f"Qwen 3, 0.6B, on one H200: {name}", found)
+    return {f"bytes of Qwen 3, {name}": found for name, found in cases.items()}
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """What to compile."""
 
-    only: Literal["stages", "pipelines", "bytes"] | None = None
-    """One of the three; by default all, and benchmarks/results/ is written."""
+    only: Literal["stages", "pipelines", "bytes", "foreign"] | None = None
+    """One of the four; by default all, and benchmarks/results/ is written."""
 
 
 PARTS: dict[str, Callable[[Console], dict[str, Any]]] = {
     "stages": measure_stages,
     "pipelines": measure_pipelines,
     "bytes": measure_steps,
+    "foreign": measure_foreign_steps,
 }
 
 

@@ -18,6 +18,7 @@ from jaxpar.engine.check_programs import make_loss_checks
 from jaxpar.engine.checks import check_arguments, check_axes, check_elements
 from jaxpar.engine.choose_reduction import choose_reduction
 from jaxpar.engine.compiled_step import StepSpec
+from jaxpar.engine.computed_in import fp32_remarks
 from jaxpar.engine.focus import Focus
 from jaxpar.engine.placement import Placement
 from jaxpar.engine.tracing import ModelTrace, trace_model
@@ -340,6 +341,7 @@ def _remarks(
     if isinstance(partition.network, BoundNetwork):
         names = ", ".join(map(repr, partition.network.axis_names))
         lines.append(f"loss: axis name {names} is bound to the full micro-batch.")
+    lines += fp32_remarks(traced.losses["loss_fn"].jaxpr, partition.precision)
     lines += _replicated_state(traced.abstract.model_state, partition.mesh)
     if partition.coupled:
         lines.append(

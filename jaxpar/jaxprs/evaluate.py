@@ -96,7 +96,9 @@ def _evaluate(
     return [read(env, atom) for atom in jaxpr.outvars]
 
 
-def flops(eqns: Iterable[core.JaxprEqn]) -> int:
+def flops(
+    eqns: Iterable[core.JaxprEqn], only: Callable[[core.JaxprEqn], bool] | None = None
+) -> int:
     """Count the FLOPs of matmuls and convolutions.
 
     A multiply-add is two. A foreign call has the FLOPs of its attribute ``flops``, a
@@ -106,40 +108,50 @@ def flops(eqns: Iterable[core.JaxprEqn]) -> int:
 
     Args:
       eqns: a jaxpr's equations.
+      only: which equations count; None for all.
 
     Returns:
       The FLOPs of all devices together.
     """
-    return sum(flops_by_scope(eqns).values())
+    return sum(flops_by_scope(eqns, only=only).values())
 
 
-def flops_by_scope(eqns: Iterable[core.JaxprEqn], around: str = "") -> dict[str, int]:
+def flops_by_scope(
+    eqns: Iterable[core.JaxprEqn],
+    around: str = "",
+    only: Callable[[core.JaxprEqn], bool] | None = None,
+) -> dict[str, int]:
     """Count `flops` by the named scopes in which they were traced.
 
     Args:
       eqns: a jaxpr's equations.
       around: the scopes in which the jaxpr is called.
+      only: which equations count; None for all.
 
     Returns:
       Scope, such as "transpose(jvp(blocks))/mlp" -> FLOPs of all devices together.
     """
     found: dict[str, int] = {}
     for eqn in eqns:
-        for scope, number in _flops_of(eqn, around).items():
+        for scope, number in _flops_of(eqn, around, only).items():
             found[scope] = found.get(scope, 0) + number
     return found
 
 
-def _flops_of(eqn: core.JaxprEqn, around: str) -> dict[str, int]:
+def _flops_of(
+    eqn: core.JaxprEqn,
+    around: str,
+    only: Callable[[core.JaxprEqn], bool] | None,
+) -> dict[str, int]:
     own = _own_flops(eqn)
     if own == 0:
         return {}
     scope = f"{around}/{eqn.source_info.name_stack}"
     if own is not None:
-        return {scope: own}
+        return {scope: own} if only is None or only(eqn) else {}
     name, params = eqn.primitive.name, eqn.params
     inner = [
-        flops_by_scope(closed.jaxpr.eqns, scope)
+        flops_by_scope(closed.jaxpr.eqns, scope, only)
         for closed in inner_jaxprs(eqn).values()
     ]
     times = 1
