@@ -4,7 +4,9 @@ Beside tests/compiled, which hold the closed forms: the figures that settings an
 docstrings are based on. Needs the compilers (`.ci/setup --compilers yes`); no GPU.
 
     python benchmarks/compiled_gpu.py
-    python benchmarks/compiled_gpu.py --only bytes    # of GPT-2 124M and GPT-3 1.3B
+    python benchmarks/compiled_gpu.py --only bytes      # of GPT-2 124M and GPT-3 1.3B
+    python benchmarks/compiled_gpu.py --only foreign    # of flax's layers, unscanned
+    python benchmarks/compiled_gpu.py --only 8b         # does it fit one GPU?
 """
 
 import dataclasses
@@ -166,51 +168,37 @@ def in_chunks(model: Qwen3, batch: dict[str, jax.Array]) -> jaxpar.Weighted:
     return cross_entropy(hidden_BTD, kernel_DV, targets_BT, weights_BT)
 
 
-def measure_foreign(
-    loss: Callable[..., jaxpar.Weighted], **fields: Any
+def bytes_on_h200(
+    model: Any,
+    loss: Callable[..., jaxpar.Weighted],
+    optimizer: Any,
+    *,
+    rows: tuple[int, int],
+    vocabulary: int,
 ) -> dict[str, dict[str, float]]:
-    """Compile Qwen 3's shape, unscanned and of flax's layers: 8 rows of 2,048."""
-    config, mesh = (
-        Qwen3Config(**fields),
-        make_mesh(MeshShape(), gpu_devices("h200", 1, 1)),
-    )
+    """Compile a model's step in bf16 for one H200, and sum as `bytes_of`."""
     engine = jaxpar.initialize(
-        model=lambda rngs: Qwen3(config, rngs=rngs),
+        model=model,
         loss_fn=loss,
-        optimizer=optax.adamw(1e-3),
-        sample_batch={"tokens": jax.ShapeDtypeStruct((8, 2049), jnp.int32)},
-        mesh=mesh,
+        optimizer=optimizer,
+        sample_batch={"tokens": jax.ShapeDtypeStruct(rows, jnp.int32)},
+        mesh=make_mesh(MeshShape(), gpu_devices("h200", 1, 1)),
         precision="bf16",
     )
-    return bytes_of(engine, config.vocab)
+    return bytes_of(engine, vocabulary)
 
 
-def measure_8b(bits: Literal[8] | None = None) -> dict[str, float]:
-    """Compile Llama 3's 8B for one H200: a row of 8,192 tokens, full remat."""
-    config = gpt_config("8b", remat="full")
-    mesh = make_mesh(MeshShape(), gpu_devices("h200", 1, 1))
-    rows = jax.ShapeDtypeStruct((1, config.seq_len + 1), jnp.int32)
-    engine = jaxpar.initialize(
-        model=make_gpt(config),
-        loss_fn=gpt_loss,
-        optimizer=fused_adamw(1e-4, bits=bits) if bits else optax.adamw(1e-4),
-        sample_batch={"tokens": rows},
-        mesh=mesh,
-        precision="bf16",
+def bytes_of_qwen3(
+    config: Qwen3Config, loss: Callable[..., jaxpar.Weighted]
+) -> dict[str, dict[str, float]]:
+    """An unscanned model of flax's layers, on 8 rows of 2,048 tokens."""
+    return bytes_on_h200(
+        lambda rngs: Qwen3(config, rngs=rngs),
+        loss,
+        optax.adamw(1e-3),
+        rows=(8, 2049),
+        vocabulary=config.vocab_size,
     )
-    compiled = engine.lower().compile()
-    moved = moved_by_category(
-        parse_program(compiled.as_text() or ""), config.vocab_size
-    )
-    memory = read_program(compiled, mesh).memory
-    return {
-        "launches": total(moved).launches,
-        "launches_in_loops": total(moved).in_loops,
-        "moved_gb": total(moved).bytes / 1e9,
-        "state_and_batch_gb": memory.arguments / 1e9,
-        "temporaries_gb": memory.temporaries / 1e9,
-        "peak_gb": memory.peak / 1e9,
-    }
 
 
 def bytes_of(engine: jaxpar.Engine, vocabulary: int) -> dict[str, dict[str, float]]:
@@ -226,7 +214,11 @@ def bytes_of(engine: jaxpar.Engine, vocabulary: int) -> dict[str, dict[str, floa
         for name, own in {**moved, "all": total(moved)}.items()
     }
     memory = read_program(compiled, engine.mesh).memory
-    found["all"]["temporaries_gb"] = memory.temporaries / 1e9
+    found["all"] |= {
+        "state_and_batch_gb": memory.arguments / 1e9,
+        "temporaries_gb": memory.temporaries / 1e9,
+        "peak_gb": memory.peak / 1e9,
+    }
     return found
 
 
@@ -269,29 +261,41 @@ def measure_steps(console: Console) -> dict[str, Any]:
     return found
 
 
-def measure_largest(console: Console) -> dict[str, Any]:
-    """The largest model that one H200 of 141 GB trains, by its moments."""
-    found = {"AdamW": measure_8b(), "AdamW, moments in 8 bits": measure_8b(bits=8)}
+def measure_8b(console: Console) -> dict[str, Any]:
+    """Llama 3's 8B on a row of 8,192 tokens with full remat, by the optimizer."""
+    config = gpt_config("8b", remat="full")
+    optimizers = {
+        "AdamW": optax.adamw(1e-4),
+        "AdamW, moments in 8 bits": fused_adamw(1e-4, bits=8),
+    }
+    sizes: dict[str, Any] = {
+        "rows": (1, config.seq_len + 1),
+        "vocabulary": config.vocab_size,
+    }
+    found = {
+        name: bytes_on_h200(make_gpt(config), gpt_loss, own, **sizes)["all"]
+        for name, own in optimizers.items()
+    }
     show(console, "8B, 8,192 tokens on one H200", found)
     return {"8B on one H200": found}
 
 
 def measure_foreign_steps(console: Console) -> dict[str, Any]:
-    """What a model that is not ours pays, as flax makes it and as it should be."""
-
-    def attend(*parts: jax.Array, is_causal: bool) -> jax.Array:
-        assert is_causal
-        return attention_placeholder(*parts)  # Without a GPU cuDNN can't be traced.
-
-    in_bf16 = {"dtype": jnp.bfloat16, "attend": attend}
+    """What an unscanned model of flax's layers pays: Qwen 3's shape, 8 x 2,048."""
+    in_bf16 = Qwen3Config(dtype=jnp.bfloat16)
+    # cuDNN's kernel can't be traced without a GPU.
+    fused = dataclasses.replace(in_bf16, attend=attention_placeholder)
     cases = {
-        "fp32 by its embedding": measure_foreign(next_token_loss),
-        "bf16": measure_foreign(next_token_loss, **in_bf16),
-        "bf16, loss in chunks": measure_foreign(in_chunks, **in_bf16),
+        "fp32 by its embedding": (Qwen3Config(), next_token_loss),
+        "bf16": (in_bf16, next_token_loss),
+        "bf16, fused attention": (fused, next_token_loss),
+        "bf16, fused attention, loss in chunks": (fused, in_chunks),
     }
-    for name, found in cases.items():
-        show(console, f"Qwen 3, 0.6B, on one H200: {name}", found)
-    return {f"bytes of Qwen 3, {name}": found for name, found in cases.items()}
+    found = {}
+    for name, (config, loss) in cases.items():
+        found[name] = bytes_of_qwen3(config, loss)
+        show(console, f"Qwen 3, 0.6B, on one H200: {name}", found[name])
+    return {f"bytes of Qwen 3, {name}": own for name, own in found.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,7 +311,7 @@ PARTS: dict[str, Callable[[Console], dict[str, Any]]] = {
     "pipelines": measure_pipelines,
     "bytes": measure_steps,
     "foreign": measure_foreign_steps,
-    "8b": measure_largest,
+    "8b": measure_8b,
 }
 
 

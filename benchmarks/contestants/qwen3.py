@@ -13,11 +13,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 
+def attend_causally(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Attend to the tokens before, by the program that JAX chooses."""
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
 @dataclasses.dataclass(frozen=True)
 class Qwen3Config:
     """A decoder with grouped queries, and norms of queries and keys."""
 
-    vocab: int = 151_936
+    vocab_size: int = 151_936
     layers: int = 28
     width: int = 1024
     heads: int = 16
@@ -27,12 +32,12 @@ class Qwen3Config:
     base: float = 1e6
     dtype: Any = None
     """Of the embedding; flax's default is fp32, and all that follows is promoted."""
-    attend: Callable[..., jax.Array] = jax.nn.dot_product_attention
-    """Of queries, keys and values; cuDNN's own kernel is traced on a GPU alone."""
+    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = attend_causally
+    """Maps queries, keys and values, [B, T, N, H], to weighted sums of values."""
 
 
 def rotated(x_BTNH: jax.Array, base: float) -> jax.Array:
-    """Rotary positions of whole halves, in fp32."""
+    """Rotate the halves of each head by position, in fp32."""
     tokens, half = x_BTNH.shape[1], x_BTNH.shape[-1] // 2
     angles = jnp.arange(tokens)[:, None] * base ** (-jnp.arange(half) / half)
     cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
@@ -66,7 +71,7 @@ class Layer(nnx.Module):
         q = rotated(self.q_norm(self.q(normed).reshape(rows)), c.base)
         k = rotated(self.k_norm(self.k(normed).reshape(rows)), c.base)
         v = self.v(normed).reshape(rows)
-        seen = c.attend(q, k, v, is_causal=True)
+        seen = c.attend(q, k, v)
         x_BTD = x_BTD + self.out(seen.reshape(*x_BTD.shape[:2], -1))
         normed = self.mlp_norm(x_BTD)
         return x_BTD + self.down(jax.nn.silu(self.gate(normed)) * self.up(normed))
@@ -77,9 +82,9 @@ class Qwen3(nnx.Module):
 
     def __init__(self, config: Qwen3Config, *, rngs: nnx.Rngs):
         c = config
-        self.embed = nnx.Embed(c.vocab, c.width, dtype=c.dtype, rngs=rngs)
-        self.layers = nnx.List([Layer(config, rngs=rngs) for _ in range(config.layers)])
-        self.norm = nnx.RMSNorm(config.width, rngs=rngs)
+        self.embed = nnx.Embed(c.vocab_size, c.width, dtype=c.dtype, rngs=rngs)
+        self.layers = nnx.List([Layer(c, rngs=rngs) for _ in range(c.layers)])
+        self.norm = nnx.RMSNorm(c.width, rngs=rngs)
 
     def hidden(self, tokens_BT: jax.Array) -> jax.Array:
         """The activations that the head reads, [B, T, D]."""

@@ -12,7 +12,7 @@ from jaxpar.step.precision import Precision
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 _SHARE = 0.5
-"""Of the FLOPs of matmuls in fp32, from which on it is said."""
+"""Of the matmuls' FLOPs: the smallest in fp32 that is worth a line."""
 
 
 def fp32_remarks(jaxpr: core.Jaxpr, precision: Precision) -> list[str]:
@@ -32,10 +32,9 @@ def fp32_remarks(jaxpr: core.Jaxpr, precision: Precision) -> list[str]:
         return []
     name = jnp.dtype(precision.compute_dtype).name
     return [
-        f"precision: {share:.0%} of the matmuls' FLOPs are in float32, though {name} "
-        "is asked for: slower, and activations take twice the memory. A batch of "
-        "fp32 inputs does it (cast them in loss_fn), or a module with a dtype of its "
-        f"own, such as nnx.Embed (give it dtype=jnp.{name})."
+        f"precision: {share:.0%} of the matmuls' FLOPs are in float32, not {name}: "
+        "slower, and activations take twice the memory. Cast fp32 inputs in loss_fn, "
+        f"and give modules that keep a dtype, such as nnx.Embed, dtype=jnp.{name}."
     ]
 
 
