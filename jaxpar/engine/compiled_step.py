@@ -41,6 +41,7 @@ class StepSpec:
       settings: the compiler's options.
       without_gradient: the trained parameters that the loss has no gradient of.
       forward_flops: FLOPs of a step's forward passes, on all devices.
+      precision_notes: lines about what does not compute in the step's precision.
       remarks: lines about the loss for `CompiledStep.explain`.
       changes_with: setting, such as "accumulate" -> why another value of it would give
         other numbers, beyond rounding.
@@ -54,6 +55,7 @@ class StepSpec:
     settings: tuple[Setting, ...]
     without_gradient: frozenset[str]
     forward_flops: int
+    precision_notes: tuple[str, ...]
     remarks: tuple[str, ...]
     changes_with: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -252,8 +254,8 @@ class CompiledStep(abc.ABC):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes on the schedule and the optimizer, a line each."""
-        return (*self._of_execution, *self._of_update)
+        """Notes on the schedule, the optimizer and the precision, a line each."""
+        return (*self._of_execution, *self._of_update, *self.spec.precision_notes)
 
     @property
     def _of_execution(self) -> tuple[str, ...]:
@@ -276,5 +278,5 @@ class CompiledStep(abc.ABC):
             program=join_programs(programs),
             settings=spec.settings,
             notes=self._of_execution,
-            remarks=(*self._of_update, *spec.remarks),
+            remarks=(*self._of_update, *spec.precision_notes, *spec.remarks),
         )

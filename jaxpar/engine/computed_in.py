@@ -15,7 +15,7 @@ _SHARE = 0.5
 """Of the matmuls' FLOPs: the smallest in fp32 that is worth a line."""
 
 
-def fp32_remarks(jaxpr: core.Jaxpr, precision: Precision) -> list[str]:
+def fp32_notes(jaxpr: core.Jaxpr, precision: Precision) -> tuple[str, ...]:
     """A line about matmuls that compute in fp32 where half precision is asked for.
 
     Args:
@@ -26,16 +26,16 @@ def fp32_remarks(jaxpr: core.Jaxpr, precision: Precision) -> list[str]:
       No line, or one.
     """
     if precision.compute_dtype == jnp.float32:
-        return []
+        return ()
     share = flops(jaxpr.eqns, only=_is_in_fp32) / max(1, flops(jaxpr.eqns))
     if share < _SHARE:
-        return []
+        return ()
     name = jnp.dtype(precision.compute_dtype).name
-    return [
+    return (
         f"precision: {share:.0%} of the matmuls' FLOPs are in float32, not {name}: "
         "slower, and activations take twice the memory. Cast fp32 inputs in loss_fn, "
-        f"and give modules that keep a dtype, such as nnx.Embed, dtype=jnp.{name}."
-    ]
+        f"and give modules that keep a dtype, such as nnx.Embed, dtype=jnp.{name}.",
+    )
 
 
 def _is_in_fp32(eqn: core.JaxprEqn) -> bool:

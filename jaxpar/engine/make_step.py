@@ -18,7 +18,7 @@ from jaxpar.engine.check_programs import make_loss_checks
 from jaxpar.engine.checks import check_arguments, check_axes, check_elements
 from jaxpar.engine.choose_reduction import choose_reduction
 from jaxpar.engine.compiled_step import StepSpec
-from jaxpar.engine.computed_in import fp32_remarks
+from jaxpar.engine.computed_in import fp32_notes
 from jaxpar.engine.focus import Focus
 from jaxpar.engine.placement import Placement
 from jaxpar.engine.tracing import ModelTrace, trace_model
@@ -205,6 +205,7 @@ def make_step(run: RunSpec, own: LossSpec, network: Network) -> MadeStep:
         settings=choose_settings(mesh, run.xla_options),
         without_gradient=traced.losses["loss_fn"].without_gradient,
         forward_flops=traced.losses["loss_fn"].flops * splits,
+        precision_notes=fp32_notes(traced.losses["loss_fn"].jaxpr, run.precision),
         remarks=_remarks(traced, partition, reasons),
         changes_with=_changes_with(traced, partition.coupled, placement),
     )
@@ -341,7 +342,6 @@ def _remarks(
     if isinstance(partition.network, BoundNetwork):
         names = ", ".join(map(repr, partition.network.axis_names))
         lines.append(f"loss: axis name {names} is bound to the full micro-batch.")
-    lines += fp32_remarks(traced.losses["loss_fn"].jaxpr, partition.precision)
     lines += _replicated_state(traced.abstract.model_state, partition.mesh)
     if partition.coupled:
         lines.append(
