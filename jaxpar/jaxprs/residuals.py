@@ -69,7 +69,7 @@ class _Pull:
 
     def __call__(self, cotangents: Any) -> Any:
         made = jax.tree.map(
-            _instantiated, cotangents, is_leaf=lambda x: isinstance(x, SymbolicZero)
+            instantiated, cotangents, is_leaf=lambda x: isinstance(x, SymbolicZero)
         )
         (pulled,) = self.pull(made)
         left = iter(pulled)
@@ -88,7 +88,8 @@ def _is_primal(leaf: Any) -> bool:
     return hasattr(leaf, "perturbed")
 
 
-def _instantiated(cotangent: Any) -> Any:
+def instantiated(cotangent: Any) -> Any:
+    """An array of zeros in place of a symbolic zero."""
     if not isinstance(cotangent, SymbolicZero):
         return cotangent
     aval: Any = cotangent.aval

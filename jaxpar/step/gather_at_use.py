@@ -4,11 +4,12 @@ A loss function is written for unsharded parameters; at ZeRO 3 they are shards.
 `call_gathering_at_use` traces the function to a jaxpr and evaluates it with
 `GatheredAtUse` leaves in place of the parameters. The first equation that needs one
 gathers it. A leaf that a scan slices layer by layer is sliced as a shard and gathered
-in the scan's body, so one layer is gathered at a time and its gradient is reduced
-there too. ZeRO 2 gathers once a step and uses the same leaves to reduce gradients every
-micro-batch. Works for any model, without changes to the user's code.
+for one layer at a time, and its gradient is reduced there too (`LayerLoop`). ZeRO 2
+gathers once a step and uses the same leaves to reduce gradients every micro-batch.
+Works for any model, without changes to the user's code.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,9 +19,11 @@ from jax.extend import core
 
 from jaxpar.jaxprs.compat import scan_counts
 from jaxpar.jaxprs.evaluate import bind_in_scope, read, scope_of
+from jaxpar.jaxprs.layer_loop import LayerLoop
 from jaxpar.jaxprs.residuals import with_own_residuals
 from jaxpar.sharding.collectives import Collectives
 from jaxpar.sharding.leaf_sharding import LeafSharding
+from jaxpar.step.loops import gathered_in, is_used_whole
 
 # Their results are as large as the parameter and cheap to recompute. Saved as residuals
 # they would keep a gathered leaf alive until the backward pass.
@@ -32,6 +35,9 @@ _LAYOUT_OPS = frozenset(
         "reshape",
         "transpose",
         "squeeze",
+        "concatenate",
+        "slice",
+        "split",
         "broadcast_in_dim",
         "name",
         "copy",
@@ -40,6 +46,24 @@ _LAYOUT_OPS = frozenset(
 
 _CALLS = {"custom_vjp_call": "call_jaxpr", "shard_map": "jaxpr"}
 """Call primitive -> the parameter that holds the called jaxpr."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathering:
+    """How leaves are gathered.
+
+    Attributes:
+      collectives: gather a leaf, and reduce its gradient.
+      ahead: whether a loop gathers the next layer while it computes one.
+      keep: whether gathered leaves are residuals: the backward pass then does not
+        gather them again.
+      is_done: whether the leaves have been gathered; their gradients are reduced.
+    """
+
+    collectives: Collectives
+    ahead: bool = False
+    keep: bool = False
+    is_done: bool = False
 
 
 class GatheredAtUse:
@@ -51,9 +75,8 @@ class GatheredAtUse:
         and the dtype of the reduction. Its values are not read. None for a leaf that
         is not trained.
       source: the stored fp32 view, or the leaf already gathered.
-      collectives: gather the leaf and reduce its gradient.
       dtype: the compute dtype.
-      is_whole: whether the source is the gathered leaf.
+      gathering: how it is gathered.
     """
 
     def __init__(
@@ -61,13 +84,11 @@ class GatheredAtUse:
         leaf: LeafSharding,
         slot: jax.Array | None,
         source: jax.Array,
-        collectives: Collectives,
         dtype: jnp.dtype,
-        *,
-        is_whole: bool,
+        gathering: Gathering,
     ):
         self.leaf_sharding, self.slot, self.source = leaf, slot, source
-        self.collectives, self.dtype, self.is_whole = collectives, dtype, is_whole
+        self.dtype, self.gathering = dtype, gathering
         self._made: jax.Array | None = None
 
     @property
@@ -80,9 +101,12 @@ class GatheredAtUse:
     ) -> "GatheredAtUse":
         """The same leaf (or a slice of it) with other tracers."""
         slot, source = arrays
-        return GatheredAtUse(
-            leaf, slot, source, self.collectives, self.dtype, is_whole=self.is_whole
-        )
+        return GatheredAtUse(leaf, slot, source, self.dtype, self.gathering)
+
+    def without_leading_dim(self) -> "GatheredAtUse | None":
+        """One slice along dim 0, its arrays the stacks; None if dim 0 is sharded."""
+        leaf = self.leaf_sharding.without_leading_dim()
+        return None if leaf is None else self.rebuilt(self.arrays, leaf)
 
     def make(self) -> jax.Array:
         """The gathered leaf in the compute dtype; gathered once."""
@@ -90,26 +114,32 @@ class GatheredAtUse:
             self._made = self._use()(*self.arrays)
         return self._made
 
+    def gathered(self, source: jax.Array) -> jax.Array:
+        """The leaf, from its shard."""
+        if self.gathering.is_done:
+            return source
+        shard = source.astype(self.dtype)
+        return self.gathering.collectives.gather(self.leaf_sharding, shard)
+
+    def reduced(self, cotangent: jax.Array) -> jax.Array:
+        """The gradient of the slot, from that of the leaf."""
+        return self.gathering.collectives.reduce(self.leaf_sharding, cotangent)
+
     def _use(self) -> Callable[[jax.Array | None, jax.Array], jax.Array]:
         """``use(slot, source) -> leaf``; its backward pass reduces into the slot."""
-        leaf, collectives, slot = self.leaf_sharding, self.collectives, self.slot
 
         def make(_: jax.Array | None, source: jax.Array) -> jax.Array:
-            if self.is_whole:
-                return source
-            return collectives.gather(leaf, source.astype(self.dtype))
+            return self.gathered(source)
 
-        if slot is None:
+        if self.slot is None:
             return make
-        slot_dtype = slot.dtype
+        slot_dtype = self.slot.dtype
 
         def forward(slot: jax.Array, source: jax.Array) -> tuple[jax.Array, None]:
-            # Not a call of `use`: a scan would not recognise its result, and would
-            # save a second stack of all layers for the backward pass.
             return make(slot, source), None
 
         def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array, None]:
-            return collectives.reduce(leaf, cotangent).astype(slot_dtype), None
+            return self.reduced(cotangent).astype(slot_dtype), None
 
         use = jax.custom_vjp(make)
         use.defvjp(forward, backward)
@@ -127,8 +157,8 @@ def call_gathering_at_use(
       *args: the other arguments.
 
     Returns:
-      What `fn` returns. Where leaves are gathered at use, the backward pass gathers
-      them again: they are never residuals.
+      What `fn` returns. The backward pass gathers the leaves again, unless they are
+      kept (see `Gathering`).
     """
     whole = [
         jax.ShapeDtypeStruct(leaf.leaf_sharding.shape, leaf.dtype) for leaf in leaves
@@ -147,12 +177,16 @@ def call_gathering_at_use(
         ]
         return _evaluate(closed, [*deferred, *flat_args])
 
-    if not all(leaf.is_whole for leaf in leaves):
+    if any(_is_gathered_again(leaf) for leaf in leaves):
         body = jax.checkpoint(body, policy=_refuse_layout_ops)
     outs = body([leaf.arrays for leaf in leaves], flat_args)
     # A constant output is a NumPy literal in the jaxpr.
     outs = [jnp.asarray(out) for out in outs]
     return jax.tree.unflatten(jax.tree.structure(out_shape), outs)
+
+
+def _is_gathered_again(leaf: GatheredAtUse) -> bool:
+    return not (leaf.gathering.is_done or leaf.gathering.keep)
 
 
 def _refuse_layout_ops(prim: Any, *_: Any, **params: Any) -> bool:
@@ -196,7 +230,7 @@ def _checkpoint(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
     gathers them once for the recomputation and the gradient."""
     closed = core.ClosedJaxpr(eqn.params["jaxpr"], ())
     ins = [
-        _made(value) if _is_used_whole(closed.jaxpr, var) else value
+        _made(value) if is_used_whole(closed.jaxpr, var) else value
         for var, value in zip(closed.jaxpr.invars, ins, strict=True)
     ]
 
@@ -209,82 +243,118 @@ def _checkpoint(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
     return with_own_residuals(run)([_packed(x) for x in ins])
 
 
-def _is_used_whole(jaxpr: core.Jaxpr, var: core.Var) -> bool:
-    """Whether anything but slicing scans reads a variable."""
-
-    def reads_whole(eqn: core.JaxprEqn, position: int) -> bool:
-        if eqn.primitive.name == "scan":
-            return position < sum(scan_counts(eqn.params))
-        if eqn.primitive.name not in _RULES:
-            return True
-        inner = eqn.params["jaxpr"]
-        inner = getattr(inner, "jaxpr", inner)
-        return _is_used_whole(inner, inner.invars[position])
-
-    return any(atom is var for atom in jaxpr.outvars) or any(
-        atom is var and reads_whole(eqn, position)
-        for eqn in jaxpr.eqns
-        for position, atom in enumerate(eqn.invars)
-    )
-
-
 def _scan(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
     """Slice leaves layer by layer as shards; gather those that can't be sliced."""
     num_consts, num_carry = scan_counts(eqn.params)
     consts = [_made(x) for x in ins[:num_consts]]
     init = [_made(x) for x in ins[num_consts : num_consts + num_carry]]
-    xs = [_sliceable(x) for x in ins[num_consts + num_carry :]]
-    slices = [_sliced(x) for x in xs]
+    stacks = _Stacks.of(eqn, ins[num_consts + num_carry :])
 
-    def body(carry: list, packed: list) -> tuple[list, list]:
-        layer = _unpacked(xs, packed, slices)
-        outs = _evaluate(eqn.params["jaxpr"], [*consts, *carry, *layer])
+    def body(*given: Sequence[Any]) -> tuple[list, list]:
+        def run(consts: list, carry: list, layer: list, xs: list) -> list:
+            own = stacks.sliced(layer, xs)
+            return _evaluate(eqn.params["jaxpr"], [*consts, *carry, *own])
+
+        if stacks.has_leaves:
+            # Otherwise what is made of a parameter alone is saved, for all layers.
+            run = jax.checkpoint(run, policy=_refuse_layout_ops, prevent_cse=False)
+        outs = run(*map(list, given))
         return outs[:num_carry], outs[num_carry:]
 
-    if any(isinstance(x, GatheredAtUse) and not x.is_whole for x in xs):
-        # Otherwise every gathered layer is saved, as one stack of residuals.
-        body = jax.checkpoint(body, policy=_refuse_layout_ops, prevent_cse=False)
-    carry, ys = jax.lax.scan(
-        body,
-        init,
-        [_packed(x) for x in xs],
-        length=eqn.params["length"],
-        reverse=eqn.params["reverse"],
-        unroll=eqn.params["unroll"],
-    )
+    how = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    if stacks.layers:
+        carry, ys = stacks.loop(body, how)(consts, init, *stacks.arrays)
+    else:
+        xs = stacks.arrays[-1]
+        carry, ys = jax.lax.scan(lambda c, x: body(consts, c, [], x), init, xs, **how)
     return [*carry, *ys]
 
 
-def _sliced(value: Any) -> LeafSharding | None:
-    return (
-        value.leaf_sharding.without_leading_dim()
-        if isinstance(value, GatheredAtUse)
-        else None
-    )
+@dataclasses.dataclass(frozen=True)
+class _Stacks:
+    """What a scan slices.
 
+    Attributes:
+      layers: slices of the parameters that are gathered for each iteration; their
+        arrays are the stacks.
+      others: the other stacks: arrays, and parameters for a scan inside.
+      parts: by other stack, a parameter's slice.
+      is_layer: by stack, in the scan's order.
+    """
 
-def _sliceable(value: Any) -> Any:
-    if isinstance(value, GatheredAtUse) and _sliced(value) is None:
-        return value.make()
-    return value
+    layers: list[GatheredAtUse]
+    others: list[Any]
+    parts: list[GatheredAtUse | None]
+    is_layer: list[bool]
+
+    @classmethod
+    def of(cls, eqn: core.JaxprEqn, stacks: Sequence[Any]) -> "_Stacks":
+        """Sort a scan's stacks; gathers parameters that can't be sliced as shards."""
+        slices = [
+            x.without_leading_dim() if isinstance(x, GatheredAtUse) else None
+            for x in stacks
+        ]
+        is_layer = gathered_in(eqn, slices)
+        sorted_stacks = list(zip(stacks, slices, is_layer, strict=True))
+        layers = [part for _, part, flag in sorted_stacks if flag and part is not None]
+        left = [(x, part) for x, part, flag in sorted_stacks if not flag]
+        others = [x if part is not None else _made(x) for x, part in left]
+        return cls(layers, others, [part for _, part in left], is_layer)
+
+    @property
+    def arrays(self) -> tuple[list, list, list]:
+        """Slots and shards of the layers, and the others, for a `LayerLoop`."""
+        slots, shards = ([leaf.arrays[n] for leaf in self.layers] for n in (0, 1))
+        return slots, shards, [_packed(x) for x in self.others]
+
+    def sliced(self, layer: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
+        """One slice of every stack, in the scan's order."""
+        own = iter(_unpacked([part or x for x, part in self._left], xs))
+        gathered = iter(layer)
+        return [next(gathered) if flag else next(own) for flag in self.is_layer]
+
+    @property
+    def has_leaves(self) -> bool:
+        """Whether any stack is a parameter."""
+        return bool(self.layers) or any(part is not None for part in self.parts)
+
+    @property
+    def _left(self) -> list[tuple[Any, GatheredAtUse | None]]:
+        return list(zip(self.others, self.parts, strict=True))
+
+    def loop(self, body: Callable[..., tuple], how: dict[str, Any]) -> LayerLoop:
+        """The scan over layers, of a length and direction."""
+        layers = self.layers
+        trained = [leaf for leaf in layers if leaf.slot is not None]
+        at_use = not layers[0].gathering.is_done
+
+        def gather(shards: Sequence[jax.Array]) -> list[jax.Array]:
+            return [leaf.gathered(x) for leaf, x in zip(layers, shards, strict=True)]
+
+        def reduce(grads: Sequence[jax.Array]) -> list[jax.Array]:
+            return [leaf.reduced(x) for leaf, x in zip(trained, grads, strict=True)]
+
+        return LayerLoop(
+            body=body,
+            gather=gather,
+            reduce=reduce,
+            **how,
+            ahead=at_use and layers[0].gathering.ahead,
+            keep=at_use and layers[0].gathering.keep,
+        )
 
 
 def _packed(value: Any) -> Any:
     return value.arrays if isinstance(value, GatheredAtUse) else value
 
 
-def _unpacked(
-    values: Sequence[Any],
-    packed: Sequence[Any],
-    leaf_shardings: Sequence[Any] | None = None,
-) -> list[Any]:
-    """Replace the arrays of `values` by the tracers of `packed`."""
-    leaf_shardings = leaf_shardings or [
-        v.leaf_sharding if isinstance(v, GatheredAtUse) else None for v in values
-    ]
+def _unpacked(values: Sequence[Any], packed: Sequence[Any]) -> list[Any]:
+    """Replace the arrays of `values` by `packed`."""
     return [
-        value.rebuilt(arrays, leaf) if isinstance(value, GatheredAtUse) else arrays
-        for value, arrays, leaf in zip(values, packed, leaf_shardings, strict=True)
+        value.rebuilt(arrays, value.leaf_sharding)
+        if isinstance(value, GatheredAtUse)
+        else arrays
+        for value, arrays in zip(values, packed, strict=True)
     ]
 
 

@@ -29,7 +29,11 @@ from jaxpar.sharding.collectives import (
 from jaxpar.sharding.constrain import constrain
 from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.zero import ZeroStage
-from jaxpar.step.gather_at_use import GatheredAtUse, call_gathering_at_use
+from jaxpar.step.gather_at_use import (
+    GatheredAtUse,
+    Gathering,
+    call_gathering_at_use,
+)
 from jaxpar.step.inputs import Inputs, map_rows, specs_of, with_keys
 from jaxpar.step.loss import Loss, Sums, make_loss
 from jaxpar.step.precision import Precision, frozen_dtype
@@ -53,6 +57,7 @@ class Partition:
       coupled: whether the loss couples examples, so that it needs full micro-batches.
       draws: how the loss function's random numbers are drawn.
       reduction: how gradients are reduced over data.
+      prefetch: whether a loop over layers gathers the next layer while one computes.
     """
 
     network: Network
@@ -64,6 +69,7 @@ class Partition:
     coupled: bool
     draws: Draws
     reduction: Reduction = PLAIN
+    prefetch: bool = False
 
     @property
     def automatic(self) -> bool:
@@ -140,10 +146,15 @@ class Partition:
         if self.zero.reduce == "step":
             return fn([*leaves, *prepared[len(leaves) :]], *args)
         slots = [*leaves, *(None for _ in self.frozen)]
-        dtypes, over = self._computed_dtypes(prepared), self.collectives
-        is_whole = self.zero.gather != "use"
+        dtypes = self._computed_dtypes(prepared)
+        gathering = Gathering(
+            self.collectives,
+            ahead=self.prefetch,
+            keep=self.zero.keep,
+            is_done=self.zero.gather != "use",
+        )
         deferred = [
-            GatheredAtUse(leaf, slot, source, over, dtype, is_whole=is_whole)
+            GatheredAtUse(leaf, slot, source, dtype, gathering)
             for leaf, slot, source, dtype in zip(
                 self.all_on_shard, slots, prepared, dtypes, strict=True
             )

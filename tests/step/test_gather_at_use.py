@@ -23,7 +23,7 @@ from jaxpar.sharding.collectives import (
 )
 from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.zero import shard_leaves, zero_stage
-from jaxpar.step.gather_at_use import GatheredAtUse, call_gathering_at_use
+from jaxpar.step.gather_at_use import GatheredAtUse, Gathering, call_gathering_at_use
 
 LAYERS, WIDTH, ROWS = 3, 16, 5
 SHAPES = {"stack": (LAYERS, WIDTH, WIDTH), "head": (WIDTH, 24), "bias": (320,)}
@@ -167,22 +167,28 @@ def make_leaves() -> list[np.ndarray]:
     return [rng.normal(0, 0.2, s).astype(np.float32) for s in SHAPES.values()]
 
 
+MODES = {
+    "at use": {},
+    "before": {"is_done": True},
+    "ahead": {"ahead": True},
+    "kept": {"keep": True},
+    "kept, ahead": {"keep": True, "ahead": True},
+}
 X = np.random.default_rng(1).normal(size=(ROWS, WIDTH)).astype(np.float32)
 
 
-def deferred_fn(fn, collectives, *, gathered=False, dtype=jnp.float32, plans=PLANS):
-    """``(shards, x) -> fn(...)`` by `call_gathering_at_use`, as ZeRO 3 or 2 does."""
+def deferred_fn(fn, collectives, *, mode="at use", dtype=jnp.float32, plans=PLANS):
+    """``(shards, x) -> fn(...)`` by `call_gathering_at_use`, as the ZeRO stages do."""
+    gathering = Gathering(collectives, **MODES[mode])
 
     def run(shards, x):
         leaves = []
         for plan, slot in zip(plans, shards, strict=True):
             source = jax.lax.stop_gradient(slot)
-            if gathered:
+            if gathering.is_done:
                 source = collectives.gather(plan, source.astype(dtype))
             own = jnp.dtype(dtype)
-            leaves.append(
-                GatheredAtUse(plan, slot, source, collectives, own, is_whole=gathered)
-            )
+            leaves.append(GatheredAtUse(plan, slot, source, own, gathering))
         return call_gathering_at_use(lambda whole, x: fn(*whole, x), leaves, x)
 
     return run
@@ -203,10 +209,10 @@ def check_same(found, expected):
         np.testing.assert_allclose(grad, right, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("gathered", [False, True], ids=["at use", "before"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", FUNCTIONS)
-def test_values_and_gradients_equal_plain_jax(case, gathered):
-    run = deferred_fn(FUNCTIONS[case], AutomaticCollectives(), gathered=gathered)
+def test_values_and_gradients_equal_plain_jax(case, mode):
+    run = deferred_fn(FUNCTIONS[case], AutomaticCollectives(), mode=mode)
     check_same(jax.jit(jax.value_and_grad(run))(make_leaves(), X), plain(case))
 
 
@@ -226,11 +232,11 @@ def mesh():
     return make_mesh(MeshShape(data=4), jax.devices()[:4])
 
 
-@pytest.mark.parametrize("gathered", [False, True], ids=["at use", "before"])
-def test_gradients_over_a_real_data_axis_are_sums_over_it(mesh, gathered):
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_over_a_real_data_axis_are_sums_over_it(mesh, mode):
     """Shard d's rows are x (d + 1): the sum over data is of four plain gradients."""
     collectives = ManualCollectives(("data",), jnp.dtype(jnp.float32), "cpu")
-    run = deferred_fn(scanned, collectives, gathered=gathered)
+    run = deferred_fn(scanned, collectives, mode=mode)
 
     def body(shards, x):
         x = x * (jax.lax.axis_index("data") + 1)
@@ -263,9 +269,9 @@ def find_collectives(jaxpr, wanted, path=()):
     return found
 
 
-def traced(fn, mesh, *, gathered=False, grad=False, dtype=jnp.float32):
+def traced(fn, mesh, *, mode="at use", grad=False, dtype=jnp.float32):
     collectives = ManualCollectives(("data",), jnp.dtype(dtype), "cpu")
-    run = deferred_fn(fn, collectives, gathered=gathered, dtype=dtype)
+    run = deferred_fn(fn, collectives, mode=mode, dtype=dtype)
     body, specs = run, P()
     if grad:
         body, specs = jax.grad(run), [manual_spec(plan) for plan in PLANS]
@@ -337,7 +343,7 @@ def test_backward_pass_gathers_again_and_reduces_each_layer_once(case, mesh):
 def test_leaf_already_whole_is_not_gathered_and_its_gradient_scattered_in_the_scan(
     mesh,
 ):
-    jaxpr = traced(scanned, mesh, gathered=True, grad=True)
+    jaxpr = traced(scanned, mesh, mode="before", grad=True)
     gathers = find_collectives(jaxpr, "all_gather")
     assert sorted(shape for _, shape in gathers) == sorted(SHAPES.values())
     assert not any("scan" in path for path, _ in gathers)
@@ -377,11 +383,9 @@ def test_outputs_may_be_leaves_constants_and_integers():
     def fn(leaves, x):
         return {"leaf": leaves[2], "constant": 3, "count": x.shape[0], "x": x}
 
-    collectives, dtype = AutomaticCollectives(), jnp.dtype("bfloat16")
+    gathering, dtype = Gathering(AutomaticCollectives()), jnp.dtype("bfloat16")
     leaves = [
-        GatheredAtUse(
-            p, jnp.asarray(a), jnp.asarray(a), collectives, dtype, is_whole=False
-        )
+        GatheredAtUse(p, jnp.asarray(a), jnp.asarray(a), dtype, gathering)
         for p, a in zip(PLANS, make_leaves(), strict=True)
     ]
     out = call_gathering_at_use(fn, leaves, X)

@@ -1,0 +1,93 @@
+"""Which parameters does a loss slice layer by layer, in which loops?"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.extend import core
+
+from jaxpar.jaxprs.compat import scan_counts
+from jaxpar.sharding.leaf_sharding import LeafSharding
+
+CALLS = ("jit", "pjit", "checkpoint", "remat2")
+"""Primitives that only call the jaxpr in their parameter "jaxpr"."""
+
+
+def loops_over(
+    jaxpr: core.Jaxpr, leaves: Mapping[core.Var, LeafSharding]
+) -> Iterator[tuple[int, list[LeafSharding]]]:
+    """Find the scans that slice parameters, as `jaxpar.step.gather_at_use` runs them.
+
+    Args:
+      jaxpr: a loss's.
+      leaves: variable -> the sharding of the parameter that it holds.
+
+    Yields:
+      The length of a scan, and the parameters that are gathered in its iterations, with
+      all their layers.
+    """
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name not in (*CALLS, "scan"):
+            continue
+        given = [_leaf_of(atom, leaves) for atom in eqn.invars]
+        inner = open_jaxpr(eqn.params["jaxpr"])
+        passed: list[LeafSharding | None] = list(given)
+        if name == "scan":
+            first = sum(scan_counts(eqn.params))
+            stacks = given[first:]
+            slices = [x and x.without_leading_dim() for x in stacks]
+            gathered = gathered_in(eqn, slices)
+            if any(gathered):
+                own = zip(stacks, gathered, strict=True)
+                yield eqn.params["length"], [x for x, flag in own if flag and x]
+            left = zip(slices, gathered, strict=True)
+            passed = [None] * first + [None if flag else x for x, flag in left]
+        pairs = zip(inner.invars, passed, strict=True)
+        yield from loops_over(inner, {var: x for var, x in pairs if x is not None})
+
+
+def gathered_in(eqn: core.JaxprEqn, slices: Sequence[Any]) -> list[bool]:
+    """Which stacks a scan gathers layer by layer.
+
+    Args:
+      eqn: the scan.
+      slices: by stack, a parameter's slice; None for another array, or if its layers
+        can't be sliced as shards.
+
+    Returns:
+      By stack. False for a parameter, too, of which the body only slices further.
+    """
+    jaxpr = open_jaxpr(eqn.params["jaxpr"])
+    own = jaxpr.invars[sum(scan_counts(eqn.params)) :]
+    return [
+        part is not None and is_used_whole(jaxpr, var)
+        for part, var in zip(slices, own, strict=True)
+    ]
+
+
+def is_used_whole(jaxpr: core.Jaxpr, var: core.Var) -> bool:
+    """Whether anything but slicing scans reads a variable."""
+
+    def reads_whole(eqn: core.JaxprEqn, position: int) -> bool:
+        name = eqn.primitive.name
+        if name == "scan":
+            return position < sum(scan_counts(eqn.params))
+        if name not in CALLS:
+            return True
+        inner = open_jaxpr(eqn.params["jaxpr"])
+        return is_used_whole(inner, inner.invars[position])
+
+    return any(atom is var for atom in jaxpr.outvars) or any(
+        atom is var and reads_whole(eqn, position)
+        for eqn in jaxpr.eqns
+        for position, atom in enumerate(eqn.invars)
+    )
+
+
+def open_jaxpr(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> core.Jaxpr:
+    """The jaxpr without its constants."""
+    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+
+
+def _leaf_of(atom: Any, leaves: Mapping[core.Var, LeafSharding]) -> LeafSharding | None:
+    return None if isinstance(atom, core.Literal) else leaves.get(atom)
