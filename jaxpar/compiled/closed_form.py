@@ -52,7 +52,7 @@ class ClosedForm:
         if self.zero.gather == "never":
             return 0
         at_use = self.zero.gather == "use" and not self._pipes
-        return 2 * self.accumulate if at_use else 1
+        return 2 * self.accumulate if at_use and not self.zero.keep else 1
 
     @property
     def reductions(self) -> int:
@@ -167,7 +167,7 @@ def step_bytes(
       dtype in which they are computed or reduced.
     """
     zero, itemsize = closed_form.zero, closed_form.precision.compute_dtype.itemsize
-    at_use = zero.gather == "use" and not closed_form._pipes
+    at_use = zero.gather == "use" and not (zero.keep or closed_form._pipes)
     as_stored = zero.gather == "never" and itemsize == 4
     split = zero.reduce == "microbatch" and not closed_form._pipes
     single = closed_form.reduce_bytes if split else itemsize

@@ -35,13 +35,16 @@ class Setting:
 
 
 def choose_settings(
-    mesh: Mesh, overrides: Mapping[str, Value | None] | None = None
+    mesh: Mesh,
+    overrides: Mapping[str, Value | None] | None = None,
+    layer_bytes: int = 0,
 ) -> tuple[Setting, ...]:
     """Choose the options that a step for this mesh is compiled with.
 
     Args:
       mesh: the mesh; the platform of its devices selects the options.
       overrides: option -> value, replacing the table's; None for XLA's own default.
+      layer_bytes: of the largest layer that a loop gathers ahead, unsharded over data.
 
     Returns:
       The settings.
@@ -53,7 +56,7 @@ def choose_settings(
       ('xla_cpu_max_isa', 'AVX2')
     """
     platform = mesh.devices.flat[0].platform
-    chosen = {s.option: s for s in _TABLE.get(platform, lambda _: ())(mesh)}
+    chosen = {s.option: s for s in _TABLE.get(platform, _none)(mesh, layer_bytes)}
     for option, value in (overrides or {}).items():
         if value is None:
             chosen.pop(option, None)
@@ -67,12 +70,36 @@ def compiler_options(settings: tuple[Setting, ...]) -> dict[str, Value]:
     return {setting.option: setting.value for setting in settings}
 
 
-def _for_gpus(mesh: Mesh) -> tuple[Setting, ...]:
+def _none(mesh: Mesh, layer_bytes: int) -> tuple[Setting, ...]:
+    del mesh, layer_bytes
+    return ()
+
+
+def _for_gpus(mesh: Mesh, layer_bytes: int) -> tuple[Setting, ...]:
     chosen = [] if are_present(mesh) else [_MOCKED]
     data = math.prod(mesh.shape.get(axis, 1) for axis in ZERO_AXES)
     if data > 1:
-        chosen.append(_bucket(data))
+        chosen.append(_bucket(data, layer_bytes))
+    if data > 1 and layer_bytes:
+        chosen += _ahead(layer_bytes)
     return tuple(chosen)
+
+
+def _ahead(layer_bytes: int) -> tuple[Setting, ...]:
+    """For loops that gather a layer ahead (`jaxpar.jaxprs.layer_loop`)."""
+    return (
+        Setting(
+            "xla_gpu_all_gather_combine_threshold_bytes",
+            layer_bytes,
+            "a layer's parameters are gathered by one collective",
+        ),
+        Setting(
+            "xla_gpu_enable_while_loop_double_buffering",
+            True,
+            "the layer that is gathered and the one that computes change places every "
+            "iteration; otherwise each is copied",
+        ),
+    )
 
 
 _MOCKED = Setting(
@@ -83,10 +110,10 @@ _MOCKED = Setting(
 )
 
 
-def _bucket(data: int) -> Setting:
+def _bucket(data: int, layer_bytes: int) -> Setting:
     return Setting(
         "xla_gpu_reduce_scatter_combine_threshold_bytes",
-        max(1, BUCKET_BYTES // data),
+        max(1, max(BUCKET_BYTES, layer_bytes) // data),
         "XLA counts the bytes that stay on a device, so its default merges "
         f"{data} times as many bytes of gradients; those of unscanned layers would "
         "all be alive at the peak (benchmarks/compiled_gpu.py: 2.0 bytes of "

@@ -24,6 +24,7 @@ from jaxpar.engine.placement import Placement
 from jaxpar.mesh import lowering_platform
 from jaxpar.pipeline.execution import Execution
 from jaxpar.sharding.memory_kinds import has_memory_kinds
+from jaxpar.sharding.zero import ZeroStage
 from jaxpar.step.precision import Precision
 from jaxpar.step.state import packed_structs, state_shardings
 
@@ -34,6 +35,7 @@ class StepSpec:
 
     Attributes:
       execution: how the model runs over the pipe axis.
+      zero: the row of the ZeRO table, as the step runs it.
       precision: the step's dtypes.
       accumulate: micro-batches a step.
       coupled: whether the loss couples examples.
@@ -48,6 +50,7 @@ class StepSpec:
     """
 
     execution: Execution
+    zero: ZeroStage
     precision: Precision
     accumulate: int
     coupled: bool
@@ -244,7 +247,7 @@ class CompiledStep(abc.ABC):
         """The closed form of the traffic over data of parameters and gradients."""
         mesh = self.placement.mesh
         return ClosedForm(
-            zero=self.placement.zero,
+            zero=self.spec.zero,
             precision=self.spec.precision,
             accumulate=self.spec.accumulate,
             sizes=dict(mesh.shape),

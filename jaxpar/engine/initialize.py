@@ -51,6 +51,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     coupled_batch: bool = False,
     check_loss: bool = True,
     allow_whole: Sequence[str] = (),
+    prefetch: bool | None = None,
     xla_options: Mapping[str, Value | None] | None = None,
 ) -> Engine:
     """Make an engine that trains a Flax model on a mesh.
@@ -101,6 +102,8 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
       check_loss: whether to compare, before steps 1, 2, 4, 8 and so on, the loss of
         some rows with that of their halves (`jaxpar.step.loss_check`).
       allow_whole: path patterns of large parameters that may be replicated over data.
+      prefetch: whether a loop over layers gathers the next layer while one computes;
+        None for GPUs alone. It changes time and memory (two layers more), no numbers.
       xla_options: XLA option -> value, overriding those of `jaxpar.compiled.xla_flags`;
         None for XLA's default. `Engine.explain` prints the options that are set.
 
@@ -138,6 +141,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
         coupled_batch=coupled_batch,
         check_loss=check_loss,
         allow_whole=allow_whole,
+        prefetch=prefetch,
         xla_options=xla_options,
     )
     make = make_several if isinstance(model, Mapping) else _make_one

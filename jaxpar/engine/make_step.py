@@ -21,6 +21,12 @@ from jaxpar.engine.compiled_step import StepSpec
 from jaxpar.engine.computed_in import fp32_notes
 from jaxpar.engine.focus import Focus
 from jaxpar.engine.placement import Placement
+from jaxpar.engine.prefetch import (
+    found_loops,
+    layer_bytes,
+    loop_notes,
+    prefetching,
+)
 from jaxpar.engine.tracing import ModelTrace, trace_model
 from jaxpar.mesh import PIPE, num_batch_shards
 from jaxpar.model.axis_names import BoundNetwork
@@ -62,6 +68,7 @@ class RunSpec:
     coupled_batch: bool
     check_loss: bool
     allow_whole: Sequence[str]
+    prefetch: bool | None
     xla_options: Mapping[str, Value | None] | None
 
 
@@ -194,19 +201,22 @@ def make_step(run: RunSpec, own: LossSpec, network: Network) -> MadeStep:
     partition = _partition(traced, leaves, run)
     given = traced, leaves, partition, parts, execution
     placement, partition = _placement(own.optimizer, *given)
+    partition = prefetching(partition, run.prefetch, own.accumulate)
+    loops = found_loops(traced.losses["loss_fn"].jaxpr, partition)
     check = run.check_loss
     reasons = _why_not_checked(traced, own.rows, partition, splits, asked=check)
     spec = StepSpec(
         execution=execution,
+        zero=partition.zero,
         precision=run.precision,
         accumulate=own.accumulate,
         coupled=partition.coupled,
         averages=any(trace.averages for trace in traced.losses.values()),
-        settings=choose_settings(mesh, run.xla_options),
+        settings=choose_settings(mesh, run.xla_options, layer_bytes(loops, partition)),
         without_gradient=traced.losses["loss_fn"].without_gradient,
         forward_flops=traced.losses["loss_fn"].flops * splits,
         precision_notes=fp32_notes(traced.losses["loss_fn"].jaxpr, run.precision),
-        remarks=_remarks(traced, partition, reasons),
+        remarks=(*_remarks(traced, partition, reasons), *loop_notes(loops)),
         changes_with=_changes_with(traced, partition.coupled, placement),
     )
     checks = make_loss_checks(placement, spec, partition, own.rows, traced, reasons)

@@ -41,12 +41,24 @@ class ZeroStage:
         "sharded" over data.
       gather: parameters are gathered once a "step", at every "use", or "never".
       reduce: gradients are reduced over data once a "step" or every "microbatch".
+      keep: whether parameters that are gathered at use are kept for the backward pass.
     """
 
     number: int
     stored: Literal["whole", "sharded"]
     gather: Literal["never", "step", "use"]
     reduce: Literal["step", "microbatch"]
+    keep: bool = False
+
+    @property
+    def by_layer(self) -> "ZeroStage":
+        """The row if a step is one micro-batch: what is gathered once can be at use.
+
+        Loops over layers then gather and reduce layer by layer, as at ZeRO 3.
+        """
+        if self.gather != "step":
+            return self
+        return dataclasses.replace(self, gather="use", reduce="microbatch", keep=True)
 
 
 ZERO_STAGES = (

@@ -29,6 +29,7 @@ def run_of(**change: Any) -> RunSpec:
         "coupled_batch": False,
         "check_loss": True,
         "allow_whole": (),
+        "prefetch": None,
         "xla_options": None,
     }
     return RunSpec(**(right | change))

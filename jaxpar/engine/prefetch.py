@@ -1,0 +1,75 @@
+"""Which loops gather the next layer while one computes, and what does that ask for?
+
+Collectives run beside kernels on GPUs. A loop that gathers a layer ahead, in one
+collective, then waits for the first layer alone (`jaxpar.jaxprs.layer_loop`).
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from jax.extend import core
+
+from jaxpar.mesh import PIPE
+from jaxpar.sharding.leaf_sharding import LeafSharding
+from jaxpar.step.gradients import Partition
+from jaxpar.step.loops import loops_over
+from jaxpar.step.reduction import PlainReduction
+
+Loops = Sequence[tuple[int, Sequence[LeafSharding]]]
+"""By loop, its layers, and the parameters that it gathers, with all layers."""
+
+
+def prefetching(partition: Partition, asked: bool | None, accumulate: int) -> Partition:
+    """Decide whether loops gather ahead.
+
+    ZeRO 1 and 2 then gather, and reduce, by layer as well, if a step is one micro-batch
+    and its gradients are reduced as they are.
+
+    Args:
+      partition: how the loss function is run on shards.
+      asked: as in `jaxpar.initialize`.
+      accumulate: micro-batches a step.
+    """
+    wanted = partition.platform == "gpu" if asked is None else asked
+    several_stages = partition.mesh.shape[PIPE] > 1
+    if not wanted or partition.automatic or several_stages:
+        return partition
+    plain = isinstance(partition.reduction, PlainReduction)
+    zero = partition.zero.by_layer if plain and accumulate == 1 else partition.zero
+    return dataclasses.replace(partition, zero=zero, prefetch=zero.gather == "use")
+
+
+def found_loops(jaxpr: core.Jaxpr, partition: Partition) -> Loops:
+    """The loops that gather ahead.
+
+    Args:
+      jaxpr: the loss's; its inputs are a key, the parameters, and others.
+      partition: how it is run on shards.
+    """
+    if not partition.prefetch:
+        return ()
+    leaves = partition.all_on_shard
+    given = zip(jaxpr.invars[1 : 1 + len(leaves)], leaves, strict=True)
+    split = {var: leaf for var, leaf in given if leaf.is_split}
+    return [(length, own) for length, own in loops_over(jaxpr, split) if length > 1]
+
+
+def layer_bytes(loops: Loops, partition: Partition) -> int:
+    """Bytes of the largest layer that a loop gathers, unsharded over data."""
+    precision = partition.precision
+    widest = max(precision.compute_dtype.itemsize, precision.reduce_dtype.itemsize)
+    return widest * max((_elements(*loop) for loop in loops), default=0)
+
+
+def loop_notes(loops: Loops) -> tuple[str, ...]:
+    """A line on each loop for `Engine.explain`."""
+    return tuple(
+        f"prefetch: {length} layers ({own[0].name}, ...: {len(own)} parameters) are "
+        "gathered one ahead, while the one before computes."
+        for length, own in loops
+    )
+
+
+def _elements(length: int, own: Sequence[LeafSharding]) -> int:
+    return sum(math.prod(leaf.shape) // leaf.ways_placed for leaf in own) // length
