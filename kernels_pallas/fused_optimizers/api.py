@@ -12,7 +12,7 @@ import numpy as np
 from kernels_pallas.backend import Choice, choose
 from kernels_pallas.fused_optimizers import reference
 from kernels_pallas.fused_optimizers.leaves import Leaves
-from kernels_pallas.fused_optimizers.rules import Rule
+from kernels_pallas.fused_optimizers.rules import Exact, Rule
 from kernels_pallas.fused_optimizers.tiles import (
     SQUARES,
     TILE,
@@ -22,7 +22,6 @@ from kernels_pallas.fused_optimizers.tiles import (
     code_of,
     descend,
     from_coded,
-    inverse,
     step,
 )
 
@@ -178,17 +177,17 @@ def quantize(name: str, moment: jax.Array) -> Quantized:
     Returns:
       Codes and scales; they survive `dequantize` and `quantize` unchanged.
     """
-    coded = as_coded(name, moment).reshape(-1, TILE)
+    coded = as_coded(name, moment, Exact()).reshape(-1, TILE)
     scales = jnp.max(jnp.abs(coded), axis=1)
-    codes = code_of(name).encode(coded * inverse(scales)[:, None])
+    codes = code_of(name).encode(coded, scales[:, None])
     return Quantized(codes.reshape(-1), scales)
 
 
 @functools.partial(jax.jit, static_argnames="name")
 def dequantize(name: str, moment: Quantized) -> jax.Array:
     """Undo `quantize`, up to rounding; fp32."""
-    scaled = code_of(name).decode(moment.codes.reshape(-1, TILE))
-    return from_coded(name, (scaled * moment.scales[:, None]).reshape(-1))
+    codes, scales = moment.codes.reshape(-1, TILE), moment.scales[:, None]
+    return from_coded(name, code_of(name).decode(codes, scales).reshape(-1))
 
 
 def _implementation(asked: Choice | None, interpret: Any) -> Callable[..., Any]:

@@ -12,9 +12,11 @@ again; no element but 0 becomes 0 in a second moment, which is stored as its roo
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,38 +31,45 @@ class Code:
     dtype: jnp.dtype
     top: int
 
-    def encode(self, x: jax.Array) -> jax.Array:
+    def encode(self, x: jax.Array, largest: Any = 1.0) -> jax.Array:
         """Round to codes.
 
         Args:
-          x: elements of at most 1, in fp32.
+          x: elements, in fp32.
+          largest: the largest of their sizes.
 
         Returns:
           Codes, of the same shape.
         """
         size = jnp.abs(x) if self.is_signed else x
-        # The power below: 16^k with k from 4 bits of the exponent, rounded down.
-        below = (_exponent(size) >> 2) + 1 + self.top
-        power = jnp.clip(below, 0, self.top)
-        lifted = size * _two_to(4 * (self.top - power))
-        # 2^E + j, plus a half; never below 0, so that truncation rounds to the nearest.
-        code = _two_to(power) * (lifted * (16 / 15) + 14 / 15) - 0.5
-        code = code.astype(jnp.int32)
+        # Sizes from 16^k on have exponents of 4 (32 + k) and more when doubled: 32 + k
+        # is what the bits from 25 on say. E is power - 31 + top.
+        twice = size * (2.0 * _inverse(largest))
+        bits = _bits(twice)
+        power = bits >> 25
+        # 2^E (16/15 lifted + 14/15), with lifted = 16^(top-E) size, is 2^E + j and a
+        # half, which is cut off. Where E is below 0, so is all but less than 1 of it.
+        slope = _float(_bits_of(16 / 15, self.top + 92) - power * (3 << 23))
+        offset = _float(_bits_of(14 / 15, self.top - 31) + power * (1 << 23))
+        code = twice * slope + offset - 0.5
         if self.is_signed:
-            code = jnp.where(x < 0, -code, code)
-        else:
-            code = jnp.where(size > 0, jnp.maximum(code, 1), 0)
-        return code.astype(self.dtype)
+            code = _float((_bits(code) & ~_SIGN) | (_bits(x) & _SIGN))
+            return code.astype(jnp.int32).astype(self.dtype)
+        least = jnp.minimum(bits, 1)  # 1, but of 0.
+        return jnp.maximum(code.astype(jnp.int32), least).astype(self.dtype)
 
-    def decode(self, codes: jax.Array) -> jax.Array:
+    def decode(self, codes: jax.Array, largest: Any = 1.0) -> jax.Array:
         """Undo `encode`, up to rounding; fp32."""
-        given = codes.astype(jnp.int32).astype(jnp.float32)
-        q = jnp.abs(given) if self.is_signed else given
-        power = _exponent(q)
-        steps = (q + 1) * _two_to(-power)
-        value = _two_to(4 * (power - self.top)) * (15 / 16 * steps - 14 / 16)
-        value = jnp.where(q > 0, value, 0.0)
-        return jnp.where(given < 0, -value, value) if self.is_signed else value
+        q = codes.astype(jnp.int32).astype(jnp.float32)
+        bits = _bits(q) & _EXPONENT
+        # 2^E, and -2^(3E-2), where the product overflows into the sign; 0 for q = 0.
+        power, cube = _float(bits), _float(3 * bits)
+        # A value is 2^(3E-4top-4) (15 (|q| + 1) - 14 2^E), with q's sign: exact.
+        unit = -(2.0 ** -(4 * self.top + 2))
+        rest = 15 * unit - 14 * unit * power
+        if self.is_signed:
+            rest = _float(_bits(rest) ^ (_bits(q) & _SIGN))
+        return (15 * unit * q + rest) * cube * largest
 
     @property
     def is_signed(self) -> bool:
@@ -68,14 +77,26 @@ class Code:
         return self.dtype == jnp.int8
 
 
-def _exponent(x: jax.Array) -> jax.Array:
-    """The largest power of 2 that is not above a non-negative number; int32."""
-    return (jax.lax.bitcast_convert_type(x, jnp.int32) >> 23) - 127
+_SIGN, _EXPONENT = -(1 << 31), 255 << 23
+"""The bits of a sign, and of an exponent, in fp32."""
 
 
-def _two_to(power: jax.Array) -> jax.Array:
-    """2 to an integer power in fp32's range; not checked."""
-    return jax.lax.bitcast_convert_type((power + 127) << 23, jnp.float32)
+def _inverse(x: Any) -> Any:
+    """One over a largest size; of a tile of zeros, a finite number."""
+    return 1.0 / jnp.maximum(x, 2.0**-126)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _float(bits: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _bits_of(number: float, power: int) -> int:
+    """The bits of a number times 2^power in fp32, beyond its range too."""
+    return int(np.float32(number).view(np.int32)) + (power << 23)
 
 
 SIGNED = Code(jnp.dtype(jnp.int8), 6)

@@ -13,24 +13,29 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kernels_pallas.fused_optimizers import instructions
 from kernels_pallas.fused_optimizers.reference import Pass
-from kernels_pallas.fused_optimizers.rules import Rule
+from kernels_pallas.fused_optimizers.rules import Exact, Rule
 from kernels_pallas.fused_optimizers.tiles import APPLIED, TILE
 
 # Four elements per thread at a time: 16 bytes of fp32, 512 contiguous ones for a warp.
 _LAYOUT = plgpu.Layout.WG_STRIDED((TILE,), vec_size=4)
 
 
-class OneTile:
+class OneTile(Exact):
     """The tile of a program.
 
     Args:
       refs: operands by name, [tiles, TILE] or [tiles], and "numbers".
-      interprets: whether the CPU's interpreter runs the kernel: it has no layouts.
+      interprets: whether the CPU's interpreter runs the kernel: it has no layouts,
+        and none of the GPU's instructions.
     """
 
     def __init__(self, refs: Mapping[str, Any], *, interprets: bool):
         self._refs, self._interprets = refs, interprets
+        # Beside 8-bit codes the last bits of roots don't matter, but their time does.
+        has_codes = any(name.endswith("/codes") for name in refs)
+        self._approximates = has_codes and not interprets
         self._index = lax.axis_index("tile")
 
     def read(self, name: str) -> jax.Array:
@@ -63,6 +68,16 @@ class OneTile:
     def largest(self, value: jax.Array) -> jax.Array:
         """See `Tile`."""
         return jnp.max(value)
+
+    def sqrt(self, x: jax.Array) -> jax.Array:
+        """See `Arithmetic`."""
+        return instructions.sqrt(x, _LAYOUT) if self._approximates else super().sqrt(x)
+
+    def divide(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """See `Arithmetic`."""
+        if not self._approximates:
+            return super().divide(x, y)
+        return x * instructions.reciprocal(y, _LAYOUT)
 
     def total(self, value: jax.Array) -> jax.Array:
         """See `Tile`."""
@@ -102,9 +117,9 @@ def run(
         grid_names=("tile",),
         kernel_name=f"fused_{type(rule).__name__.lower()}_{one_pass.__name__}",
         compiler_params=plgpu.CompilerParams(
-            # With 8-bit codes, the last bits of roots don't matter, but their time
-            # does.
-            approx_math=any(name.endswith("/codes") for name in names),
+            # A thread writes what it alone has read; but a scale is read by all, and
+            # then written by one: the maximum that is written has barriers of its own.
+            unsafe_no_auto_barriers=True,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         interpret=interpret if interpret is not None else False,

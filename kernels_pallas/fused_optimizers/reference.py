@@ -6,13 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.fused_optimizers.rules import Rule
+from kernels_pallas.fused_optimizers.rules import Exact, Rule
 from kernels_pallas.fused_optimizers.tiles import APPLIED, TILE, Tile
 
 Pass = Callable[[Tile, Rule], None]
 
 
-class AllTiles:
+class AllTiles(Exact):
     """A bucket's operands as [tiles, TILE], and the values written to them.
 
     Args:

@@ -1,13 +1,30 @@
 """What does an optimizer compute per element: its moments, and its direction."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
 Moments = dict[str, jax.Array]
 """Moments by name, in fp32."""
+
+
+@runtime_checkable
+class Arithmetic(Protocol):
+    """Roots and quotients; the default is jax's, a kernel's may be approximate."""
+
+    def sqrt(self, x: jax.Array) -> jax.Array:
+        """Compute the root of a number that is not negative."""
+        return jnp.sqrt(x)
+
+    def divide(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """Compute a quotient."""
+        return x / y
+
+
+class Exact(Arithmetic):
+    """Roots and quotients as jax rounds them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +59,8 @@ class AdamW:
             )
 
     def corrections(self, count: jax.Array) -> tuple[jax.Array, ...]:
-        """Bias corrections: factors on the moments."""
-        return 1 / (1 - self.b1**count), 1 / (1 - self.b2**count)
+        """Bias corrections: factors on the first moment and the second's root."""
+        return 1 / (1 - self.b1**count), 1 / jnp.sqrt(1 - self.b2**count)
 
     def advance(self, grads: jax.Array, moments: Moments) -> Moments:
         """Update the moments with the gradient and its square."""
@@ -52,12 +69,20 @@ class AdamW:
         return {"mu": mu, "nu": nu}
 
     def direction(
-        self, grads: Any, before: Moments, after: Moments, corrections: list
+        self,
+        grads: Any,
+        before: Moments,
+        after: Moments,
+        corrections: list,
+        arithmetic: Arithmetic,
     ) -> jax.Array:
         """The first moment over the root of the second."""
         del grads, before
-        mu, nu = after["mu"] * corrections[0], after["nu"] * corrections[1]
-        return mu / (jnp.sqrt(nu + self.eps_root) + self.eps)
+        # The root that 8-bit codes are made of, so that a kernel takes only one.
+        root = arithmetic.sqrt(after["nu"]) * corrections[1]
+        if self.eps_root:
+            root = arithmetic.sqrt(root * root + self.eps_root)
+        return arithmetic.divide(after["mu"] * corrections[0], root + self.eps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,10 +116,15 @@ class Lion:
         return {"mu": (1 - self.b2) * grads + self.b2 * moments["mu"]}
 
     def direction(
-        self, grads: Any, before: Moments, after: Moments, corrections: list
+        self,
+        grads: Any,
+        before: Moments,
+        after: Moments,
+        corrections: list,
+        arithmetic: Arithmetic,
     ) -> jax.Array:
         """The sign of the interpolation with the previous mean."""
-        del after, corrections
+        del after, corrections, arithmetic
         return jnp.sign((1 - self.b1) * grads + self.b1 * before["mu"])
 
 

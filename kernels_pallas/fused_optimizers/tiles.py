@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.fused_optimizers.codes import ROOTS, SIGNED, Code
-from kernels_pallas.fused_optimizers.rules import Moments, Rule
+from kernels_pallas.fused_optimizers.rules import Arithmetic, Moments, Rule
 
 TILE = 1024
 """Elements that share the scale of their codes, and belong to one leaf."""
@@ -38,7 +38,7 @@ class Quantized:
 
 
 @runtime_checkable
-class Tile(Protocol):
+class Tile(Arithmetic, Protocol):
     """One tile, or all of them."""
 
     def read(self, name: str) -> jax.Array:
@@ -108,19 +108,14 @@ def code_of(name: str) -> Code:
     return ROOTS if name == "nu" else SIGNED
 
 
-def as_coded(name: str, value: jax.Array) -> jax.Array:
+def as_coded(name: str, value: jax.Array, arithmetic: Arithmetic) -> jax.Array:
     """The encoded form of a moment: itself, or the root of one without sign."""
-    return jnp.sqrt(value) if code_of(name) is ROOTS else value
+    return arithmetic.sqrt(value) if code_of(name) is ROOTS else value
 
 
 def from_coded(name: str, value: jax.Array) -> jax.Array:
     """Undo `as_coded`."""
     return value * value if code_of(name) is ROOTS else value
-
-
-def inverse(scale: Any) -> Any:
-    """One over a tile's scale; 0 for a tile of zeros."""
-    return jnp.where(scale > 0, 1.0 / jnp.where(scale > 0, scale, 1.0), 0.0)
 
 
 def _advanced(tile: Tile, rule: Rule) -> tuple[Moments, Moments, Moments, jax.Array]:
@@ -141,7 +136,7 @@ def _direction(
     after: Moments,
 ) -> jax.Array:
     corrections = [tile.number(CORRECTIONS + i) for i in range(rule.num_corrections)]
-    down = rule.direction(grads, before, after, corrections)
+    down = rule.direction(grads, before, after, corrections, tile)
     return down + tile.read_one("decays") * params
 
 
@@ -155,8 +150,8 @@ def _write_params(tile: Tile, params: jax.Array, step: jax.Array) -> None:
 def _read_moment(tile: Tile, name: str) -> jax.Array:
     if tile.has(name):
         return tile.read(name)
-    scaled = code_of(name).decode(tile.read(f"{name}/codes"))
-    return from_coded(name, scaled * tile.read_one(f"{name}/scales"))
+    codes, scale = tile.read(f"{name}/codes"), tile.read_one(f"{name}/scales")
+    return from_coded(name, code_of(name).decode(codes, scale))
 
 
 def _write_moment(tile: Tile, name: str, value: jax.Array) -> jax.Array:
@@ -164,9 +159,9 @@ def _write_moment(tile: Tile, name: str, value: jax.Array) -> jax.Array:
     if tile.has(name):
         tile.write(name, value)
         return value
-    coded = as_coded(name, value)
+    coded = as_coded(name, value, tile)
     scale = tile.largest(jnp.abs(coded))
     tile.write_one(f"{name}/scales", scale)
-    codes = code_of(name).encode(coded * inverse(scale))
+    codes = code_of(name).encode(coded, scale)
     tile.write(f"{name}/codes", codes)
-    return from_coded(name, code_of(name).decode(codes) * scale)
+    return from_coded(name, code_of(name).decode(codes, scale))
