@@ -1,10 +1,14 @@
 """What does the engine cost: its step against the same step written by hand.
 
-Two parts. The *step* of a small GPT on one and on eight CPU devices, engine and hand-
-written jit alternating, medians compared; both must give the same loss. The *dispatch*
-of a model of 1,000 parameters: the engine against a flat `jax.jit` and `nnx.jit`.
+Three parts. The *step* of a small GPT on one and on eight CPU devices, engine and hand-
+written jit alternating, medians compared; both must give the same loss. The *update* of
+a GPT of 3.2 million parameters and 16 tokens, which computes little else: the engine,
+which skips steps that are not finite, against steps by hand that compute no norm and
+skip nothing, or choose the old state behind the update. The *dispatch* of a model of
+1,000 parameters: the engine against a flat `jax.jit` and `nnx.jit`.
 
     python benchmarks/step_overhead.py
+    python benchmarks/step_overhead.py --only update    # results/step_overhead_update
 """
 
 import dataclasses
@@ -14,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +47,8 @@ class Config:
     """Alternations of engine and hand-written step; the median counts."""
     leaves: int = 1000
     """Parameters of the dispatch model."""
+    only: Literal["", "step", "update", "dispatch"] = ""
+    """One part; empty: all."""
 
 
 def interleaved(
@@ -104,13 +110,52 @@ def measure_step(num_devices: int, zero: int, rounds: int) -> dict[str, float]:
     }
 
 
+def measure_update(rounds: int) -> dict[str, float]:
+    """Time a step of many parameters and few tokens, without clipping."""
+    config = GPTConfig(num_layers=4, num_heads=4, width=256, seq_len=16)
+    mesh = jaxpar.make_mesh(jaxpar.MeshShape(), jax.devices()[:1])
+    rows = np.random.default_rng(0).integers(0, 256, (1, 17), dtype=np.int32)
+    batch, optimizer = {"tokens": rows}, optax.adamw(1e-3)
+    engine = jaxpar.initialize(
+        model=make_gpt(config),
+        loss_fn=gpt_loss,
+        optimizer=optimizer,
+        sample_batch=batch,
+        mesh=mesh,
+    )
+    unchecked = HandWritten(engine, optimizer, clips=False)
+    chosen_late = HandWritten(engine, optimizer, clips=False, skips=True)
+    seconds = interleaved(
+        rounds,
+        1,
+        until_done=True,
+        engine=lambda: engine.step(batch),
+        unchecked=lambda: unchecked.step(batch),
+        chosen_late=lambda: chosen_late.step(batch),
+    )
+    return {f"{name}_ms": value * 1e3 for name, value in seconds.items()} | {
+        "engine_over_unchecked": seconds["engine"] / seconds["unchecked"],
+        "chosen_late_over_unchecked": seconds["chosen_late"] / seconds["unchecked"],
+    }
+
+
 class HandWritten:
-    """The same math as one jit over global arrays, at the engine's own shardings."""
+    """The same math as one jit over global arrays, at the engine's own shardings.
+
+    Args:
+      engine: whose state it begins with.
+      optimizer: the engine's.
+      clips: whether it clips by the global norm.
+      skips: whether it keeps the old state where the norm is not finite.
+    """
 
     def __init__(
         self,
         engine: jaxpar.Engine,
         optimizer: optax.GradientTransformation,
+        *,
+        clips: bool = True,
+        skips: bool = False,
     ):
         gpt = engine.model()
         state = jax.tree.map(jnp.copy, (engine.state.params, engine.state.opt_state))
@@ -131,9 +176,13 @@ class HandWritten:
             params, opt_state = state
             loss, grads = jax.value_and_grad(loss_of)(params, batch)
             norm = optax.tree.norm(grads)
-            grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, CLIP / norm), grads)
+            if clips:
+                grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, CLIP / norm), grads)
             updates, opt_state = optimizer.update(grads, opt_state, params)
-            return (optax.apply_updates(params, updates), opt_state), loss
+            after = optax.apply_updates(params, updates), opt_state
+            if skips:
+                after = optax.tree.where(jnp.isfinite(norm), after, state)
+            return after, loss
 
         self._step, self._state, self._rows = step, state, rows
 
@@ -210,18 +259,33 @@ def measure_dispatch(num_leaves: int, rounds: int) -> dict[str, float]:
 
 
 def main(config: Config) -> None:
-    """Measure, print, write results/step_overhead.json."""
+    """Measure, print, write results/step_overhead.json, or of one part."""
     jax.config.update("jax_num_cpu_devices", 8)
     console = Console(highlight=False)
     measured: dict[str, dict[str, float]] = {}
-    for num_devices, zero in ((1, 0), (8, 0), (8, 3)):
-        name = f"step_{num_devices}_devices_zero_{zero}"
-        measured[name] = measure_step(num_devices, zero, config.rounds)
+    for name, measure in _cases(config).items():
+        if config.only and not name.startswith(config.only):
+            continue
+        measured[name] = measure()
         console.print(name, _rounded(measured[name]))
-    name = f"dispatch_{config.leaves}_leaves"
-    measured[name] = measure_dispatch(config.leaves, config.rounds)
-    console.print(name, _rounded(measured[name]))
-    console.print("written to", write_result("step_overhead", measured).name)
+    file = "_".join(["step_overhead", *([config.only] if config.only else [])])
+    console.print("written to", write_result(file, measured).name)
+
+
+def _cases(config: Config) -> dict[str, Callable[[], dict[str, float]]]:
+    cases: dict[str, Callable[[], dict[str, float]]] = {
+        f"step_{num}_devices_zero_{zero}": functools.partial(
+            measure_step, num, zero, config.rounds
+        )
+        for num, zero in ((1, 0), (8, 0), (8, 3))
+    }
+    update = functools.partial(measure_update, config.rounds)
+    dispatch = functools.partial(measure_dispatch, config.leaves, config.rounds)
+    return {
+        **cases,
+        "update_of_few_tokens": update,
+        f"dispatch_{config.leaves}_leaves": dispatch,
+    }
 
 
 def _rounded(values: dict[str, float]) -> dict[str, float]:

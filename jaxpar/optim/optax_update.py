@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpar.optim.applied import updated_if
 from jaxpar.optim.loops import with_divided_loops
 from jaxpar.step.reduction import PLAIN, Reduction
 from jaxpar.step.update import Update
@@ -48,9 +49,14 @@ class OptaxUpdate(Update):
         update = self.optimizer.update
         if self.loops_over > 1:
             update = with_divided_loops(update, self.loops_over)
-        updates, new_state = update(grads, opt_state, params, **named)
-        after = (optax.apply_updates(params, updates), new_state)
-        params, opt_state = optax.tree.where(applied, after, (params, opt_state))
+
+        def stepped(before: PyTree, grads: PyTree, named: PyTree) -> PyTree:
+            params, opt_state = before
+            updates, opt_state = update(grads, opt_state, params, **named)
+            return optax.apply_updates(params, updates), opt_state
+
+        before = params, opt_state
+        params, opt_state = updated_if(applied, stepped, before, grads, named)
         return params, opt_state, _learning_rate(opt_state)
 
     def notes(self) -> tuple[str, ...]:
