@@ -60,8 +60,7 @@ class Collective:
     @property
     def sent_bytes(self) -> int:
         """Bytes that one device sends per step."""
-        share = _SENT.get(self.kind, lambda _: 1.0)
-        return round(self.bytes * share(self.group_size))
+        return _sent(self.kind, self.bytes, self.group_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +82,17 @@ class Site:
     group_size: int
     times: int
     payload: Mapping[str, int]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that one device sends in one run."""
+        return _sent(self.kind, sum(self.payload.values()), self.group_size)
+
+
+def _sent(kind: str, number: int, group_size: int) -> int:
+    """Bytes that one device sends of so many bytes of unsharded arrays."""
+    share = _SENT.get(kind, lambda _: 1.0)
+    return round(number * share(group_size))
 
 
 def read_collectives(

@@ -47,17 +47,29 @@ def moved_bytes(module: Module) -> Iterator[tuple[Instruction, int]]:
             continue
         computation = module.computations[name]
         for instruction in computation.instructions.values():
-            if not _is_free(instruction):
-                yield instruction, times * _moved(instruction, computation, module)
+            if not is_free(instruction):
+                yield (
+                    instruction,
+                    times * kernel_bytes(instruction, computation, module),
+                )
 
 
-def _is_free(instruction: Instruction) -> bool:
+def is_free(instruction: Instruction) -> bool:
     """Whether an instruction moves nothing, or was counted at its start."""
     return instruction.opcode in _FREE or instruction.opcode.endswith("-done")
 
 
-def _moved(instruction: Instruction, around: Computation, module: Module) -> int:
-    """What one instruction reads and writes."""
+def kernel_bytes(instruction: Instruction, around: Computation, module: Module) -> int:
+    """Count what one run of a kernel reads and writes.
+
+    Args:
+      instruction: the kernel.
+      around: the computation that contains it.
+      module: the program.
+
+    Returns:
+      Bytes.
+    """
     sizes = [
         sum(array.bytes for array in around.instructions[name].types)
         for name in instruction.operands
@@ -65,7 +77,7 @@ def _moved(instruction: Instruction, around: Computation, module: Module) -> int
     written = sum(array.bytes for array in instruction.types)
     if instruction.opcode == "async-start":
         inner = module.computations[instruction.called[0]]
-        return _moved(inner.root, inner, module)
+        return kernel_bytes(inner.root, inner, module)
     if instruction.opcode in _FUSIONS:
         return _fusion_bytes(module.computations[instruction.called[0]], sizes)
     if instruction.opcode.endswith("-start"):

@@ -8,9 +8,10 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxpar.compiled.collectives import Collective
+from jaxpar.compiled.link_rates import link_rates_of
 from jaxpar.mesh import DATA
 from jaxpar.planner.targets import Target
-from jaxpar.planner.work import Traffic, members_per_host, spans_hosts
+from jaxpar.planner.work import Traffic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,11 +135,7 @@ def link_rate(axes: tuple[str, ...], target: Target, sizes: Mapping[str, int]) -
     """
     hardware = target.hardware
     assert hardware is not None, "CPUs are not estimated"
-    rate = hardware.inside_host
-    if spans_hosts(axes, sizes, target.devices_per_host):
-        members = members_per_host(axes, sizes, target.devices_per_host)
-        rate = min(rate, hardware.between_hosts * members)
-    return rate * hardware.links_achieved
+    return link_rates_of(hardware, sizes, target.devices_per_host).rate(axes)
 
 
 def _is_hidden(row: Collective, zero: int) -> bool:

@@ -7,10 +7,9 @@ fusion, matmul, copy or collective reads and writes, in every run.
 import dataclasses
 from collections.abc import Mapping
 
-import numpy as np
-
 from jaxpar.compiled.collectives import Collective
 from jaxpar.compiled.hlo import Instruction, Module
+from jaxpar.compiled.link_rates import spans_hosts
 from jaxpar.compiled.memory_traffic import moved_bytes
 
 _PRODUCTS = ("dot", "convolution")
@@ -89,22 +88,3 @@ def link_bytes(
     for row in collectives:
         sent[spans_hosts(row.axes, sizes, devices_per_host)] += row.sent_bytes
     return Links(inside_host=sent[False], between_hosts=sent[True])
-
-
-def spans_hosts(
-    axes: tuple[str, ...], sizes: Mapping[str, int], devices_per_host: int
-) -> bool:
-    """Whether groups over these axes have devices of several hosts."""
-    return members_per_host(axes, sizes, devices_per_host) < int(
-        np.prod([sizes[axis] for axis in axes], initial=1)
-    )
-
-
-def members_per_host(
-    axes: tuple[str, ...], sizes: Mapping[str, int], devices_per_host: int
-) -> int:
-    """How many devices of a group over these axes share a host."""
-    numbers = np.arange(int(np.prod(list(sizes.values())))).reshape(*sizes.values())
-    first = tuple(slice(None) if axis in axes else 0 for axis in sizes)
-    hosts = numbers[first].reshape(-1) // devices_per_host
-    return int(np.bincount(hosts - hosts.min()).max())

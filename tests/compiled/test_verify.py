@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from jaxpar.compiled.link_rates import members_per_host, spans_hosts
 from jaxpar.mesh import MeshShape
-from jaxpar.planner.work import members_per_host, spans_hosts
 from tests.compiled.programs import Run, verify
 
 COUPLED = Run(zero=3, coupled=True)

@@ -2,17 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 from jaxpar.compiled.collectives import Collective
 from jaxpar.compiled.hlo import parse
-from jaxpar.planner.work import (
-    Traffic,
-    link_bytes,
-    members_per_host,
-    memory_traffic,
-    spans_hosts,
-)
+from jaxpar.planner.work import Traffic, link_bytes, memory_traffic
 
 PROGRAM = """
 %sliced (p0: f32[8,4], p1: s32[], p2: f32[4]) -> f32[4] {
@@ -99,27 +92,6 @@ def test_product_of_a_real_program_reads_and_writes_its_arrays():
     compiled = jax.jit(jnp.matmul).lower(x, w).compile()
     found = memory_traffic(parse(compiled.as_text() or ""))
     assert found.products == 4 * (64 * 32 + 32 * 16 + 64 * 16)
-
-
-SIZES = {"data": 4, "pipe": 2, "tensor": 2}
-
-
-@pytest.mark.parametrize(
-    ("axes", "per_host", "members", "spans"),
-    [
-        (("tensor",), 2, 2, False),
-        (("tensor",), 1, 1, True),
-        (("pipe",), 4, 2, False),
-        (("pipe",), 2, 1, True),
-        (("data",), 8, 2, True),
-        (("data",), 16, 4, False),
-        (("data", "tensor"), 8, 4, True),
-        ((), 8, 1, False),
-    ],
-)
-def test_groups_span_hosts_by_where_their_devices_are(axes, per_host, members, spans):
-    assert members_per_host(axes, SIZES, per_host) == members
-    assert spans_hosts(axes, SIZES, per_host) == spans
 
 
 def test_links_are_told_apart():
