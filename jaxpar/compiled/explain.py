@@ -18,6 +18,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from jaxpar import tree
+from jaxpar.compiled.exposed_table import exposed_table, summary_of
 from jaxpar.compiled.plain_text import as_plain_text
 from jaxpar.compiled.program import CompiledProgram
 from jaxpar.compiled.xla_flags import Setting
@@ -146,7 +147,9 @@ class Explanation:
         return json.dumps(dataclasses.asdict(self))
 
     def __str__(self) -> str:
+        exposed = self.program.communication
         lines = [self.summary, self._by_part(), self._memory()]
+        lines += [summary_of(exposed)] if exposed else []
         lines += [f"- {line}" for line in (*self.notes, *self._unknown_loops)]
         return "\n".join([*lines, _FOR_DETAILS])
 
@@ -189,6 +192,10 @@ class Explanation:
         console.print(stored)
         console.print("\ncommunication per step, read from the compiled program:")
         console.print(_traffic_table(self.program))
+        exposed = self.program.communication
+        console.print(f"- {summary_of(exposed)}")
+        if exposed and exposed.collectives:
+            console.print(exposed_table(exposed))
         for line in self.closed_form:
             console.print(f"- closed form: {line}")
         for line in (*self.notes, *self._unknown_loops):

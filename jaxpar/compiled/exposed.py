@@ -27,6 +27,8 @@ _Lag = tuple[tuple[str, float], ...]
 
 _SYNC = '"is_sync":true'
 
+_BESIDE = ("send", "recv")
+
 _SAME = 1e-12
 """Lags of less than a picosecond are rounding errors."""
 
@@ -87,10 +89,12 @@ class Communication:
     Attributes:
       kernel_seconds: time of the kernels.
       collectives: the collectives, most exposed first.
+      devices_per_host: devices that were taken to share a host.
     """
 
     kernel_seconds: float
     collectives: tuple[Waited, ...]
+    devices_per_host: int = 1
 
     @property
     def wire_seconds(self) -> float:
@@ -148,6 +152,7 @@ def read_communication(module: Module, rates: Rates, links: LinkRates) -> Commun
     return Communication(
         kernel_seconds=found.kernels,
         collectives=tuple(sorted(rows, key=lambda each: -each.exposed_seconds)),
+        devices_per_host=links.devices_per_host,
     )
 
 
@@ -158,6 +163,7 @@ def join_communication(parts: Iterable[Communication]) -> Communication:
     return Communication(
         kernel_seconds=sum(part.kernel_seconds for part in every),
         collectives=tuple(sorted(rows, key=lambda each: -each.exposed_seconds)),
+        devices_per_host=max(part.devices_per_host for part in every),
     )
 
 
@@ -212,6 +218,12 @@ class _Clock:
         self.kernels += times * found.kernels
         for name, seconds in found.waits.items():
             self.waits[name] += times * seconds
+
+
+def _is_kernel(instruction: Instruction) -> bool:
+    """Whether an instruction takes the time of kernels."""
+    beside = instruction.opcode.endswith("-start") or instruction.opcode in _BESIDE
+    return not is_free(instruction) and not beside
 
 
 class _Timer:
@@ -289,7 +301,7 @@ class _Timer:
             self._branch(instruction, clock)
         elif instruction.opcode == "call":
             clock.add(self._called(instruction, clock)[0])
-        elif not is_free(instruction) and not instruction.opcode.endswith("-start"):
+        elif _is_kernel(instruction):
             run = kernel_seconds(instruction, around, self.module, self.rates)
             clock.add(_Pass(run, run, {}, ()))
 

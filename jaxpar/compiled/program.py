@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -12,7 +12,15 @@ from jaxpar.compiled.collectives import (
     join_collectives,
     read_collectives,
 )
+from jaxpar.compiled.exposed import (
+    Communication,
+    join_communication,
+    read_communication,
+)
+from jaxpar.compiled.hardware import Hardware, hardware_of
 from jaxpar.compiled.hlo import Module, parse
+from jaxpar.compiled.kernel_time import rates_of
+from jaxpar.compiled.link_rates import count_per_host, link_rates_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +58,8 @@ class CompiledProgram:
       on_host: names of the arguments that are in the host's memory.
       parts: name -> program, of a step of several, which run one after the other; empty
         for one.
+      communication: the time of its collectives, by its schedule; None where none can
+        be read: of CPUs and TPUs, and of GPUs whose rates are unknown.
     """
 
     memory: Memory
@@ -58,6 +68,7 @@ class CompiledProgram:
     unknown_loops: tuple[str, ...]
     on_host: tuple[str, ...] = ()
     parts: "Mapping[str, CompiledProgram]" = dataclasses.field(default_factory=dict)
+    communication: Communication | None = None
 
     def bytes_of(self, argument: str) -> int:
         """Bytes of one argument of the traced function, all its leaves together.
@@ -130,11 +141,21 @@ def join_programs(parts: Mapping[str, CompiledProgram]) -> CompiledProgram:
         ),
         on_host=tuple(on_host),
         parts=parts,
+        communication=_joined([part.communication for part in programs]),
     )
 
 
+def _joined(parts: Sequence[Communication | None]) -> Communication | None:
+    known = [part for part in parts if part is not None]
+    return join_communication(known) if len(known) == len(parts) else None
+
+
 def read_program(
-    compiled: Any, mesh: Mesh, module: Module | None = None
+    compiled: Any,
+    mesh: Mesh,
+    module: Module | None = None,
+    *,
+    devices_per_host: int | None = None,
 ) -> CompiledProgram:
     """Read a compiled program.
 
@@ -142,6 +163,7 @@ def read_program(
       compiled: a `jax.stages.Compiled`, for any backend, present or not.
       mesh: the mesh that it was traced for.
       module: its parsed text, if that exists already.
+      devices_per_host: devices that share a host; None for what the mesh's devices say.
 
     Returns:
       Its costs on one device.
@@ -163,7 +185,30 @@ def read_program(
         collectives=collectives,
         unknown_loops=unknown,
         on_host=tuple(name for name, (_, is_off) in arguments.items() if is_off),
+        communication=_communication(module, mesh, devices_per_host),
     )
+
+
+def scheduled_hardware(mesh: Mesh) -> Hardware | None:
+    """A mesh's devices, where programs for them have a schedule that can be timed.
+
+    Those are GPUs of known rates. XLA:CPU has no asynchronous collectives, and a TPU's
+    program hides them in fusions with parts of other kernels.
+    """
+    device = mesh.devices.flat[0]
+    return hardware_of(device.device_kind) if device.platform == "gpu" else None
+
+
+def _communication(
+    module: Module, mesh: Mesh, devices_per_host: int | None
+) -> Communication | None:
+    """The time of a program's collectives, if it is for GPUs of known rates."""
+    hardware = scheduled_hardware(mesh)
+    if hardware is None:
+        return None
+    per_host = devices_per_host or count_per_host(mesh)
+    links = link_rates_of(hardware, dict(mesh.shape), per_host)
+    return read_communication(module, rates_of(hardware), links)
 
 
 def _memory(stats: Any, *, on_gpu: bool) -> Memory:

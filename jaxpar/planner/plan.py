@@ -169,8 +169,27 @@ class Plan:
             "collective_bytes_per_device": sum(
                 row.bytes for row in self.program.collectives
             ),
+            "exposed": self._exposed(),
             "estimate": estimated,
         }
+
+    def _exposed(self) -> list[dict[str, Any]] | None:
+        """A row for each kind of collective; None where no schedule can be read."""
+        found = self.program.communication
+        if found is None:
+            return None
+        return [
+            {
+                "op": row.kind,
+                "axis": " x ".join(row.axes),
+                "count": row.count,
+                "sync": row.num_sync,
+                "sent_bytes": row.sent_bytes,
+                "wire_seconds": row.wire_seconds,
+                "exposed_seconds": row.exposed_seconds,
+            }
+            for row in found.by_kind
+        ]
 
     def as_json(self) -> str:
         """`as_dict` as text."""

@@ -115,7 +115,7 @@ def plan_step(
         for name, traced in traces.items()
     }
     compile_seconds = time.perf_counter() - began
-    program, traffic, text = _read(engine, compiled)
+    program, traffic, text = _read(engine, compiled, target)
     model_flops = spec.model_flops
     counted = sum(flops(traced.jaxpr.eqns) for traced in traces.values())
     total = execution.flops(counted, model_flops, num_batch_shards(mesh))
@@ -127,6 +127,7 @@ def plan_step(
         collectives=program.collectives,
         bubble=execution.bubble,
         zero=placement.zero.number,
+        communication=program.communication,
     )
     hardware, sizes = target.hardware, dict(mesh.shape)
     links = hardware and link_bytes(program.collectives, sizes, target.devices_per_host)
@@ -158,14 +159,16 @@ def plan_step(
 
 
 def _read(
-    engine: CompiledStep, compiled: Mapping[str, jax.stages.Compiled]
+    engine: CompiledStep, compiled: Mapping[str, jax.stages.Compiled], target: Target
 ) -> tuple[CompiledProgram, Traffic, str]:
     """A step's programs as one, their traffic through memory, and their text."""
     mesh, taken = engine.placement.mesh, engine.spec.execution.active_fraction
     texts = {name: each.as_text() or "" for name, each in compiled.items()}
     modules = {name: parse(text, taken) for name, text in texts.items()}
+    per_host = target.devices_per_host
     programs = {
-        n: read_program(compiled[n], mesh, module) for n, module in modules.items()
+        name: read_program(compiled[name], mesh, module, devices_per_host=per_host)
+        for name, module in modules.items()
     }
     moved = [memory_traffic(module) for module in modules.values()]
     products, others = (

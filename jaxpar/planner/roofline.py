@@ -5,10 +5,11 @@ times the fraction that large transfers and matmuls reach.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from jaxpar.compiled.collectives import Collective
-from jaxpar.compiled.link_rates import link_rates_of
+from jaxpar.compiled.exposed import Communication
+from jaxpar.compiled.link_rates import LinkRates, link_rates_of
 from jaxpar.mesh import DATA
 from jaxpar.planner.targets import Target
 from jaxpar.planner.work import Traffic
@@ -26,6 +27,8 @@ class Work:
       collectives: its collectives.
       bubble: idle fraction of the pipeline.
       zero: the ZeRO stage.
+      communication: the time of its collectives by the compiled schedule; None where
+        there is none, and a rule says what is hidden.
     """
 
     flops: float
@@ -35,6 +38,7 @@ class Work:
     collectives: tuple[Collective, ...]
     bubble: float
     zero: int
+    communication: Communication | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,14 +87,13 @@ def estimate(work: Work, target: Target, sizes: Mapping[str, int]) -> Estimate |
     )
     others = work.traffic.others / memory
     bubble = (products + others) * work.bubble / (1 - work.bubble)
-    hidden, exposed = 0.0, 0.0
-    for row in work.collectives:
-        seconds = row.sent_bytes / link_rate(row.axes, target, sizes)
-        if _is_hidden(row, work.zero):
-            hidden += seconds
-        else:
-            exposed += seconds
-    waited, exposed = exposed, exposed + max(0.0, hidden - products - others)
+    if work.communication is not None:
+        links = work.communication.wire_seconds
+        exposed = work.communication.exposed_seconds
+    else:
+        rates = link_rates_of(hardware, sizes, target.devices_per_host)
+        beside = products + others
+        links, exposed = exposed_by_rule(work.collectives, work.zero, rates, beside)
     step = products + others + bubble + exposed
     return Estimate(
         step_seconds=step,
@@ -98,14 +101,43 @@ def estimate(work: Work, target: Target, sizes: Mapping[str, int]) -> Estimate |
         bubble=work.bubble,
         matmul_seconds=products,
         memory_seconds=others,
-        links_seconds=waited + hidden,
+        links_seconds=links,
         exposed_seconds=exposed,
         bubble_seconds=bubble,
     )
 
 
-def assumptions(target: Target) -> list[str]:
-    """The assumptions of an estimate, for people."""
+def exposed_by_rule(
+    collectives: Iterable[Collective], zero: int, rates: LinkRates, beside: float
+) -> tuple[float, float]:
+    """Say by a rule what is exposed, of a program without a schedule.
+
+    Args:
+      collectives: the program's.
+      zero: the ZeRO stage.
+      rates: of the links.
+      beside: seconds of the kernels that hide collectives.
+
+    Returns:
+      (seconds of all collectives, of those that are exposed).
+    """
+    hidden, waited = 0.0, 0.0
+    for row in collectives:
+        seconds = row.sent_bytes / rates.rate(row.axes)
+        if _is_hidden(row, zero):
+            hidden += seconds
+        else:
+            waited += seconds
+    return waited + hidden, waited + max(0.0, hidden - beside)
+
+
+def assumptions(target: Target, *, is_scheduled: bool) -> list[str]:
+    """The assumptions of an estimate, for people.
+
+    Args:
+      target: the devices.
+      is_scheduled: whether exposed communication was read from the compiled schedule.
+    """
     hardware = target.hardware
     if hardware is None:
         return ["no rates of CPUs are known: only memory and traffic are planned."]
@@ -119,10 +151,20 @@ def assumptions(target: Target) -> list[str]:
         f"{hardware.inside_host / 1e9:.0f} GB/s inside its host and of "
         f"{hardware.between_hosts / 1e9:.0f} GB/s between hosts, times the members of "
         f"its group on the host ({hardware.sources['links']}).",
-        "per-layer gathers and reductions over data (ZeRO 3; gradients of ZeRO 2) and "
-        "the sends of a pipeline overlap with matmuls; all other collectives, and "
-        "those over tensor, do not overlap.",
+        _SCHEDULED if is_scheduled else _UNSCHEDULED,
     ]
+
+
+_SCHEDULED = (
+    "a collective overlaps with the kernels that the compiled schedule has between its "
+    "start and its end, and with no other collective on the same kind of link; none "
+    "has a latency."
+)
+_UNSCHEDULED = (
+    "the program has no schedule that can be read, as GPUs' have, so a rule says what "
+    "overlaps with matmuls: per-layer gathers and reductions over data (ZeRO 3; "
+    "gradients of ZeRO 2) and the sends of a pipeline; no other collective."
+)
 
 
 def link_rate(axes: tuple[str, ...], target: Target, sizes: Mapping[str, int]) -> float:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+from jaxpar.compiled.exposed_table import HEAD, WORDS, finding, table_rows
 from jaxpar.mesh import axes_text
 from jaxpar.pipeline.schedules.chart import title
 from jaxpar.pipeline.schedules.table import cost
@@ -35,7 +36,7 @@ class Section:
     """One section on a plan.
 
     Attributes:
-      name: "memory", "traffic", "time" or "pipeline".
+      name: "memory", "traffic", "exposed", "time" or "pipeline".
       heading: what it shows.
       finding: the number to take away.
       fits: whether the finding is good news; None for neither.
@@ -56,13 +57,13 @@ class Section:
 
 
 def sections(plan: Plan, tokens: float | None = None) -> list[Section]:
-    """The sections on a plan, in order; the pipeline's where there is one.
+    """The sections on a plan, in order; those that it has nothing for are left out.
 
     Args:
       plan: the plan.
       tokens: of the whole run, for its cost.
     """
-    found = [_memory(plan), _traffic(plan), _time(plan, tokens)]
+    found = [_memory(plan), _traffic(plan), *_exposed(plan), _time(plan, tokens)]
     if plan.schedule is not None:
         bubble = cost(plan.schedule, **plan.schedule_times).bubble
         heading = f"Pipeline, {title(plan.schedule)}"
@@ -84,7 +85,9 @@ def notes(plan: Plan) -> list[str]:
     """The plan's notes, and the assumptions of its estimate."""
     if plan.estimate is None:
         return list(plan.notes)
-    return [*plan.notes, *assumptions(parse_target(plan.target))]
+    is_scheduled = plan.program.communication is not None
+    target = parse_target(plan.target)
+    return [*plan.notes, *assumptions(target, is_scheduled=is_scheduled)]
 
 
 def verdict(plan: Plan) -> str:
@@ -196,6 +199,23 @@ def _traffic(plan: Plan) -> Section:
         rows=tuple(rows),
         words=3,
     )
+
+
+def _exposed(plan: Plan) -> list[Section]:
+    """What kernels wait for, where the program's schedule says so."""
+    found = plan.program.communication
+    if found is None or not found.collectives:
+        return []
+    return [
+        Section(
+            "exposed",
+            "Communication that kernels do not hide",
+            finding(found),
+            head=HEAD,
+            rows=tuple(table_rows(found)),
+            words=WORDS,
+        )
+    ]
 
 
 def _time(plan: Plan, tokens: float | None) -> Section:

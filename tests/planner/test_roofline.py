@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from jaxpar.compiled.collectives import Collective
+from jaxpar.compiled.exposed import Communication, Waited
 from jaxpar.compiled.hardware import Hardware
 from jaxpar.mesh import MeshShape
 from jaxpar.planner.roofline import Work, assumptions, estimate
@@ -81,6 +82,21 @@ def test_at_stage_2_gradients_run_beside_and_parameters_do_not():
     assert estimated(collectives=rows, zero=2).exposed_seconds == 8
 
 
+def test_a_schedule_says_what_is_exposed_where_there_is_one():
+    waited = Waited("g", "all-gather", ("data",), 1, False, 8, 8.0, 3.0)
+    scheduled = Communication(kernel_seconds=30.0, collectives=(waited,))
+    for zero in (1, 3):
+        rows = (gathered(("data",)),)
+        found = estimated(collectives=rows, zero=zero, communication=scheduled)
+        assert (found.links_seconds, found.exposed_seconds) == (8.0, 3.0)
+        assert found.step_seconds == 30 + 3
+
+
+def test_without_a_schedule_the_assumptions_say_so():
+    said = assumptions(parse_target("v5e:2x4"), is_scheduled=False)[-1]
+    assert said.startswith("the program has no schedule that can be read")
+
+
 def test_what_a_pipeline_sends_runs_beside():
     found = estimated(
         MeshShape(data=4, pipe=2),
@@ -92,11 +108,14 @@ def test_what_a_pipeline_sends_runs_beside():
 def test_cpus_have_no_rates():
     sizes = {"data": 8, "pipe": 1, "tensor": 1}
     assert estimate(WORK, parse_target("cpu:8"), sizes) is None
-    assert assumptions(parse_target("cpu:8"))[0].startswith("no rates of CPUs")
+    assert assumptions(parse_target("cpu:8"), is_scheduled=False)[0].startswith(
+        "no rates of CPUs"
+    )
 
 
 def test_assumptions_name_rates_and_sources():
-    told = "\n".join(assumptions(parse_target("h100:1x8")))
+    told = "\n".join(assumptions(parse_target("h100:1x8"), is_scheduled=True))
     for part in ("80% of the peak of 989 TFLOP/s", "90% of the memory's 3.35 TB/s",
-                 "450 GB/s inside its host", "S. Bekman", "NVLink 4"):  # fmt: skip
+                 "450 GB/s inside its host", "S. Bekman", "NVLink 4",
+                 "the compiled schedule has between its start"):  # fmt: skip
         assert part in told

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from jaxpar.compiled.exposed import Communication, Waited
 from jaxpar.planner.roofline import assumptions
 from jaxpar.planner.sections import (
     headline,
@@ -49,6 +50,32 @@ def test_pieces_add_up(name):
     if plan.estimate is not None:
         found = sum(piece.value for piece in time_pieces(plan.estimate))
         assert found == pytest.approx(plan.estimate.step_seconds)
+
+
+def test_exposed_communication_has_a_section_where_a_schedule_says_it():
+    waited = Waited("g", "all-gather", ("data",), 3, False, 8_000_000, 0.008, 0.002)
+    scheduled = dataclasses.replace(
+        make_program(), communication=Communication(0.5, (waited,), 8)
+    )
+    plan = make_plan(program=scheduled)
+    names = ["memory", "traffic", "exposed", "time"]
+    assert [each.name for each in sections(plan)] == names
+    found = section(plan, "exposed")
+    assert found.finding == "2.0 of 8.0 ms of communication are exposed"
+    assert found.rows == (("all-gather", "data", "3", "0", "8.0", "8.0", "2.0"),)
+    assert notes(plan)[-1].startswith("a collective overlaps with the kernels")
+    assert plan.as_dict()["exposed"] == [
+        {
+            "op": "all-gather",
+            "axis": "data",
+            "count": 3,
+            "sync": 0,
+            "sent_bytes": 8_000_000,
+            "wire_seconds": 0.008,
+            "exposed_seconds": 0.002,
+        }
+    ]
+    assert make_plan().as_dict()["exposed"] is None
 
 
 def test_pipeline_has_a_section_where_there_is_one():
@@ -133,7 +160,10 @@ def test_heading_names_target_mesh_and_stage():
 def test_notes_have_the_assumptions_of_an_estimate():
     assert notes(make_cpu_plan()) == ["attention is XLA's own"]
     target = parse_target("h200:8x8")
-    assert notes(make_plan()) == ["attention is XLA's own", *assumptions(target)]
+    assert notes(make_plan()) == [
+        "attention is XLA's own",
+        *assumptions(target, is_scheduled=False),
+    ]
 
 
 @pytest.mark.parametrize(
