@@ -43,6 +43,9 @@ class Budget:
         a step that does not reduce its gradients communicates less. All-reduces and
         reduce-scatters are counted together. Not checked in a program that has loops
         of unknown trip counts.
+      exposed_ms: milliseconds a step that kernels may wait for collectives, by the
+        compiled schedule at assumed rates (`Explanation.details` shows them); None for
+        no limit. Only of steps compiled for GPUs. `record` leaves it open.
     """
 
     state_bytes: int
@@ -53,6 +56,7 @@ class Budget:
     unbounded: tuple[str, ...] = ()
     host_state_bytes: int = 0
     at_least: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
+    exposed_ms: float | None = None
 
     def as_json(self) -> str:
         """The budget as a JSON object, to be stored in a file."""
@@ -147,6 +151,7 @@ def check(budget: Budget, measured: Measured) -> list[str]:
         *_check_communicated(budget, measured),
         *_check_at_least(budget, measured),
         *_check_peak(budget, measured),
+        *_check_exposed(budget, measured),
     ]
 
 
@@ -244,6 +249,42 @@ def _check_peak(budget: Budget, measured: Measured) -> list[str]:
     ]
 
 
+def _check_exposed(budget: Budget, measured: Measured) -> list[str]:
+    seconds, allowed = measured.exposed_seconds, budget.exposed_ms
+    if allowed is None or seconds is None or 1e3 * seconds <= allowed:
+        return []
+    return [
+        _violation(
+            f"exposed: kernels wait {1e3 * seconds:.1f} ms a step for collectives, by "
+            "the compiled schedule at assumed rates, but the budget is "
+            f"{allowed:g} ms.",
+            _longest_waits(measured.operations),
+            "A gather or a reduction for each layer hides behind the other layers "
+            "(zero=3, scanned layers); larger micro-batches (accumulate=) give each "
+            "more to hide behind; MeshShape(replica=...) keeps gathers inside a host. "
+            "If it is intended, raise exposed_ms=.",
+        )
+    ]
+
+
+def _longest_waits(operations: Iterable[Operation]) -> list[str]:
+    """The operations that kernels wait for, equal ones merged, longest first."""
+    waits: dict[Operation, list[float]] = collections.defaultdict(lambda: [0, 0.0])
+    for each in operations:
+        alike = dataclasses.replace(each, times=0, bytes=0, exposed_seconds=0.0)
+        waits[alike][0] += each.times
+        waits[alike][1] += each.exposed_seconds
+    rows = sorted(waits.items(), key=lambda row: -row[1][1])
+    rows = [(operation, row) for operation, row in rows if row[1] > 0]
+    left = sum(seconds for _, (_, seconds) in rows[_SHOWN:])
+    more = [f"and {len(rows) - _SHOWN} more, {1e3 * left:.1f} ms"] if left else []
+    return [
+        f"{1e3 * seconds:.1f} ms: "
+        + dataclasses.replace(operation, times=int(times)).described
+        for operation, (times, seconds) in rows[:_SHOWN]
+    ] + more
+
+
 def _over_axis(
     axes: str, kind: str, number: int, allowed: int, causes: Sequence[str]
 ) -> str:
@@ -283,7 +324,9 @@ def _causes(operations: Iterable[Operation], axes: str, kind: str) -> list[str]:
     alike: dict[Operation, list[int]] = collections.defaultdict(lambda: [0, 0])
     for operation in operations:
         if operation.kind in kinds and " x ".join(operation.axes) == axes:
-            entry = alike[dataclasses.replace(operation, times=0, bytes=0)]
+            entry = alike[
+                dataclasses.replace(operation, times=0, bytes=0, exposed_seconds=0.0)
+            ]
             entry[0] += operation.times
             entry[1] += operation.bytes
     rows = [

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 import jax.numpy as jnp
 
 from jaxpar.compiled.explain import Explanation, LeafReport
+from jaxpar.compiled.exposed import Communication
 from jaxpar.compiled.hlo import Module
 from jaxpar.compiled.source_lines import Operation, read_operations
 
@@ -26,6 +27,8 @@ class Measured:
       peak_bytes: peak memory.
       on_cpu: whether XLA:CPU compiled the program.
       is_complete: whether every loop's trip count is known, so that all is counted.
+      exposed_seconds: time that kernels wait for collectives; None where no schedule
+        says it.
     """
 
     mesh: Mapping[str, int]
@@ -34,6 +37,7 @@ class Measured:
     peak_bytes: int
     on_cpu: bool
     is_complete: bool = True
+    exposed_seconds: float | None = None
 
     @property
     def state_bytes(self) -> int:
@@ -64,7 +68,12 @@ class Measured:
 
 
 def measure(
-    explanation: Explanation, module: Module, text: str, *, on_cpu: bool
+    explanation: Explanation,
+    module: Module,
+    text: str,
+    *,
+    on_cpu: bool,
+    communication: Communication | None = None,
 ) -> Measured:
     """Measure a compiled step.
 
@@ -74,6 +83,7 @@ def measure(
         so on.
       text: the HLO text of `module`.
       on_cpu: whether XLA:CPU compiled it.
+      communication: the time of its collectives, where its schedule says it.
 
     Returns:
       What it holds and communicates.
@@ -97,11 +107,12 @@ def measure(
         operations=tuple(
             # A collective of a stored leaf has the name of its argument.
             dataclasses.replace(found, name=names.get(found.name, found.name))
-            for found in read_operations(module, text, explanation.mesh)
+            for found in read_operations(module, text, explanation.mesh, communication)
         ),
         peak_bytes=explanation.program.memory.peak,
         on_cpu=on_cpu,
         is_complete=not explanation.program.unknown_loops,
+        exposed_seconds=communication and communication.exposed_seconds,
     )
 
 
@@ -120,11 +131,14 @@ def join_measured(parts: Iterable[Measured]) -> Measured:
         for same in zip(*(part.leaves for part in every), strict=True)
     ]
     operations = [operation for part in every for operation in part.operations]
+    exposed = [part.exposed_seconds for part in every]
+    known = [seconds for seconds in exposed if seconds is not None]
     return dataclasses.replace(
         first,
         leaves=tuple(leaves),
         operations=tuple(sorted(operations, key=lambda each: -each.bytes)),
         is_complete=all(part.is_complete for part in every),
+        exposed_seconds=sum(known) if len(known) == len(every) else None,
     )
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 
 from jaxpar.compiled.collectives import find_sites
+from jaxpar.compiled.exposed import Communication
 from jaxpar.compiled.hlo import ArrayType, Instruction, Module
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -44,6 +45,8 @@ class Operation:
       name: jax's name of the operation, with its scopes; empty where the compiler
         created the operation.
       line: "file:line" where the operation was traced; empty likewise.
+      exposed_seconds: time that kernels wait for it in a step; 0 where no schedule says
+        it.
     """
 
     kind: str
@@ -54,17 +57,20 @@ class Operation:
     bytes: int
     name: str
     line: str
+    exposed_seconds: float = 0.0
 
     def __str__(self) -> str:
+        return f"{self.bytes:,} bytes: {self.described}"
+
+    @property
+    def described(self) -> str:
+        """How often it runs, what it moves, and where it comes from."""
         more = f" and {self.num_arrays - 1} more" if self.num_arrays > 1 else ""
         # The end identifies the operation; the beginning is the step's own scopes.
         name = self.name or "an operation without a name"
         cut = "..." + name[-_LONGEST_NAME:] if len(name) > _LONGEST_NAME else name
         where = f" at {self.line}" if self.line else ""
-        return (
-            f"{self.bytes:,} bytes: {self.times} x {self.kind} of {self.shape}{more}, "
-            f"{cut}{where}"
-        )
+        return f"{self.times} x {self.kind} of {self.shape}{more}, {cut}{where}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +87,10 @@ class Frame:
 
 
 def read_operations(
-    module: Module, text: str, sizes: Mapping[str, int]
+    module: Module,
+    text: str,
+    sizes: Mapping[str, int],
+    communication: Communication | None = None,
 ) -> tuple[Operation, ...]:
     """Find every collective of a program and the operation that it comes from.
 
@@ -89,11 +98,14 @@ def read_operations(
       module: the program, parsed.
       text: the HLO text of `module`.
       sizes: mesh axis -> devices on it, in the mesh's order.
+      communication: the time of its collectives, where its schedule says it.
 
     Returns:
       The operations, most bytes first.
     """
     stacks = read_stacks(text)
+    rows = communication.collectives if communication else ()
+    exposed = {row.name: row.exposed_seconds for row in rows}
     found = []
     for site in find_sites(module, sizes)[0]:
         arrays = _whole(module, site.instruction)
@@ -107,6 +119,7 @@ def read_operations(
             bytes=site.times * sum(site.payload.values()),
             name=site.instruction.op_name,
             line=line_of(site.instruction, stacks),
+            exposed_seconds=exposed.get(site.instruction.name, 0.0),
         )
         found.append(operation)
     return tuple(sorted(found, key=lambda operation: -operation.bytes))

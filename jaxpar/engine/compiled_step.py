@@ -15,6 +15,7 @@ from jaxpar.compiled.budget import (
 )
 from jaxpar.compiled.closed_form import ClosedForm, closed_form_budget
 from jaxpar.compiled.explain import Explanation, make_explanation, state_bytes, total
+from jaxpar.compiled.exposed_limit import check_exposed_ms
 from jaxpar.compiled.hlo import parse
 from jaxpar.compiled.measured import Measured, join_measured, measure
 from jaxpar.compiled.program import CompiledProgram, join_programs, read_program
@@ -166,8 +167,10 @@ class CompiledStep(abc.ABC):
           leaf and each collective, `as_json` is for programs.
         """
         compiled = {name: each.compile() for name, each in self.lowered().items()}
+        fraction, mesh = self.spec.execution.active_fraction, self.placement.mesh
+        modules = {n: parse(x.as_text() or "", fraction) for n, x in compiled.items()}
         return self._explanation(
-            {name: read_program(x, self.placement.mesh) for name, x in compiled.items()}
+            {n: read_program(x, mesh, modules[n]) for n, x in compiled.items()}
         )
 
     def budget(self) -> Budget:
@@ -178,7 +181,9 @@ class CompiledStep(abc.ABC):
         """
         return record(self.measure(self.lowered()))
 
-    def verify(self, budget: Budget | None = None) -> Budget:
+    def verify(
+        self, budget: Budget | None = None, *, exposed_ms: float | None = None
+    ) -> Budget:
         """Compile the step, and compare it with a budget.
 
         Compares state bytes, bytes communicated over each axis by kind of collective,
@@ -190,6 +195,9 @@ class CompiledStep(abc.ABC):
             recorded; None for the closed form of its ZeRO stage, precision and
             micro-batches. The closed form bounds the state and the traffic over data,
             not over tensor and pipe, and not an optimizer's own traffic (Muon).
+          exposed_ms: milliseconds a step that kernels may wait for collectives, by the
+            compiled schedule at assumed rates; None for the budget's own limit. Needs a
+            mesh of GPUs, present or absent.
 
         Returns:
           What the step holds and communicates now, as `budget` returns it.
@@ -197,9 +205,15 @@ class CompiledStep(abc.ABC):
         Raises:
           BudgetExceeded: if the step does not keep to it; the message names the leaves,
             or the operations by their source lines.
+          ValueError: if exposed_ms is negative, or the mesh is not of GPUs whose rates
+            are known.
         """
+        budget = budget or self.closed_form_budget()
+        if exposed_ms is not None:
+            budget = dataclasses.replace(budget, exposed_ms=exposed_ms)
+        check_exposed_ms(budget.exposed_ms, self.placement.mesh)
         measured = self.measure(self.lowered())
-        violations = check(budget or self.closed_form_budget(), measured)
+        violations = check(budget, measured)
         if violations:
             raise BudgetExceeded(violations)
         return record(measured)
@@ -233,12 +247,19 @@ class CompiledStep(abc.ABC):
         texts = {name: each.as_text() or "" for name, each in compiled.items()}
         fraction, mesh = self.spec.execution.active_fraction, self.placement.mesh
         modules = {name: parse(text, fraction) for name, text in texts.items()}
-        explanation = self._explanation(
-            {name: read_program(compiled[name], mesh, modules[name]) for name in texts}
-        )
+        programs = {
+            name: read_program(compiled[name], mesh, modules[name]) for name in texts
+        }
+        explanation = self._explanation(programs)
         on_cpu = self.closed_form.platform == "cpu"
         return join_measured(
-            measure(explanation, modules[name], text, on_cpu=on_cpu)
+            measure(
+                explanation,
+                modules[name],
+                text,
+                on_cpu=on_cpu,
+                communication=programs[name].communication,
+            )
             for name, text in texts.items()
         )
 

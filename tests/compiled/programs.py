@@ -141,7 +141,7 @@ def squared(model: Any, batch: jax.Array) -> jax.Array:
 
 def compile_step(run: Run) -> Compiled:
     """Make the engine on GPUs that are not here, and compile its step."""
-    arguments = _arguments(run)
+    arguments = arguments_of(run)
     began = time.process_time()
     with _FAULTS[run.fault]():
         engine = jaxpar.initialize(**arguments)
@@ -171,13 +171,13 @@ def _copied(text: str) -> int:
 
 def plan_notes(run: Run) -> tuple[str, ...]:
     """What a plan of the step for its devices remarks."""
-    engine = jaxpar.initialize(**_arguments(run))
+    engine = jaxpar.initialize(**arguments_of(run))
     return jaxpar.plan(engine, f"h200:{run.hosts}x8").notes
 
 
 def verify(run: Run) -> tuple[int, Budget | None, tuple[str, ...]]:
     """Verify the step: its parameters, what it moves, or what exceeds the budget."""
-    arguments = _arguments(run)
+    arguments = arguments_of(run)
     with _FAULTS[run.fault]():
         engine = jaxpar.initialize(**arguments)
         psi = num_elements(engine.state.params)
@@ -187,7 +187,7 @@ def verify(run: Run) -> tuple[int, Budget | None, tuple[str, ...]]:
             return psi, None, error.violations
 
 
-def _arguments(run: Run) -> dict[str, Any]:
+def arguments_of(run: Run) -> dict[str, Any]:
     """What the engine on devices that are not here is made of."""
     devices = tpu_devices(run.tpus) if run.tpus else gpu_devices("h200", run.hosts, 8)
     shape = MeshShape(data=-1, tensor=run.tensor, replica=run.replica)
