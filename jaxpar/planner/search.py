@@ -120,7 +120,11 @@ class Search:
         over_data = sent / self._rate(DATA, choice.mesh)
         tensor = sent_over_tensor(survey, facts, choice)
         over_tensor = tensor / self._rate(TENSOR, choice.mesh)
-        waits = over_tensor + (max(0.0, over_data - work) if hides else over_data)
+        rule = max(0.0, over_data - work) if hides else over_data
+        share = self._exposed_share(DATA, choice)
+        waits = rule if share is None else share * over_data
+        share = self._exposed_share(TENSOR, choice)
+        waits += over_tensor if share is None else share * over_tensor
         return Prediction(
             work / (1 - bubble) + waits, facts.least + self._activations(choice)
         )
@@ -143,6 +147,20 @@ class Search:
         alike = [seconds for own, seconds in known if own == kind]
         piped = [seconds for own, seconds in known if own[1] == kind[1]]
         return min(alike or piped or [seconds for _, seconds in known], default=0.0)
+
+    def _exposed_share(self, axis: str, choice: Choice) -> float | None:
+        """The part of what is sent over an axis that kernels wait for.
+
+        The least that a compiled schedule shows for this ZeRO stage, with and without a
+        pipeline; None if there is none yet, or no schedule can be read.
+        """
+        kind = choice.zero, choice.mesh[1] > 1
+        shares = [
+            _exposed_share(plan, axis)
+            for own, plan in self.plans.items()
+            if (own.zero, own.mesh[1] > 1) == kind
+        ]
+        return min((share for share in shares if share is not None), default=None)
 
     def _line(self, kind: tuple[str | None, bool]) -> _Line | None:
         """Activations by rows, fitted to the compiled choices of a kind."""
@@ -319,6 +337,14 @@ def seconds_of(plan: Plan) -> float:
     """The step time of a plan's estimate."""
     assert plan.estimate is not None, "searches are of targets with rates"
     return plan.estimate.step_seconds
+
+
+def _exposed_share(plan: Plan, axis: str) -> float | None:
+    """The part of what a plan's step sends over one axis that kernels wait for."""
+    found = plan.program.communication
+    rows = [row for row in found.collectives if row.axes == (axis,)] if found else []
+    wire = sum(row.wire_seconds for row in rows)
+    return sum(row.exposed_seconds for row in rows) / wire if wire else None
 
 
 def _through(points: Mapping[float, float]) -> _Line:

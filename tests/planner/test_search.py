@@ -4,7 +4,15 @@ import dataclasses
 
 import pytest
 
-from jaxpar.planner.choices import Choice, choices
+from jaxpar.compiled.exposed import Communication, Waited
+from jaxpar.planner.choices import (
+    Choice,
+    choices,
+    sent_over_data,
+    sent_over_tensor,
+)
+from jaxpar.planner.plan import Plan
+from jaxpar.planner.roofline import link_rate
 from jaxpar.planner.search import Search, reasons, run, start
 from jaxpar.planner.subprocess import CompilerProcessError
 from jaxpar.planner.targets import parse_target
@@ -17,6 +25,9 @@ WORLDS = {
     "two hosts": World(target="a100:2x8", psi=7e9, rows=32),
     "no pipeline": World(knobs={"mesh": None, "zero": 0, "accumulate": 1}),
 }
+
+
+SIZES = {"data": 4, "pipe": 1, "tensor": 2}
 
 
 def searched(world: World, make_plan=None, compiles=24, jobs=1) -> Search:
@@ -89,3 +100,39 @@ def test_no_possible_mesh_is_said_with_its_reason():
     refused = dict.fromkeys(survey.facts, "sample_batch: 7 rows.")
     with pytest.raises(ValueError, match=r"no mesh of its 8 devices .*: 7 rows\.$"):
         start(dataclasses.replace(survey, facts=refused), parse_target("h100:1x8"))
+
+
+def scheduled(plan: Plan, **exposed: float) -> Plan:
+    """The plan, whose schedule exposes these parts of what is sent over each axis."""
+    rows = tuple(
+        Waited(axis, "all-gather", (axis,), 1, False, 8, 1.0, share)
+        for axis, share in exposed.items()
+    )
+    found = Communication(kernel_seconds=1.0, collectives=rows)
+    program = dataclasses.replace(plan.program, communication=found)
+    return dataclasses.replace(plan, program=program)
+
+
+def test_predictions_take_what_compiled_schedules_expose():
+    world = WORLDS["fits easily"]
+    one, two = (Choice((4, 1, 2), zero, 1, None, "none") for zero in (1, 3))
+    search = start(world.survey(), parse_target(world.target))
+    plan = world.plan(one)
+    search.note(one, plan)  # Its program has no schedule: a rule says what is exposed.
+    by_rule = {choice: search.predict(choice).seconds for choice in (one, two)}
+    search.note(one, scheduled(plan, data=1.0, tensor=1.0))
+    assert search.predict(one).seconds == pytest.approx(by_rule[one])
+    search.note(one, scheduled(plan, data=0.5, tensor=0.25))
+    sent = sent_over_data(search.facts(one), one)[0]
+    over_data = sent / link_rate(("data",), search.target, SIZES)
+    sent = sent_over_tensor(search.survey, search.facts(one), one)
+    over_tensor = sent / link_rate(("tensor",), search.target, SIZES)
+    saved = 0.5 * over_data + 0.75 * over_tensor
+    assert search.predict(one).seconds == pytest.approx(by_rule[one] - saved)
+    # Nothing was compiled at stage 3 yet.
+    assert search.predict(two).seconds == pytest.approx(by_rule[two])
+    # The least of what was compiled: a prediction too low is compiled, and corrected.
+    other = dataclasses.replace(one, accumulate=2)
+    search.note(other, scheduled(world.plan(other), data=0.25, tensor=1.0))
+    saved = 0.75 * over_data + 0.75 * over_tensor
+    assert search.predict(one).seconds == pytest.approx(by_rule[one] - saved)
