@@ -175,13 +175,11 @@ class _Pass:
       seconds: from its first kernel to its last, waits included.
       kernels: of these, kernels.
       waits: collective -> seconds that the kernels waited for it.
-      lag: of the links, at the end.
     """
 
     seconds: float
     kernels: float
     waits: Mapping[str, float]
-    lag: _Lag
 
 
 class _Clock:
@@ -207,10 +205,6 @@ class _Clock:
         """Wait for a collective."""
         self.waits[name] += max(0.0, end - self.now)
         self.now = max(self.now, end)
-
-    def occupy(self, lag: _Lag) -> None:
-        """Take over when links are free from a computation that has run."""
-        self.free |= {link: self.now + left for link, left in lag}
 
     def add(self, found: _Pass, times: int = 1) -> None:
         """Let runs of another computation pass."""
@@ -278,9 +272,7 @@ class _Timer:
                 self._step(instruction, computation, clock)
             for name, end in clock.ends.values():  # Done outside, if anywhere.
                 clock.wait(name, end)
-            self._known[key] = _Pass(
-                clock.now, clock.kernels, dict(clock.waits), clock.lag
-            )
+            self._known[key] = _Pass(clock.now, clock.kernels, dict(clock.waits))
         return self._known[key]
 
     def _step(
@@ -303,7 +295,7 @@ class _Timer:
             clock.add(self._called(instruction, clock)[0])
         elif _is_kernel(instruction):
             run = kernel_seconds(instruction, around, self.module, self.rates)
-            clock.add(_Pass(run, run, {}, ()))
+            clock.add(_Pass(run, run, {}))
 
     def _site(self, instruction: Instruction) -> Site | None:
         """The collective that an instruction starts, itself or wrapped."""
@@ -328,12 +320,10 @@ class _Timer:
         left = trip_count(self.module, around, loop)
         left = 1 if left is None else left
         while left:
-            before = clock.lag
-            found = self.run(body, before)
-            # Once a trip begins as it ends, all trips take as long.
-            times = left if found.lag == before else 1
-            clock.add(found, times)
-            clock.occupy(found.lag)
+            # A trip waits for all that it sends: once what was in flight around the
+            # loop has ended, all trips are alike.
+            times = 1 if clock.lag else left
+            clock.add(self.run(body, clock.lag), times)
             left -= times
 
     def _branch(self, conditional: Instruction, clock: _Clock) -> None:
@@ -344,7 +334,6 @@ class _Timer:
             for name, seconds in found.waits.items():
                 waits[name] += self.module.taken * seconds
         clock.add(dataclasses.replace(longest, waits=waits))
-        clock.occupy(longest.lag)
 
     def _called(self, instruction: Instruction, clock: _Clock) -> list[_Pass]:
         names = instruction.called or (instruction.attribute("to_apply").lstrip("%"),)

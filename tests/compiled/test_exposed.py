@@ -68,6 +68,11 @@ def test_links_inside_and_between_hosts_carry_a_collective_each():
     )
     # 4 bytes at 0.5 a second between hosts, at once.
     assert exposed(program(*lines)) == {"one": 0.0, "two": 2.0}
+    found = communication(program(*lines)).by_kind
+    assert [row.axes for row in found] == [
+        ("data",),
+        ("tensor",),
+    ]  # Most exposed first.
 
 
 LOOP = """
@@ -155,6 +160,24 @@ def test_a_conditional_lasts_as_long_as_its_longest_branch(taken):
     assert found == {"s": 3.0, "r": taken * 4.0}
 
 
+def test_a_collective_that_nothing_ends_is_waited_for_at_the_end():
+    lines = (start("s"), kernel("k", 3), "%out = u8[4]{0} bitcast(%x)")
+    assert exposed(program(*lines)) == {"s": 1.0}
+
+
+def test_copies_beside_the_kernels_hide_nothing_and_take_no_time():
+    lines = (
+        start("s"),
+        "%c = (u8[8]{0}, u8[8]{0}, u32[]) copy-start(%y)",
+        "%sent = (u8[8]{0}, u32[], token[]) send(%y)",
+        "%e = u8[8]{0} copy-done(%c)",
+        done("d", "s"),
+        "%out = u8[4]{0} bitcast(%d)",
+    )
+    found = communication(program(*lines))
+    assert (found.kernel_seconds, found.exposed_seconds) == (0.0, 4.0)
+
+
 def test_a_wrapped_collective_ends_at_its_done():
     inner = """
 %wrapped (p: u8[8]) -> u8[4] {
@@ -168,6 +191,7 @@ replica_groups={{0,1},{2,3}}
         kernel("k", 3),
         "%u = ((u8[8]{0}), u8[4]{0}) async-update(%s), calls=%wrapped",
         "%d = u8[4]{0} async-done(%u), calls=%wrapped",
+        kernel("after", 9),
         "%out = u8[4]{0} bitcast(%d)",
     )
     assert exposed(program(*lines, before=inner)) == {"rs": 1.0}
