@@ -87,13 +87,16 @@ CaseName = Literal[
 ROUND = Rates(4.3e12, {"bfloat16": 650e12, "float32": 650e12}, 450e12, launch=2e-6)
 ROUND_LINKS = 370e9
 
-OVERLAP_LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+SET = (
+    "xla_gpu_reduce_scatter_combine_threshold_bytes",
+    "xla_gpu_all_gather_combine_threshold_bytes",
+    "xla_gpu_enable_while_loop_double_buffering",
+    "xla_gpu_experimental_parallel_collective_overlap_limit",
+)
 AS_SET = "as jaxpar sets them"
 OPTIONS: dict[str, dict[str, Value | None]] = {
     AS_SET: {},
-    "xla_gpu_reduce_scatter_combine_threshold_bytes of XLA": {
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": None
-    },
+    **{f"{option} of XLA": {option: None} for option in SET},
     "xla_gpu_enable_latency_hiding_scheduler off": {
         "xla_gpu_enable_latency_hiding_scheduler": False
     },
@@ -101,7 +104,7 @@ OPTIONS: dict[str, dict[str, Value | None]] = {
         "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON",
         "xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_ON",
     },
-    **{f"{OVERLAP_LIMIT} {number}": {OVERLAP_LIMIT: number} for number in (2, 4)},
+    f"{SET[-1]} 4": {SET[-1]: 4},
 }
 """What jaxpar sets, without each of it; then XLA's own settings that schedule."""
 
