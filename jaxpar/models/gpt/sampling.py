@@ -1,14 +1,26 @@
 """What does a trained model write: tokens drawn one at a time from its predictions."""
 
 import functools
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
-from tokenizers import Tokenizer
 
 from jaxpar.model.network import WholeModel
+
+
+@runtime_checkable
+class Decoder(Protocol):
+    """What turns tokens into text, such as a `tokenizers.Tokenizer`.
+
+    The package is not imported: a machine that only trains may lack it.
+    """
+
+    def decode(self, ids: list[int], /) -> str:
+        """The text of tokens."""
+        ...
 
 
 def generate(
@@ -110,7 +122,7 @@ def continue_text(
     num_tokens: int,
     *,
     seq_len: int,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: Decoder | None = None,
     temperature: float = 0.3,
 ) -> str:
     """Continue a text.
