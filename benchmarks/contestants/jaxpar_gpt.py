@@ -12,7 +12,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import jaxpar
 from benchmarks.contestants import protocol
-from jaxpar.compiled.program import read_program
 from jaxpar.models import GPTConfig, gpt_loss, make_gpt
 
 
@@ -56,15 +55,7 @@ def main() -> None:
     engine = make_engine(shape, sample_batch=batches[0], zero=zero)
     float(engine.step(batches[0])["loss"])
 
-    def report() -> dict[str, int]:
-        measured = jax.devices()[0].memory_stats()
-        if not measured:
-            return {}
-        program = read_program(engine.lower().compile(), engine.mesh)
-        peak = measured["peak_bytes_in_use"]
-        return {"peak_bytes": peak, "predicted_bytes": program.memory.peak}
-
-    protocol.serve(lambda step: engine.step(batches[step % 8])["loss"], report)
+    protocol.serve(lambda step: engine.step(batches[step % 8])["loss"])
 
 
 if __name__ == "__main__":

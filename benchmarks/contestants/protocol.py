@@ -46,10 +46,16 @@ class Shape:
 
         Source: Chowdhery et al., "PaLM" (2022), appendix B.
         """
-        return 6 * self.num_params + 12 * self.layers * self.width * self.length
+        return 6 * self.num_params + 2 * self.causal_attention_flops
+
+    @property
+    def causal_attention_flops(self) -> int:
+        """Of a token: of the half of the scores that a causal mask leaves."""
+        return 6 * self.layers * self.width * self.length
 
 
 SHAPES = {
+    "toy": Shape(2, 64, 2, 2, 64, vocab=256, device="cpu"),
     "10.8m": Shape(8, 256, 6, 6, 384, vocab=256, device="cpu"),
     "124m": Shape(32, 1024, 12, 12, 768),
     "350m": Shape(16, 1024, 24, 16, 1024),
@@ -91,16 +97,23 @@ def serve(
         for _ in range(warm):
             float(step(taken))
             taken += 1
-        began = time.perf_counter()
-        losses, before = [], step(taken)
-        for number in range(taken + 1, taken + timed):
-            loss = step(number)
-            losses.append(float(before))
-            before = loss
-        losses.append(float(before))
+        seconds, losses = timed_steps(step, taken, timed)
         taken += timed
-        seconds = (time.perf_counter() - began) / timed
         answer({"seconds_per_step": seconds, "losses": losses} | report())
+
+
+def timed_steps(
+    step: Callable[[int], Any], first: int, steps: int
+) -> tuple[float, list[float]]:
+    """Seconds of a step and all losses, each read when the next step has begun."""
+    began = time.perf_counter()
+    losses, before = [], step(first)
+    for number in range(first + 1, first + steps):
+        loss = step(number)
+        losses.append(float(before))
+        before = loss
+    losses.append(float(before))
+    return (time.perf_counter() - began) / steps, losses
 
 
 def answer(value: dict) -> None:

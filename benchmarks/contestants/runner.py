@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+_LAST_WORDS = 20
+"""Lines: jax puts its own below what was wrong."""
 
 
 class Contestant:
@@ -56,7 +58,8 @@ class Contestant:
                 return json.loads(line[2:])
         first.wait()
         self.errors.seek(0)
-        raise RuntimeError(self.errors.read().strip().splitlines()[-1:])
+        last = self.errors.read().strip().splitlines()[-_LAST_WORDS:]
+        raise RuntimeError("\n".join(last))
 
     def take(self, warm: int, timed: int) -> dict:
         """Ask for steps, the first of them not timed, and wait for them."""

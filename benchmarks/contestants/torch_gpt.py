@@ -1,6 +1,8 @@
-"""The same GPT in torch: SHAPE, and eager or compile, or deepspeed and a ZeRO stage.
+"""The same GPT in torch: SHAPE, and a mode; or deepspeed and a ZeRO stage.
 
-On a GPU matrix products and attention are in bf16 by autocast, on fp32 parameters.
+Modes are eager, compile and max-autotune; behind them, flash or cudnn is the kernel of
+attention, by default torch's choice. On a GPU matrix products and attention are in bf16
+by autocast, on fp32 parameters.
 Runs in an environment that has torch, and nothing of jaxpar's.
 """
 
@@ -75,6 +77,25 @@ def batches(rank: int, ways: int):
     ]
 
 
+def choose_attention(name: str) -> None:
+    """Let scaled_dot_product_attention have one kernel of a GPU's, "flash" or "cudnn".
+
+    There is no way back to another one: what it can't run is an error.
+    """
+    cuda = torch.backends.cuda
+    cuda.enable_flash_sdp(name == "flash")
+    cuda.enable_cudnn_sdp(name == "cudnn")
+    cuda.enable_mem_efficient_sdp(False)
+    cuda.enable_math_sdp(DEVICE == "cpu")
+
+
+COMPILED = {
+    "eager": lambda model: model,
+    "compile": torch.compile,
+    "max-autotune": lambda model: torch.compile(model, mode="max-autotune"),
+}
+
+
 def one_process(mode: str) -> None:
     """Serve steps of torch alone."""
     model = GPT().to(DEVICE)
@@ -82,15 +103,17 @@ def one_process(mode: str) -> None:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=protocol.LEARNING_RATE, weight_decay=1e-4, fused=True
     )
-    run = torch.compile(model) if mode == "compile" else model
+    run = COMPILED[mode](model)
 
     def step(number: int) -> torch.Tensor:
+        # Says to CUDA graphs that results of the step before may be overwritten.
+        torch.compiler.cudagraph_mark_step_begin()
         with torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda"):
             loss = run(data[number % 8])
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
-        return loss.detach()
+        return loss.detach().clone()
 
     def report() -> dict[str, int]:
         if DEVICE == "cpu":
@@ -152,4 +175,6 @@ torch.manual_seed(0)
 if sys.argv[2] == "deepspeed":
     deepspeed_worker(int(sys.argv[3]))
 else:
+    if sys.argv[3:]:
+        choose_attention(sys.argv[3])
     one_process(sys.argv[2])

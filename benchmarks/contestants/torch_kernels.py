@@ -9,6 +9,7 @@ Answers are lines of JSON after "@@".
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -17,6 +18,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 BLOCK, LONGEST_MASKED, IN_A_ROW = 128, 8192, 10
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""On a CPU the path is tried: flex_attention is not compiled, nothing is graphed."""
 
 
 def milliseconds(call: Callable[[], object], rounds: int) -> float:
@@ -24,7 +27,11 @@ def milliseconds(call: Callable[[], object], rounds: int) -> float:
     for _ in range(3):
         call()
     times = []
-    for _ in range(rounds):
+    for _ in range(rounds if DEVICE == "cpu" else 0):
+        began = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - began))
+    for _ in range(rounds if DEVICE == "cuda" else 0):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         events[0].record()
         for _ in range(IN_A_ROW):
@@ -55,14 +62,16 @@ def attention(path: str, rounds: int) -> None:
 
 def of_case(blocks, shape, rounds: int) -> dict[str, float]:
     """Times of one case."""
-    flex = torch.compile(flex_attention, dynamic=False)
+    flex = flex_attention
+    if DEVICE == "cuda":
+        flex = torch.compile(flex_attention, dynamic=False)
     batch, length, heads, size = map(int, shape)
-    layout = torch.tensor(blocks, device="cuda")
+    layout = torch.tensor(blocks, device=DEVICE)
     if (layout == layout[:1]).all():
         layout = layout[:1]
     given = (batch, heads, length, size)
     q, k, v, do = (
-        torch.randn(given, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        torch.randn(given, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         for _ in range(4)
     )
 
@@ -71,13 +80,14 @@ def of_case(blocks, shape, rounds: int) -> dict[str, float]:
         return active & (q_index >= k_index)
 
     # Compiled, for else the mask of all pairs would be made first.
-    mask = create_block_mask(visible, None, len(layout), length, length, _compile=True)
+    given = (visible, None, len(layout), length, length)
+    mask = create_block_mask(*given, device=DEVICE, _compile=DEVICE == "cuda")
     runs = {"flex": lambda: flex(q, k, v, block_mask=mask)}
     if layout.tril().sum() == torch.ones_like(layout).tril().sum():
         runs["sdpa"] = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
     elif length <= LONGEST_MASKED:
-        tokens = torch.arange(length, device="cuda")
-        every = torch.arange(heads, device="cuda")[:, None, None]
+        tokens = torch.arange(length, device=DEVICE)
+        every = torch.arange(heads, device=DEVICE)[:, None, None]
         dense = visible(None, every, tokens[:, None], tokens)
         runs["sdpa"] = lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=dense)
     found = {}
@@ -95,11 +105,11 @@ def adamw(rounds: int, shapes: list[list[int]]) -> None:
 
     Recorded as a graph, for the host would take longer than the GPU to launch it.
     """
-    params = [torch.randn(shape, device="cuda", requires_grad=True) for shape in shapes]
+    params = [torch.randn(shape, device=DEVICE, requires_grad=True) for shape in shapes]
     for param in params:
         param.grad = torch.randn_like(param)
     optimizer = torch.optim.AdamW(
-        params, 1e-3, weight_decay=0.1, fused=True, capturable=True
+        params, 1e-3, weight_decay=0.1, fused=True, capturable=DEVICE == "cuda"
     )
 
     def step() -> None:
@@ -107,8 +117,8 @@ def adamw(rounds: int, shapes: list[list[int]]) -> None:
         optimizer.step()
 
     for name, call in (("", optimizer.step), (" clipped", step)):
-        graph = recorded(call)
-        answer(f"torch fused adamw{name}", {"ms": milliseconds(graph.replay, rounds)})
+        run = recorded(call).replay if DEVICE == "cuda" else call
+        answer(f"torch fused adamw{name}", {"ms": milliseconds(run, rounds)})
 
 
 def recorded(call: Callable[[], object]) -> torch.cuda.CUDAGraph:

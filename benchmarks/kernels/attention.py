@@ -40,6 +40,7 @@ class Case:
     seq_len: int
     layout: BlockLayout
     window: int | None = None
+    tokens: int = TOKENS
 
     @functools.cached_property
     def work(self) -> TileWork:
@@ -51,7 +52,8 @@ class Case:
 
     def shape(self, size: int) -> tuple[int, ...]:
         """Of queries, keys and values."""
-        return (max(1, TOKENS // self.seq_len), self.seq_len, HEADS, size)
+        heads = len(self.layout.blocks)
+        return (max(1, self.tokens // self.seq_len), self.seq_len, heads, size)
 
 
 def named(name: str, pattern: str, seq_len: int, window: int = 512) -> Case:
@@ -59,6 +61,14 @@ def named(name: str, pattern: str, seq_len: int, window: int = 512) -> Case:
     sizes = {"block": BLOCK, "window": window, "global_tokens": BLOCK}
     layout = make_layout(causal_pattern(pattern, num_heads=HEADS, **sizes), seq_len)
     return Case(name, seq_len, layout, window if pattern == "sliding" else None)
+
+
+def toy_case(part: str) -> Case:
+    """What takes a moment on a CPU, of a part; its name is the part's."""
+    pattern = "sliding" if part == "toy window" else "fixed"
+    sizes = {"block": BLOCK, "window": BLOCK, "global_tokens": BLOCK}
+    layout = make_layout(causal_pattern(pattern, num_heads=2, **sizes), 4 * BLOCK)
+    return Case(part, 4 * BLOCK, layout, BLOCK if pattern == "sliding" else None, 1)
 
 
 def random_case(one_in: int, seq_len: int) -> Case:
@@ -83,12 +93,19 @@ def cases_of(part: str) -> Iterator[Case]:
         for pattern in ("fixed", "bigbird", "longformer"):
             for length in (8192, 32_768):
                 yield named(f"{pattern} {length}", pattern, length)
-    else:
+    elif part == "random":
         yield from (random_case(one_in, 16_384) for one_in in (2, 4, 8, 16))
+    else:
+        yield toy_case(part)
 
 
 def measure(
-    case: Case, size: int, rounds: int, torch: Mapping[str, float]
+    case: Case,
+    size: int,
+    rounds: int,
+    torch: Mapping[str, float],
+    *,
+    on_gpu: bool = True,
 ) -> dict[str, float]:
     """Times beside cuDNN's causal, its own window where it has one, and XLA's mask.
 
@@ -97,16 +114,19 @@ def measure(
       size: of a head.
       rounds: timed rounds of each.
       torch: milliseconds that torch's contestants took for the same.
+      on_gpu: whether kernels are compared; else what stands for them on a CPU.
 
     Returns:
       Milliseconds, and ratios: ``A_of_B`` is B's time over A's.
     """
     shape = case.shape(size)
     found = share_and_mark(case) | dict(torch)
-    found |= times_of("sparse", sparse(case.work), shape, rounds)
-    found |= dense_times(shape, rounds)
+    ours, theirs = ("mosaic", "cudnn") if on_gpu else ("reference", "xla")
+    found |= times_of("sparse", sparse(case.work, ours), shape, rounds)
+    found |= dense_times(shape, rounds, theirs)
     if case.window is not None:
-        found |= times_of("cudnn_window", cudnn(case.window), shape, rounds)
+        window = cudnn(case.window, theirs)
+        found |= times_of("cudnn_window", window, shape, rounds)
     if case.seq_len <= LONGEST_MASKED:
         passes = ("forward",)
         found |= times_of("xla_masked", masked(case), shape, rounds, passes)
@@ -134,9 +154,11 @@ def times_of(
 
 
 @functools.cache
-def dense_times(shape: tuple[int, ...], rounds: int) -> dict[str, float]:
+def dense_times(
+    shape: tuple[int, ...], rounds: int, implementation: str
+) -> dict[str, float]:
     """Of cuDNN's causal attention, which several cases are compared with."""
-    return times_of("cudnn", cudnn(), shape, rounds)
+    return times_of("cudnn", cudnn(None, implementation), shape, rounds)
 
 
 def ratios_of(found: Mapping[str, float]) -> dict[str, float]:
@@ -180,20 +202,27 @@ def share_and_mark(case: Case) -> dict[str, float]:
     }
 
 
-def sparse(work: TileWork) -> Callable[..., jax.Array]:
+def sparse(work: TileWork, implementation: Any = "mosaic") -> Callable[..., jax.Array]:
     """Our kernels."""
     return lambda q, k, v: block_sparse_attention(
-        q, k, v, work, implementation="mosaic"
+        q, k, v, work, implementation=implementation
     )
 
 
-def cudnn(window: int | None = None) -> Callable[..., jax.Array]:
+def cudnn(
+    window: int | None = None, implementation: Any = "cudnn"
+) -> Callable[..., jax.Array]:
     """cuDNN's kernels, which know the causal mask and a window of it."""
     local = None if window is None else (window, 0)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return jax.nn.dot_product_attention(
-            q, k, v, is_causal=True, local_window_size=local, implementation="cudnn"
+            q,
+            k,
+            v,
+            is_causal=True,
+            local_window_size=local,
+            implementation=implementation,
         )
 
     return attend

@@ -33,6 +33,8 @@ from kernels_pallas.fused_optimizers import (
 )
 
 MODELS = ("124m", "1.3b")
+ALL_MODELS = (*MODELS, "tiny")
+"""With one that takes a moment on a CPU."""
 RATE, DECAY, CLIP = 1e-3, 0.1, 1.0
 
 
@@ -67,23 +69,31 @@ def shapes_of(model: str) -> list[tuple[int, ...]]:
     return ends + [shape[1:] for shape in blocks for _ in range(shape[0])]
 
 
-def steps_of(model: str) -> Iterator[Step]:
-    """The contestants; each behind those that it is compared with."""
+def steps_of(model: str, implementation: Any = "mosaic") -> Iterator[Step]:
+    """The contestants; each behind those that it is compared with.
+
+    Args:
+      model: whose parameters.
+      implementation: of the fused optimizers: "mosaic", or "reference" on a CPU.
+    """
     shapes = shapes_of(model)
+    of_buckets = functools.partial(
+        of_bucket, shapes=shapes, implementation=implementation
+    )
     for clipped in (" clipped", ""):
         adamw = optax.adamw(RATE, weight_decay=DECAY)
         clip = bool(clipped)
         beside = f"optax adamw{clipped}", f"torch fused adamw{clipped}"
         yield of_optax(beside[0], adamw, shapes, 28, clip=clip)
-        fused = functools.partial(of_bucket, rule=AdamW(), shapes=shapes, clip=clip)
+        fused = functools.partial(of_buckets, rule=AdamW(), clip=clip)
         yield fused(f"fused adamw{clipped}", least_bytes=28, beside=beside)
         of_fp32 = (*beside, f"fused adamw{clipped}")
         name = f"fused adamw 8 bits{clipped}"
         yield fused(name, least_bytes=16, bits=8, beside=of_fp32)
-    fused = functools.partial(of_bucket, shapes=shapes, clip=True)
+    fused = functools.partial(of_buckets, clip=True)
     beside = "optax adamw clipped", "torch fused adamw clipped"
     packed = "fused adamw clipped, packed"
-    yield fused(packed, AdamW(), least_bytes=32, packs=True, beside=beside)
+    yield fused(packed, rule=AdamW(), least_bytes=32, packs=True, beside=beside)
     lamb, lion = optax.lamb(RATE, weight_decay=DECAY), optax.lion(RATE)
     for rule, optimizer, name, least_bytes in (
         (AdamW(trust_ratio=True), lamb, "lamb clipped", 40),
@@ -91,7 +101,8 @@ def steps_of(model: str) -> Iterator[Step]:
     ):
         beside = (f"optax {name}",)
         yield of_optax(beside[0], optimizer, shapes, least_bytes, clip=True)
-        yield fused(f"fused {name}", rule, least_bytes=least_bytes, beside=beside)
+        name = f"fused {name}"
+        yield fused(name, rule=rule, least_bytes=least_bytes, beside=beside)
 
 
 def of_optax(
@@ -123,9 +134,10 @@ def of_optax(
 
 def of_bucket(
     name: str,
+    *,
     rule: Rule,
     shapes: list[tuple[int, ...]],
-    *,
+    implementation: Any,
     clip: bool,
     least_bytes: int,
     bits: int = 32,
@@ -144,7 +156,7 @@ def of_bucket(
         factor = clip_factor(grads, clip=clip)
         numbers = Numbers(RATE, count, factor)
         options = {"decays": DECAY, "copies": copies, "leaves": leaves}
-        options["implementation"] = "mosaic"
+        options["implementation"] = implementation
         new = fused_update(rule, params, grads, moments, numbers, **options)
         return new.params, new.moments, new.copies, count + 1
 
@@ -188,7 +200,10 @@ def drawn(shapes: list[tuple[int, ...]], dtype: Any) -> list[jax.Array]:
 
 
 def measure(
-    model: str, rounds: int, torch: Mapping[str, Mapping[str, float]]
+    model: str,
+    rounds: int,
+    torch: Mapping[str, Mapping[str, float]],
+    implementation: Any = "mosaic",
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """Each contestant's time, the bytes a second that it is worth, and ratios.
 
@@ -196,6 +211,7 @@ def measure(
       model: whose parameters.
       rounds: timed rounds of each.
       torch: what torch measured, by name.
+      implementation: of the fused optimizers: "mosaic", or "reference" on a CPU.
 
     Yields:
       Names and numbers; ``of_...`` is the other's time over the contestant's own.
@@ -205,7 +221,7 @@ def measure(
     for name, found in torch.items():
         times[name] = found["ms"] / 1e3
         yield name, numbers_of(times[name], 28 * elements)
-    for step in steps_of(model):
+    for step in steps_of(model, implementation):
         state, grads = jax.jit(step.init)(), jax.jit(step.grads)()
         times[step.name] = seconds_of_steps(step.run, state, grads, rounds)
         found = numbers_of(times[step.name], step.least_bytes * elements)

@@ -74,9 +74,9 @@ def several(step: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return run
 
 
-def copy_bandwidth(rounds: int) -> float:
-    """Bytes a second, read and written, of a gigabyte."""
-    x = jax.random.normal(jax.random.key(0), (1 << 28,), jnp.float32)
+def copy_bandwidth(rounds: int, elements: int = 1 << 28) -> float:
+    """Bytes a second, read and written, of elements in fp32: a gigabyte."""
+    x = jax.random.normal(jax.random.key(0), (elements,), jnp.float32)
     return 2 * x.nbytes / seconds(lambda x: x + 1.0, (x,), rounds)
 
 
