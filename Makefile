@@ -25,13 +25,16 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help train test test-more test-all test-foreign test-launch lint format setup compilers clean
+.PHONY: help train gpu test test-more test-all test-foreign test-launch lint format setup compilers clean
 
 help: ## Print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
 
 train: setup ## Train the GPT of recipes/gpt.py on real text
 	@$(BIN)/python recipes/gpt.py $(ARGS)
+
+gpu: setup ## Measure on this machine's GPU for nine minutes at most, into runs/gpu_day
+	@$(BIN)/python benchmarks/gpu_day.py --out runs/gpu_day $(ARGS)
 
 test: compilers ## Run one case of everything that matters, in a few minutes
 	@$(PYTEST) -m "not slow and not thorough" $(ARGS)
