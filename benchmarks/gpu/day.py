@@ -173,6 +173,8 @@ def _environment(day: Day, case: Case, artefacts: Artefacts) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "PYTHONUNBUFFERED": "1",
         "XLA_FLAGS": " ".join(filter(None, flags)),
+        # One of several GPUs: the driver's first, which `Device` names.
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0"),
         "JAX_COMPILATION_CACHE_DIR": str(artefacts.work / "jax_cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "TORCHINDUCTOR_CACHE_DIR": str(artefacts.work / "torch_cache"),

@@ -4,20 +4,18 @@ import contextlib
 import dataclasses
 import json
 import os
-import queue
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from benchmarks.gpu.lines import CUT, DONE, FAILED, SKIPPED, TOO_LARGE
 
 MARK = "@@"
 """Starts a line of JSON, for libraries print to the same place."""
-_TAIL, _READER_SECONDS = 25, 5
+_TAIL, _POLL_SECONDS = 25, 0.1
 _OUT_OF_MEMORY = ("resource_exhausted", "out of memory", "outofmemory")
 
 
@@ -60,38 +58,26 @@ def run(
       How it ended.
     """
     began = time.monotonic()
-    process = subprocess.Popen(
-        command,
-        env=dict(environment),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    printed: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    reader = threading.Thread(target=_forward, args=(process.stdout, printed))
-    reader.daemon = True
-    reader.start()
     why_skipped = ""
-    try:
-        with log.open("w", encoding="utf-8") as file:
-            for line in _lines(printed, began + limit):
-                file.write(line)
-                file.flush()
-                value = _value_of(line)
-                if value is not None and "skip" in value:
+    # A file, not a pipe: a process that outlives the case could keep a pipe open.
+    with log.open("wb") as output, log.open("rb") as printed:
+        process = subprocess.Popen(
+            command,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            for value in _values(process, printed, began + limit):
+                if "skip" in value:
                     why_skipped = value["skip"]
-                elif value is not None:
+                else:
                     receive(value)
-        code = _code_of(process, began + limit)
-    finally:
-        _end(process)
-        # All that could still write to the pipe has ended.
-        reader.join(timeout=_READER_SECONDS)
-        process.stdout.close()
+            code = process.poll()
+        finally:
+            _end(process)
     seconds = time.monotonic() - began
     if code == 0:
         event = SKIPPED if why_skipped else DONE
@@ -113,22 +99,20 @@ def _failure(
     return Outcome(FAILED, seconds, f"exit status {code}\n{tail}")
 
 
-def _forward(file: TextIO, printed: "queue.SimpleQueue[str | None]") -> None:
-    for line in file:
-        printed.put(line)
-    printed.put(None)
-
-
-def _lines(printed: "queue.SimpleQueue[str | None]", until: float) -> Iterator[str]:
-    """Lines as they are printed, until the last one or a time."""
-    while True:
-        try:
-            line = printed.get(timeout=max(0.0, until - time.monotonic()))
-        except queue.Empty:
-            return
-        if line is None:
-            return
-        yield line
+def _values(
+    process: "subprocess.Popen[bytes]", printed: BinaryIO, until: float
+) -> Iterator[dict[str, Any]]:
+    """Results as they are printed, until the process ends or a time."""
+    rest, has_ended = b"", False
+    while not has_ended and time.monotonic() < until:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=min(_POLL_SECONDS, max(0.0, until - time.monotonic())))
+        has_ended = process.poll() is not None
+        *whole, rest = (rest + printed.read()).split(b"\n")
+        for line in whole:
+            value = _value_of(line.decode(errors="replace"))
+            if value is not None:
+                yield value
 
 
 def _value_of(line: str) -> dict[str, Any] | None:
@@ -142,15 +126,7 @@ def _value_of(line: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _code_of(process: "subprocess.Popen[str]", until: float) -> int | None:
-    """The exit status; None if it does not end in time."""
-    try:
-        return process.wait(timeout=max(0.1, until - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return None
-
-
-def _end(process: "subprocess.Popen[str]") -> None:
+def _end(process: "subprocess.Popen[bytes]") -> None:
     """Kill a process and what it started; that they are gone already is no error."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -36,3 +36,11 @@ def hangs(session: Session, file: str) -> Rows:
     Path(file).write_text(str(child.pid))
     yield "begun", {"pid": os.getpid()}
     time.sleep(600)
+
+
+def leaves_one_behind(session: Session, file: str) -> Rows:
+    """End, but not the process of a session of its own that could still print."""
+    yield "first", {"number": 1}
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    child = subprocess.Popen(command, start_new_session=True)
+    Path(file).write_text(str(child.pid))

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import os
+import signal
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,19 @@ def test_case_over_its_limit_is_ended_with_all_that_it_started(tmp_path: Path) -
     stat = Path(f"/proc/{file.read_text()}/stat")
     # Killed, and at most not yet buried by whoever adopts it.
     assert not stat.exists() or stat.read_text().split(")")[1].split()[0] == "Z"
+
+
+def test_process_that_a_case_leaves_behind_is_not_waited_for(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    leaving = case("leaves_one_behind", arguments={"file": str(file)}, limit=1)
+    day = day_in(tmp_path / "out")
+    try:
+        run(day, item(leaving))
+    finally:
+        os.kill(int(file.read_text()), signal.SIGKILL)
+    (*_, last) = lines.read(day.results)
+    assert last["event"] == lines.DONE
+    assert last["seconds"] < 30
 
 
 def test_case_that_the_call_cuts_short_has_not_failed(tmp_path: Path) -> None:

@@ -48,6 +48,15 @@ def test_what_is_there_is_found_with_what_it_requires() -> None:
     assert done.stdout.split()[-1] == "absent"
 
 
+def test_process_that_starts_a_contestant_leaves_the_gpu_to_it() -> None:
+    done = refusing(
+        "import benchmarks.gpu.training, benchmarks.kernels.torch_side\n"
+        "from jax._src import xla_bridge\n"
+        "assert not xla_bridge.backends_are_initialized()"
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_only_what_the_image_does_not_bring_is_carried() -> None:
     brought = required_by(IMAGE)
     assert not {name.replace("_", "-") for name in CARRIED} & brought
