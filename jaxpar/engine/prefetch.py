@@ -24,7 +24,7 @@ def prefetching(partition: Partition, asked: bool | None, accumulate: int) -> Pa
     """Decide whether loops gather ahead.
 
     ZeRO 1 and 2 then gather, and reduce, by layer as well, if a step is one micro-batch
-    and its gradients are reduced as they are.
+    and its gradients are reduced as they are; and replicas are summed over by layer.
 
     Args:
       partition: how the loss function is run on shards.
@@ -36,8 +36,14 @@ def prefetching(partition: Partition, asked: bool | None, accumulate: int) -> Pa
     if not wanted or partition.automatic or several_stages:
         return partition
     plain = isinstance(partition.reduction, PlainReduction)
-    zero = partition.zero.by_layer if plain and accumulate == 1 else partition.zero
-    return dataclasses.replace(partition, zero=zero, prefetch=zero.gather == "use")
+    once = plain and accumulate == 1
+    zero = partition.zero.by_layer if once else partition.zero
+    return dataclasses.replace(
+        partition,
+        zero=zero,
+        prefetch=zero.gather == "use",
+        replicas_at_once=once and zero.reduce == "microbatch",
+    )
 
 
 def found_loops(jaxpr: core.Jaxpr, partition: Partition) -> Loops:

@@ -57,12 +57,14 @@ class Gathering:
       ahead: whether a loop gathers the next layer while it computes one.
       keep: whether gathered leaves are residuals: the backward pass then does not
         gather them again.
+      over_replicas: whether gradients are summed over replicas where they are reduced.
       is_done: whether the leaves have been gathered; their gradients are reduced.
     """
 
     collectives: Collectives
     ahead: bool = False
     keep: bool = False
+    over_replicas: bool = False
     is_done: bool = False
 
 
@@ -123,7 +125,11 @@ class GatheredAtUse:
 
     def reduced(self, cotangent: jax.Array) -> jax.Array:
         """The gradient of the slot, from that of the leaf."""
-        return self.gathering.collectives.reduce(self.leaf_sharding, cotangent)
+        how, leaf = self.gathering, self.leaf_sharding
+        view = how.collectives.reduce(leaf, cotangent)
+        return (
+            how.collectives.reduce_replicas(leaf, view) if how.over_replicas else view
+        )
 
     def _use(self) -> Callable[[jax.Array | None, jax.Array], jax.Array]:
         """``use(slot, source) -> leaf``; its backward pass reduces into the slot."""

@@ -58,6 +58,8 @@ class Partition:
       draws: how the loss function's random numbers are drawn.
       reduction: how gradients are reduced over data.
       prefetch: whether a loop over layers gathers the next layer while one computes.
+      replicas_at_once: whether gradients are summed over replicas where they are
+        reduced, in the backward pass; for steps of one micro-batch.
     """
 
     network: Network
@@ -70,6 +72,7 @@ class Partition:
     draws: Draws
     reduction: Reduction = PLAIN
     prefetch: bool = False
+    replicas_at_once: bool = False
 
     @property
     def automatic(self) -> bool:
@@ -151,6 +154,7 @@ class Partition:
             self.collectives,
             ahead=self.prefetch,
             keep=self.zero.keep,
+            over_replicas=self.replicas_at_once,
             is_done=self.zero.gather != "use",
         )
         deferred = [
@@ -178,6 +182,8 @@ class Partition:
         if self.zero.reduce == "step":
             given = self.on_shard, grads, carry, self.collectives
             return self.reduction.reduce_soundly(*given)
+        if self.replicas_at_once:
+            return list(grads), carry
         pairs = zip(self.on_shard, grads, strict=True)
         return [self.collectives.reduce_replicas(*pair) for pair in pairs], carry
 
