@@ -88,6 +88,22 @@ class Site:
         """Bytes that one device sends in one run."""
         return _sent(self.kind, sum(self.payload.values()), self.group_size)
 
+    def bytes_over(self, sizes: Mapping[str, int]) -> int:
+        """Bytes of the unsharded arrays, in one run; see `payload`.
+
+        Of a collective along a part of an axis, such as one dim of a torus: the bytes
+        of one over the whole axis that sends as much.
+
+        Args:
+          sizes: mesh axis -> devices on it.
+        """
+        number = sum(self.payload.values())
+        whole = math.prod(sizes[axis] for axis in self.axes)
+        if self.kind not in _SENT or not 1 < self.group_size < whole:
+            return number
+        share = _SENT[self.kind]
+        return round(number * share(self.group_size) / share(whole))
+
 
 def _sent(kind: str, number: int, group_size: int) -> int:
     """Bytes that one device sends of so many bytes of unsharded arrays."""

@@ -116,7 +116,7 @@ def read_operations(
             shape=f"{largest.dtype}[{','.join(map(str, largest.dims))}]",
             num_arrays=len(arrays),
             times=site.times,
-            bytes=site.times * sum(site.payload.values()),
+            bytes=site.times * site.bytes_over(sizes),
             name=site.instruction.op_name,
             line=line_of(site.instruction, stacks),
             exposed_seconds=exposed.get(site.instruction.name, 0.0),

@@ -9,6 +9,7 @@ passed as the *view* of their sharding (see `LeafSharding`).
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,10 +18,14 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.mesh import PIPE, TENSOR
+from jaxpar.mesh import DATA, PIPE, TENSOR
 from jaxpar.sharding.constrain import constrain_axes as constrain
 from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.rules import axes_of
+from jaxpar.sharding.torus import groups_along
+
+_BY_DIM = 1 << 18
+"""Elements of a leaf, below which it is gathered along all dims of a torus at once."""
 
 
 @runtime_checkable
@@ -67,20 +72,29 @@ class ManualCollectives:
       axes: the batch axes.
       reduce_dtype: the dtype in which gradients are reduced.
       platform: the mesh's platform; CPUs reduce in fp32 whatever `reduce_dtype` is.
+      torus: the dims of a TPU slice's torus that data is made of, outermost first; data
+        is gathered, and reduced, along one after the other. Empty for all at once.
     """
 
     axes: tuple[str, ...]
     reduce_dtype: jnp.dtype
     platform: str
+    torus: tuple[int, ...] = ()
 
     def gather(self, leaf: LeafSharding, shard: jax.Array) -> jax.Array:
         """All-gather along the view's data dim."""
         dim = leaf.view_data_dim
         if dim is None:
             return _as_computed(leaf, shard)
-        gather = functools.partial(
-            jax.lax.all_gather, axis_name=leaf.data_axes, axis=dim, tiled=True
-        )
+        turns = self._groups(leaf.data_axes, leaf)
+
+        def gather(shard: jax.Array) -> jax.Array:
+            for axes, groups in reversed(turns):
+                shard = jax.lax.all_gather(
+                    shard, axes, axis=dim, tiled=True, axis_index_groups=groups
+                )
+            return shard
+
         return _as_computed(leaf, on_placed_shards(gather, leaf)(shard))
 
     def reduce(self, leaf: LeafSharding, whole: jax.Array) -> jax.Array:
@@ -91,13 +105,34 @@ class ManualCollectives:
         over = leaf.reduced_inside
         if not over:
             return self._as_kept(view)
-        if dim is None:
-            reduce = functools.partial(jax.lax.psum, axis_name=over)
-        else:
-            reduce = functools.partial(
-                jax.lax.psum_scatter, axis_name=over, scatter_dimension=dim, tiled=True
-            )
+        turns = self._groups(over, leaf)
+
+        def reduce(view: jax.Array) -> jax.Array:
+            if dim is None:
+                return jax.lax.psum(view, over)
+            for axes, groups in turns:
+                view = jax.lax.psum_scatter(
+                    view,
+                    axes,
+                    scatter_dimension=dim,
+                    tiled=True,
+                    axis_index_groups=groups,
+                )
+            return view
+
         return self._as_kept(on_placed_shards(reduce, leaf)(view))
+
+    def _groups(
+        self, axes: tuple[str, ...], leaf: LeafSharding
+    ) -> list[tuple[Any, Any]]:
+        """What to gather or reduce over in turn: axes, and groups of their indices."""
+        # XLA joins small leaves with large ones of the same groups, and then makes an
+        # all-reduce of both.
+        small = math.prod(leaf.shape) < _BY_DIM
+        if axes != (DATA,) or not self.torus or small:
+            return [(axes, None)]
+        dims = range(len(self.torus))
+        return [(DATA, groups_along(self.torus, dim)) for dim in dims]
 
     def reduce_replicas(self, leaf: LeafSharding, view: jax.Array) -> jax.Array:
         """All-reduce; once a step, and of a shard."""

@@ -28,6 +28,7 @@ from jaxpar.sharding.collectives import (
 )
 from jaxpar.sharding.constrain import constrain
 from jaxpar.sharding.leaf_sharding import LeafSharding
+from jaxpar.sharding.torus import torus_dims
 from jaxpar.sharding.zero import ZeroStage
 from jaxpar.step.gather_at_use import (
     GatheredAtUse,
@@ -89,7 +90,8 @@ class Partition:
             return AutomaticCollectives()
         sizes, own = self.mesh.shape, self.precision
         axes = tuple(axis for axis in batch_axes(self.mesh) if sizes[axis] > 1)
-        return ManualCollectives(axes, own.reduce_dtype, self.platform)
+        torus = torus_dims(self.mesh, DATA)
+        return ManualCollectives(axes, own.reduce_dtype, self.platform, torus)
 
     @functools.cached_property
     def on_shard(self) -> tuple[LeafSharding, ...]:

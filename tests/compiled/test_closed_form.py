@@ -113,9 +113,11 @@ def test_cpus_move_fp32_whatever_the_precision():
 
 def test_tpus_may_all_reduce_what_is_to_be_scattered():
     budget = expected(2, platform="tpu")
+    reduced = 4 * ACCUMULATE * (SPLIT + KEPT)
     assert budget.communicated["data"] == {
         "all-gather": 2 * SPLIT,
-        "reduction": 4 * ACCUMULATE * (SPLIT + KEPT),
+        "reduction": reduced,
+        "collective-permute": round(0.1 * reduced),
     }
 
 
