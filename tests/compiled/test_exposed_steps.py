@@ -32,7 +32,7 @@ def test_all_that_is_sent_has_a_wire_and_kernels_hide_a_part(compiled):
     # Blocks run again in the backward pass: four passes of two FLOPs a parameter.
     multiplied = 2 * tokens * (4 * layers + 3 * head) / MATMULS
     assert multiplied < found.kernel_seconds < 20 * multiplied
-    # Stage 1 gathers before the first layer and scatters after the last.
+    # Of two layers, the first is gathered before all, and the last scattered behind.
     exposed, wire = found.exposed_seconds, found.wire_seconds
     assert max(0.5 * wire, wire - found.kernel_seconds) < exposed < wire
 
@@ -47,8 +47,10 @@ def test_explain_shows_what_is_exposed(compiled):
     )
     assert said in step.shown.splitlines()
     assert f"- {said}" in step.details.splitlines()
-    (row,) = re.findall(r"^ *all-gather +data +(\d+) +0 .*", step.details, re.MULTILINE)
-    assert int(row) == step.starts["all-gather"]
+    row = re.search(r"^ *all-gather +data +(\d+) +(\d+) ", step.details, re.MULTILINE)
+    assert row is not None
+    count, sync = map(int, row.groups())
+    assert count - sync == step.starts["all-gather"]
 
 
 def test_verify_names_what_is_exposed_by_its_line(compiled):
@@ -63,7 +65,7 @@ def test_verify_names_what_is_exposed_by_its_line(compiled):
     named = re.findall(r"- ([\d.]+) ms: \d+ x (\S+) of \S+", violation)
     waits = [float(milliseconds) for milliseconds, _ in named]
     assert waits == sorted(waits, reverse=True)
-    assert {kind for _, kind in named} == {"all-gather", "reduce-scatter"}
+    assert {kind for _, kind in named} >= {"all-gather", "reduce-scatter"}
     assert re.search(r" at jaxpar/\S+\.py:\d+$", causes[0])
 
 
