@@ -87,7 +87,7 @@ def block_sparse_attention(
       kv_seq_lens: valid keys of each sequence, the first ones; None for all, like any
         number above S.
       first_head: if `q` has only some of the heads of `work`, the number of the
-        first; None if it has all.
+        first, a multiple of N / K; None if it has all.
       return_lse: also return the logarithm of each softmax's sum.
       implementation: the name of one; None for the fastest that runs here.
 

@@ -6,6 +6,7 @@ rest of the grid.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
@@ -62,13 +63,68 @@ def make_lists(
     Returns:
       The lists; in each row full tiles come first, both kinds from left to right.
     """
+    heads = []
+    for head_active, head_full, head_mask in zip(active, full, mask, strict=True):
+        rows, columns = np.nonzero(head_active)
+        place = rows, columns
+        heads.append(_Tiles(rows, columns, head_full[place], head_mask[place]))
+    return _listed(heads, active.shape[1], longest)
+
+
+def merge_heads(
+    lists: Lists, group: int, *, num_rows: int, num_columns: int, longest: int | None
+) -> Lists:
+    """List what groups of heads have in a row as one row.
+
+    Args:
+      lists: of every head, or shared by all.
+      group: neighbouring heads of a group; divides G unless that is 1.
+      num_rows: R.
+      num_columns: C.
+      longest: as for `make_lists`, of a group.
+
+    Returns:
+      The lists of each group, or one that all groups share. Columns count on from head
+      to head: column c of a group's head h is number h C + c.
+    """
+    heads = [_tiles_of(lists, head, num_rows) for head in range(len(lists.row))]
+    groups = []
+    for first in range(0, len(heads), group if len(heads) > 1 else 1):
+        members = [
+            heads[(first + h) % len(heads)].moved(h * num_columns) for h in range(group)
+        ]
+        groups.append(_Tiles(*map(np.concatenate, zip(*members, strict=True))))
+    return _listed(groups, num_rows, longest)
+
+
+class _Tiles(NamedTuple):
+    """The active tiles of one head, or group of heads, in any order."""
+
+    rows: np.ndarray
+    columns: np.ndarray
+    full: np.ndarray
+    mask: np.ndarray
+
+    def moved(self, by: int) -> "_Tiles":
+        return self._replace(columns=self.columns + by)
+
+
+def _tiles_of(lists: Lists, head: int, num_rows: int) -> _Tiles:
+    """Read the active tiles of a head from its lists."""
+    is_full = np.zeros(lists.column.shape[1], bool)
+    for start, full in zip(lists.start[head], lists.full[head], strict=True):
+        is_full[start : start + full] = True
+    there = lists.tile_row[head] < num_rows
+    arrays = lists.tile_row[head], lists.column[head], is_full, lists.mask[head]
+    return _Tiles(*(x[there] for x in arrays))
+
+
+def _listed(heads: list[_Tiles], num_rows: int, longest: int | None) -> Lists:
     if longest is None:
-        longest = max(16, int(np.ceil(2 * active.sum(-1).mean())))
-    heads = [
-        _list_head(*arrays, longest) for arrays in zip(active, full, mask, strict=True)
-    ]
-    num_rows = active.shape[1]
-    num_split = max(len(head["split_row"]) for head in heads)
+        mean = sum(len(head.rows) for head in heads) / (len(heads) * num_rows)
+        longest = max(16, int(np.ceil(2 * mean)))
+    listed = [_list_head(head, num_rows, longest) for head in heads]
+    num_split = max(len(head["split_row"]) for head in listed)
     fill = {
         "row": -1,
         "part": -1,
@@ -78,19 +134,17 @@ def make_lists(
     }
     return Lists(
         **{
-            name: _stack([head[name] for head in heads], fill.get(name, 0))
-            for name in heads[0]
+            name: _stack([head[name] for head in listed], fill.get(name, 0))
+            for name in listed[0]
         }
     )
 
 
-def _list_head(
-    active: np.ndarray, full: np.ndarray, mask: np.ndarray, longest: int
-) -> dict[str, np.ndarray]:
-    rows, columns = np.nonzero(active)
-    order = np.lexsort((columns, ~full[rows, columns], rows))
-    rows, columns = rows[order], columns[order]
-    counts, fulls = active.sum(1), (active & full).sum(1)
+def _list_head(tiles: _Tiles, num_rows: int, longest: int) -> dict[str, np.ndarray]:
+    order = np.lexsort((tiles.columns, ~tiles.full, tiles.rows))
+    rows, columns, full, mask = (x[order] for x in tiles)
+    counts = np.bincount(rows, minlength=num_rows)
+    fulls = np.bincount(rows[full], minlength=num_rows)
     starts = np.cumsum(counts) - counts
     pieces = np.maximum(1, -(-counts // longest))
     row = np.repeat(np.arange(len(counts)), pieces)
@@ -114,7 +168,7 @@ def _list_head(
         "split_row": np.flatnonzero(pieces > 1),
         "tile_row": rows,
         "column": columns,
-        "mask": mask[rows, columns],
+        "mask": mask,
     }
 
 

@@ -47,6 +47,7 @@ class TileWork:
       block: tokens along each side of the layout's blocks.
       active_blocks: fraction of blocks that are active, in the past if causal.
       active_tiles: fraction of tiles that are active.
+      longest: as given to `make_tile_work`.
     """
 
     rows: Lists
@@ -59,6 +60,7 @@ class TileWork:
     block: int
     active_blocks: float
     active_tiles: float
+    longest: int | None
 
     @property
     def num_heads(self) -> int:
@@ -159,6 +161,7 @@ def _make_tile_work(
         block=layout.block,
         active_blocks=float(blocks.mean()),
         active_tiles=float(active.mean()),
+        longest=longest,
     )
     _warn_if_coarse(work)
     return work

@@ -43,15 +43,23 @@ def main() -> None:
 
     from kernels_pallas.block_sparse_attention import (  # noqa: PLC0415
         BlockLayout,
+        TileWork,
         block_sparse_attention,
         make_tile_work,
     )
     from kernels_pallas.block_sparse_attention.api import (  # noqa: PLC0415
         KERNEL_TILE,
     )
+    from kernels_pallas.block_sparse_attention.mosaic.device_lists import (  # noqa: PLC0415
+        group_columns,
+    )
 
     mesh = Mesh(np.array(deviceless.gpu_devices("h200", 1, 1)[:1]), ("all",))
     whole = NamedSharding(mesh, PartitionSpec())
+
+    def parts_of(work: TileWork) -> int:
+        columns = group_columns(work, HEADS // KV_HEADS, KV_HEADS)
+        return HEADS * work.rows.num_parts + 2 * KV_HEADS * columns.num_parts
 
     def compiled(config: Configuration) -> dict[str, int]:
         num_blocks = SEQ_LEN // config.block
@@ -87,6 +95,7 @@ def main() -> None:
         return {
             "kernels": text.count('custom_call_target="mosaic_gpu_v2"'),
             "copies": text.count(" copy("),
+            "parts": parts_of(work),
             "temporaries": program.memory_analysis().temp_size_in_bytes,
         }
 

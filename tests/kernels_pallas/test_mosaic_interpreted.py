@@ -101,6 +101,9 @@ CASES = {
     "limits": Case(64, 250, has_segments=True, lens=(210,)),
     "keys of their own": Case(64, 130, keys=250, causal=False, lens=(0, 200)),
     "some heads": Case(64, 256, layout_heads=4, first_head=2),
+    "split groups": Case(
+        64, 256, layout_heads=4, first_head=2, causal=False, longest=1, kv_heads=1
+    ),
 }
 
 

@@ -14,7 +14,7 @@ from kernels_pallas.block_sparse_attention import (
     TileWork,
     make_tile_work,
 )
-from kernels_pallas.block_sparse_attention.lists import Lists
+from kernels_pallas.block_sparse_attention.lists import Lists, merge_heads
 from tests.kernels_pallas.oracle import visible_mask
 
 
@@ -117,6 +117,42 @@ def test_pieces_of_a_row_are_its_partial_results(case) -> None:
             parts = lists.part[head][lists.part[head] >= 0]
             is_there = lists.part_row[head] < lists.split_row.shape[1]
             assert sorted(parts) == list(range(is_there.sum()))
+
+
+@given(cases(), st.integers(1, 3), st.sampled_from([None, 1, 3]))
+def test_groups_have_the_tiles_of_their_heads(case, group, longest) -> None:
+    layout, options = case
+    work = tile_work_of(layout, **options)
+    lists, num_columns = work.columns, work.tiles_q
+    heads = len(lists.row)
+    if heads > 1 and heads % group:
+        group = heads
+    sizes = {"num_rows": work.tiles_k, "num_columns": num_columns}
+    merged = merge_heads(lists, group, **sizes, longest=longest)
+    assert len(merged.row) == max(1, heads // group)
+    for number in range(len(merged.row)):
+        members = [(number * group + h) % heads for h in range(group)]
+        want = [
+            (row, h * num_columns + column, mask, full)
+            for h, head in enumerate(members)
+            for row, column, mask, full in tiles_of(lists, head)
+        ]
+        assert tiles_of(merged, number) == sorted(want)
+    if longest is not None:
+        assert merged.count.max() <= longest
+
+
+def tiles_of(lists: Lists, head: int) -> list[tuple[int, int, int, bool]]:
+    """Row, column, mask and whether it needs none, of the tiles of a head's items."""
+    found = []
+    for item, row in enumerate(lists.row[head]):
+        first, count = int(lists.start[head, item]), int(lists.count[head, item])
+        for at in range(first, first + count):
+            assert lists.tile_row[head, at] == row
+            column, mask = int(lists.column[head, at]), int(lists.mask[head, at])
+            full = at - first < lists.full[head, item]
+            found.append((int(row), column, mask, bool(full)))
+    return sorted(found)
 
 
 def test_long_rows_are_split_by_default() -> None:

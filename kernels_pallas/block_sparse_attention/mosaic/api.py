@@ -1,5 +1,6 @@
 """Block-sparse attention with the kernels: the functions documented in `reference`."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -11,7 +12,10 @@ from kernels_pallas.block_sparse_attention.mosaic import backward as backward_pa
 from kernels_pallas.block_sparse_attention.mosaic import forward as forward_pass
 from kernels_pallas.block_sparse_attention.mosaic import parts
 from kernels_pallas.block_sparse_attention.mosaic.common import Build
-from kernels_pallas.block_sparse_attention.mosaic.device_lists import device_lists
+from kernels_pallas.block_sparse_attention.mosaic.device_lists import (
+    device_lists,
+    group_columns,
+)
 from kernels_pallas.block_sparse_attention.operands import Limits
 from kernels_pallas.block_sparse_attention.tile_work import TileWork
 
@@ -29,7 +33,7 @@ def forward(
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend, as `reference.forward` does."""
-    build = _build(q_BTNH, k_BSKH, limits, work, work.rows, scale, 2, interpret)
+    build = _build(q_BTNH, k_BSKH, limits, work, scale, interpret)
     given = _given(work, limits, q_BTNH, k_BSKH, v_BSKH)
     o, lse2, *partial = forward_pass.forward(build, given)
     if partial:
@@ -59,16 +63,12 @@ def backward(
     padding = [(0, 0)] * 3 + [(0, -work.seq_q % work.tile.q)]
     given["do"] = _padded(do_BTNH, work.tile.q)
     given["of_rows"] = jnp.pad(of_rows, padding)
-    build = _build(q_BTNH, k_BSKH, limits, work, work.rows, scale, 3, interpret)
-    (of_q,) = _joined(backward_pass.of_queries(build, given), work.rows, limits)
-    build = _build(q_BTNH, k_BSKH, limits, work, work.columns, scale, 3, interpret)
-    of_k, of_v = _joined(backward_pass.of_keys(build, given), work.columns, limits)
-    batch, _, kv_heads, size = k_BSKH.shape
-    shape = (batch, -1, kv_heads, q_BTNH.shape[2] // kv_heads, size)
-    of_k, of_v = (
-        x.reshape(shape).sum(3, dtype=jnp.float32).astype(k_BSKH.dtype)
-        for x in (of_k, of_v)
-    )
+    build = _build(q_BTNH, k_BSKH, limits, work, scale, interpret, stages=3)
+    found = backward_pass.of_queries(build, given)
+    (of_q,) = _joined(found, work.rows, limits.first_head)
+    build, columns = _by_keys(build, limits)
+    found = backward_pass.of_keys(build, given)
+    of_k, of_v = _joined(found, columns, _first_group(build, limits))
     return of_q[:, : work.seq_q], of_k[:, : work.seq_k], of_v[:, : work.seq_k]
 
 
@@ -77,27 +77,55 @@ def _build(
     k_BSKH: jax.Array,
     limits: Limits,
     work: TileWork,
-    lists: Lists,
     scale: float,
-    stages: int,
     interpret: Any,
+    stages: int = 2,
 ) -> Build:
     batch, _, heads, size = q_BTNH.shape
-    has_limits = limits.kv_seq_lens is not None or limits.segments_q is not None
     return Build(
         work=work,
         lists=device_lists(
-            lists, work, heads, limits.first_head, has_limits=has_limits
+            work.rows,
+            work,
+            heads,
+            limits.first_head,
+            has_limits=_has_limits(limits),
         ),
         batch=batch,
         heads=heads,
         group=heads // k_BSKH.shape[2],
+        by_keys=False,
         size=size,
         dtype=q_BTNH.dtype,
         scale=scale / LN2,
         stages=stages,
         interpret=interpret,
     )
+
+
+def _by_keys(build: Build, limits: Limits) -> tuple[Build, Lists]:
+    """The build of the same operands for programs of keys, and their lists."""
+    build = dataclasses.replace(build, by_keys=True)
+    programs = build.grid_heads * build.batch
+    columns = group_columns(build.work, build.group, programs)
+    lists = device_lists(
+        columns,
+        build.work,
+        build.grid_heads,
+        _first_group(build, limits),
+        has_limits=_has_limits(limits),
+    )
+    return dataclasses.replace(build, lists=lists), columns
+
+
+def _first_group(build: Build, limits: Limits) -> Any:
+    """The first present group of heads; None if all are present."""
+    first = limits.first_head
+    return None if first is None else first // build.group
+
+
+def _has_limits(limits: Limits) -> bool:
+    return limits.kv_seq_lens is not None or limits.segments_q is not None
 
 
 def _given(
@@ -114,13 +142,15 @@ def _given(
     return given
 
 
-def _joined(found: list[jax.Array], lists: Lists, limits: Limits) -> list[jax.Array]:
+def _joined(
+    found: list[jax.Array], lists: Lists, first_head: jax.Array | None
+) -> list[jax.Array]:
     """Add partial results to the full ones."""
     if not lists.num_parts:
         return found
     half = len(found) // 2
     return [
-        parts.join_sums(whole, of_parts, lists, limits.first_head)
+        parts.join_sums(whole, of_parts, lists, first_head)
         for whole, of_parts in zip(found[:half], found[half:], strict=True)
     ]
 

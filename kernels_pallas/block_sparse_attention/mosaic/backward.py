@@ -64,12 +64,12 @@ def of_keys(build: Build, given: Arrays) -> list[jax.Array]:
     """Compute the cotangents of keys and values, in full tiles.
 
     Args:
-      build: for these operands, and the tile work's columns.
+      build: for these operands, and the columns of groups of heads.
       given: as for `of_queries`.
 
     Returns:
-      dk and dv of every query head [B, S, N, H]; if columns are split also partial sums
-      of both [B, N, P, tile, H].
+      dk and dv [B, S, K, H]; if columns are split also partial sums of both
+      [B, K, P, tile, H].
     """
     own = {"k": build.dtype, "v": build.dtype, "segments_k": jnp.int32}
     shared = {"q": build.dtype, "of_rows": jnp.float32, "do": build.dtype}
@@ -102,17 +102,11 @@ class _OfQueries:
         pl.when(self.item.wg < WARPGROUPS)(self._compute)
         pl.when(self.item.wg == WARPGROUPS)(self._fetch)
 
-    def _steps(self, tiles: Any) -> Any:
-        return tiles * (self.work.tile.k // OTHERS)
-
     def _fetch(self) -> None:
         plgpu.set_max_registers(24, action="decrease")
-
-        def sources(step: Any) -> dict[str, Any]:
-            _, first = self.parts.first_other(step, self.work.tile.k)
-            return self.parts.places(pl.ds(first, OTHERS))
-
-        self.ring.fetch(self._steps(self.item.count), sources)
+        tile = self.work.tile.k
+        sources = functools.partial(self.parts.sources, tile=tile)
+        self.ring.fetch(self.item.count * (tile // OTHERS), sources)
 
     def _compute(self) -> None:
         plgpu.set_max_registers(240, action="increase")
@@ -121,10 +115,8 @@ class _OfQueries:
         of_row = [plgpu.load(numbers.at[i], layout=OF_ROWS) for i in (LSE, DELTA)]
 
         def run(acc: Any) -> jax.Array:
-            full, count = self._steps(self.item.full), self._steps(self.item.count)
             step = functools.partial(self._step, acc=acc, of_row=of_row)
-            pl.loop(0, full)(functools.partial(step, masked=False))
-            pl.loop(full, count)(functools.partial(step, masked=True))
+            self.parts.loop(step, self.work.tile.k)
             return acc[...] * (self.build.scale * math.log(2))
 
         shape = (ROWS, self.build.size)
@@ -132,17 +124,17 @@ class _OfQueries:
         self.parts.write({"dq": (dq, "q")}, pl.ds(self.first_q, ROWS))
 
     def _step(
-        self, step: Any, *, acc: Any, of_row: list[jax.Array], masked: bool
+        self, slot: Any, *, acc: Any, of_row: list[jax.Array], masked: bool
     ) -> None:
         ring, parts = self.ring, self.parts
-        ring.wait("k", step)
-        ring.wait("v", step)
+        ring.wait("k", slot)
+        ring.wait("v", slot)
 
         def multiply(scores: Any, dp: Any) -> tuple[jax.Array, jax.Array]:
-            plgpu.wgmma(scores, parts.mine("q"), ring.at("k", step).T)
-            plgpu.wgmma(dp, parts.mine("do"), ring.at("v", step).T)
+            plgpu.wgmma(scores, parts.mine("q"), ring.at("k", slot).T)
+            plgpu.wgmma(dp, parts.mine("do"), ring.at("v", slot).T)
             plgpu.wgmma_wait(0)
-            ring.free("v", step)
+            ring.free("v", slot)
             return scores[...], dp[...]
 
         shape = (ROWS, OTHERS)
@@ -152,28 +144,29 @@ class _OfQueries:
             scores * self.build.scale - lax.broadcast_in_dim(of_row[LSE], shape, [0])
         )
         if masked:
-            p = jnp.where(self._visible(step), p, 0.0)
+            p = jnp.where(self._visible(slot), p, 0.0)
         ds = p * (dp - lax.broadcast_in_dim(of_row[DELTA], shape, [0]))
-        parts.add_product(acc, ds, ring.at("k", step))
+        parts.add_product(acc, ds, ring.at("k", slot))
         plgpu.wgmma_wait(0)
-        ring.free("k", step)
+        ring.free("k", slot)
 
-    def _visible(self, step: Any) -> jax.Array:
+    def _visible(self, slot: Any) -> jax.Array:
         parts, segments = self.parts, None
         if "segments_q" in parts.own:
-            self.ring.wait("segments_k", step)
+            self.ring.wait("segments_k", slot)
             segments = (
                 plgpu.load(parts.mine("segments_q"), layout=OF_ROWS),
-                plgpu.load(self.ring.at("segments_k", step), layout=OF_COLUMNS),
+                plgpu.load(self.ring.at("segments_k", slot), layout=OF_COLUMNS),
             )
             # Read by threads, and written next by the copy engine.
             plgpu.commit_smem()
-            self.ring.free("segments_k", step)
-        tile = self.work.tile.k
-        in_tile, first_k = parts.first_other(step, tile)
+            self.ring.free("segments_k", slot)
+        listed = self.ring.listed(slot)
         own = self.item.wg * ROWS
-        piece = Piece((ROWS, OTHERS), 0, self.first_q, first_k, own, in_tile)
-        return parts.shown(piece, step, tile, segments)
+        piece = Piece(
+            (ROWS, OTHERS), 0, self.first_q, listed.first, own, listed.in_tile
+        )
+        return parts.shown(piece, listed, segments)
 
 
 class _OfKeys:
@@ -193,27 +186,19 @@ class _OfKeys:
         pl.when(self.item.wg < WARPGROUPS)(self._compute)
         pl.when(self.item.wg == WARPGROUPS)(self._fetch)
 
-    def _steps(self, tiles: Any) -> Any:
-        return tiles * (self.work.tile.q // OTHERS)
-
     def _fetch(self) -> None:
         plgpu.set_max_registers(24, action="decrease")
-
-        def sources(step: Any) -> dict[str, Any]:
-            _, first = self.parts.first_other(step, self.work.tile.q)
-            return self.parts.places(pl.ds(first, OTHERS))
-
-        self.ring.fetch(self._steps(self.item.count), sources)
+        tile = self.work.tile.q
+        sources = functools.partial(self.parts.sources, tile=tile)
+        self.ring.fetch(self.item.count * (tile // OTHERS), sources)
 
     def _compute(self) -> None:
         plgpu.set_max_registers(240, action="increase")
         self.parts.fetch_own(pl.ds(self.first_k, ROWS))
 
         def run(of_k: Any, of_v: Any) -> tuple[jax.Array, jax.Array]:
-            full, count = self._steps(self.item.full), self._steps(self.item.count)
             step = functools.partial(self._step, of_k=of_k, of_v=of_v)
-            pl.loop(0, full)(functools.partial(step, masked=False))
-            pl.loop(full, count)(functools.partial(step, masked=True))
+            self.parts.loop(step, self.work.tile.q)
             return of_k[...] * (self.build.scale * math.log(2)), of_v[...]
 
         sums = accumulator(ROWS, self.build.size)
@@ -221,59 +206,60 @@ class _OfKeys:
         results = {"dk": (dk, "k"), "dv": (dv, "v")}
         self.parts.write(results, pl.ds(self.first_k, ROWS))
 
-    def _step(self, step: Any, *, of_k: Any, of_v: Any, masked: bool) -> None:
+    def _step(self, slot: Any, *, of_k: Any, of_v: Any, masked: bool) -> None:
         ring, parts, shape = self.ring, self.parts, (ROWS, OTHERS)
         square = accumulator(*shape)
-        ring.wait("q", step)
+        ring.wait("q", slot)
 
         def score(acc: Any) -> jax.Array:
-            plgpu.wgmma(acc, parts.mine("k"), ring.at("q", step).T)
+            plgpu.wgmma(acc, parts.mine("k"), ring.at("q", slot).T)
             return acc[...]
 
         scores = pl.run_scoped(score, square)
-        ring.wait("of_rows", step)
-        numbers = ring.at("of_rows", step)
+        ring.wait("of_rows", slot)
+        numbers = ring.at("of_rows", slot)
         lse = plgpu.load(numbers.at[LSE], layout=OF_COLUMNS)
         p = jnp.exp2(scores * self.build.scale - lax.broadcast_in_dim(lse, shape, [1]))
         if masked:
-            p = jnp.where(self._visible(step), p, 0.0)
-        ring.wait("do", step)
+            p = jnp.where(self._visible(slot), p, 0.0)
+        ring.wait("do", slot)
         # Masks of several blocks leave no registers for two matmuls at a time.
         is_tight = self.work.masks.shape[0] > 1
         if is_tight:
-            parts.add_product(of_v, p, ring.at("do", step))
+            parts.add_product(of_v, p, ring.at("do", slot))
             plgpu.wgmma_wait(0)
 
         def multiply(acc: Any) -> jax.Array:
-            plgpu.wgmma(acc, parts.mine("v"), ring.at("do", step).T)
+            plgpu.wgmma(acc, parts.mine("v"), ring.at("do", slot).T)
             if not is_tight:
-                parts.add_product(of_v, p, ring.at("do", step))
+                parts.add_product(of_v, p, ring.at("do", slot))
             plgpu.wgmma_wait(0)
             return acc[...]
 
         dp = pl.run_scoped(multiply, square)
-        ring.free("do", step)
+        ring.free("do", slot)
         delta = plgpu.load(numbers.at[DELTA], layout=OF_COLUMNS)
         # Read by threads, and written next by the copy engine.
         plgpu.commit_smem()
-        ring.free("of_rows", step)
+        ring.free("of_rows", slot)
         ds = p * (dp - lax.broadcast_in_dim(delta, shape, [1]))
-        parts.add_product(of_k, ds, ring.at("q", step))
+        parts.add_product(of_k, ds, ring.at("q", slot))
         plgpu.wgmma_wait(0)
-        ring.free("q", step)
+        ring.free("q", slot)
 
-    def _visible(self, step: Any) -> jax.Array:
+    def _visible(self, slot: Any) -> jax.Array:
         parts, segments = self.parts, None
         if "segments_k" in parts.own:
-            self.ring.wait("segments_q", step)
+            self.ring.wait("segments_q", slot)
             segments = (
-                plgpu.load(self.ring.at("segments_q", step), layout=OF_COLUMNS),
+                plgpu.load(self.ring.at("segments_q", slot), layout=OF_COLUMNS),
                 plgpu.load(parts.mine("segments_k"), layout=OF_ROWS),
             )
             plgpu.commit_smem()
-            self.ring.free("segments_q", step)
-        tile = self.work.tile.q
-        in_tile, first_q = parts.first_other(step, tile)
+            self.ring.free("segments_q", slot)
+        listed = self.ring.listed(slot)
         own = self.item.wg * ROWS
-        piece = Piece((ROWS, OTHERS), 1, first_q, self.first_k, in_tile, own)
-        return parts.shown(piece, step, tile, segments)
+        piece = Piece(
+            (ROWS, OTHERS), 1, listed.first, self.first_k, listed.in_tile, own
+        )
+        return parts.shown(piece, listed, segments)

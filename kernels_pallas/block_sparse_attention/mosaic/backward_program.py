@@ -10,10 +10,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.block_sparse_attention.mosaic.common import (
+    LISTED,
     ROWS,
     WARPGROUPS,
     Build,
     Item,
+    Listed,
     Ring,
     tiled_smem,
 )
@@ -43,7 +45,7 @@ def call(
       build: for these operands.
       given: the operands; unused ones are dropped.
       own: operands that a warpgroup holds, and their dtypes.
-      shared: operands that are fetched step by step.
+      shared: operands that are fetched step by step; the first is released last.
       results: names of the results, and the operand of the same length.
       tile: tokens of a result's tile.
       run: the program.
@@ -59,10 +61,10 @@ def call(
     outs = {}
     for name, like in results.items():
         batch, tokens = given[like].shape[:2]
-        shape = (batch, tokens, build.heads, size)
+        shape = (batch, tokens, build.grid_heads, size)
         outs[name] = jax.ShapeDtypeStruct(shape, build.dtype)
     for name in results if num_parts else ():
-        shape = (build.batch, build.heads, num_parts, tile, size)
+        shape = (build.batch, build.grid_heads, num_parts, tile, size)
         outs[f"{name}_parts"] = jax.ShapeDtypeStruct(shape, jnp.float32)
 
     def smem(dtype: Any, places: int, tokens: int) -> Any:
@@ -72,16 +74,17 @@ def call(
         return plgpu.SMEM((places, *both, tokens), dtype)
 
     memory = {name: smem(dtype, WARPGROUPS, ROWS) for name, dtype in own.items()}
-    memory |= {
+    memory |= Ring.listed_memory(build.stages) | {
         name: smem(dtype, build.stages, OTHERS) for name, dtype in shared.items()
     }
     if build.interprets:
         memory["staged"] = plgpu.SMEM((WARPGROUPS, ROWS, OTHERS), build.dtype)
-    barriers = Ring.barriers(tuple(shared), build.stages)
+    names, with_listed = tuple(shared), next(iter(shared))
+    barriers = Ring.barriers(names, with_listed, build.stages)
     barriers |= {name: plgpu.Barrier(num_barriers=WARPGROUPS) for name in own}
 
     def program(refs: dict, memory: dict, barriers: dict) -> None:
-        ring = Ring(tuple(shared), memory, barriers, build.stages)
+        ring = Ring(names, with_listed, memory, barriers, build.stages)
         run(Parts(build, refs, memory, barriers, tuple(own), ring))
 
     name, products = "_".join(results), 2 + len(results)
@@ -105,8 +108,10 @@ class Parts:
         self.own, self.ring = own, ring
         self.item = Item.read(refs, build)
 
-    def places(self, tokens: Any, names: tuple[str, ...] | None = None) -> dict:
-        """Some tokens of operands, of this program's head and row of the batch."""
+    def places(
+        self, tokens: Any, head: Any, names: tuple[str, ...] | None = None
+    ) -> dict[str, Any]:
+        """Some tokens of operands, of a head of the queries and its keys."""
         item = self.item
 
         def place(name: str) -> Any:
@@ -114,16 +119,16 @@ class Parts:
             if name.startswith("segments"):
                 return ref.at[item.row, tokens]
             if name == "of_rows":
-                return ref.at[item.row, item.head, :, tokens]
-            head = item.kv_head if name in ("k", "v") else item.head
-            return ref.at[item.row, tokens, head]
+                return ref.at[item.row, head, :, tokens]
+            of_keys = name in ("k", "v")
+            return ref.at[item.row, tokens, item.kv_head if of_keys else head]
 
         return {name: place(name) for name in names or self.ring.names}
 
     def fetch_own(self, tokens: Any) -> None:
         """Fetch the operands that this warpgroup holds."""
         wg = self.item.wg
-        for name, source in self.places(tokens, self.own).items():
+        for name, source in self.places(tokens, self.item.head, self.own).items():
             here, loaded = self.memory[name].at[wg], self.barriers[name].at[wg]
             plgpu.copy_gmem_to_smem(source, here, loaded)
         for name in self.own:
@@ -133,21 +138,41 @@ class Parts:
         """An operand that this warpgroup holds, in shared memory."""
         return self.memory[name].at[self.item.wg]
 
-    def first_other(self, step: Any, tile: int) -> tuple[Any, Any]:
-        """The first token of a step: in its tile, and in the sequence."""
+    def sources(self, step: Any, tile: int) -> dict[str, Any]:
+        """What is fetched for a step."""
         per_tile = jnp.int32(tile // OTHERS)
+        other, head, mask = self.item.other(lax.div(step, per_tile))
         in_tile = lax.rem(step, per_tile) * OTHERS
-        return in_tile, self.item.other(lax.div(step, per_tile)) * tile + in_tile
+        first = other * tile + in_tile
+        listed = Listed(first, in_tile, mask, self.item.length)
+        return self.places(pl.ds(first, OTHERS), head) | {LISTED: listed}
 
-    def shown(self, piece: Piece, step: Any, tile: int, segments: Any) -> jax.Array:
+    def loop(self, step: Callable[..., None], tile: int) -> None:
+        """Run the steps of the item: first those that need no mask."""
+        per_tile = tile // OTHERS
+
+        def run(masked: bool) -> Callable[[Any, Any], Any]:
+            def body(_: Any, slot: Any) -> Any:
+                step(slot, masked=masked)
+                return self.ring.next(slot)
+
+            return body
+
+        slot, full = jnp.int32(0), 0
+        if not self.item.has_limits:
+            full = self.item.full * per_tile
+            slot = lax.fori_loop(0, full, run(masked=False), slot)
+        lax.fori_loop(full, self.item.count * per_tile, run(masked=True), slot)
+
+    def shown(self, piece: Piece, listed: Listed, segments: Any) -> jax.Array:
         """Which scores of a step are visible."""
         item, refs = self.item, self.refs
         return visible(
             piece,
             self.work,
             refs["words"],
-            item.mask(lax.div(step, jnp.int32(tile // OTHERS))),
-            length=refs["lens"][item.row] if "lens" in refs else None,
+            listed.mask,
+            length=listed.length if item.has_limits else self.work.seq_k,
             segments=segments,
         )
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,7 @@ class Build:
       batch: rows of the batch.
       heads: of the queries.
       group: query heads that share a key head.
+      by_keys: whether a program is of a key head and all queries that share it.
       size: of a head.
       dtype: of queries, keys and values.
       scale: of the scores, to base 2.
@@ -55,6 +56,7 @@ class Build:
     batch: int
     heads: int
     group: int
+    by_keys: bool
     size: int
     dtype: Any
     scale: float
@@ -65,6 +67,11 @@ class Build:
     def interprets(self) -> bool:
         """Whether the CPU's interpreter runs the kernel: it lacks some GPU features."""
         return self.interpret is not None
+
+    @property
+    def grid_heads(self) -> int:
+        """Heads of the grid and of the lists."""
+        return self.heads // self.group if self.by_keys else self.heads
 
     def call(
         self,
@@ -106,7 +113,7 @@ class Build:
         kernel = plgpu.kernel(
             entry,
             out_type=list(outs.values()),
-            grid=(lists.num_items, self.heads, self.batch),
+            grid=(lists.num_items, self.grid_heads, self.batch),
             grid_names=("item", "head", "row"),
             num_threads=WARPGROUPS + 1,
             thread_name="wg",
@@ -136,8 +143,9 @@ class Item:
 
     Attributes:
       refs: the lists.
+      build: the kernel's parameters.
       number: of the item.
-      head: of the queries.
+      head: of the grid: of the queries, or with `by_keys` of the keys.
       kv_head: of the keys.
       row: of the batch.
       wg: this warpgroup.
@@ -145,6 +153,7 @@ class Item:
     """
 
     refs: dict[str, Any]
+    build: Build
     number: Any
     head: Any
     kv_head: Any
@@ -158,9 +167,10 @@ class Item:
         head = lax.axis_index("head")
         return cls(
             refs,
+            build,
             lax.axis_index("item"),
             head,
-            lax.div(head, jnp.int32(build.group)),
+            head if build.by_keys else lax.div(head, jnp.int32(build.group)),
             lax.axis_index("row"),
             lax.axis_index("wg"),
             jnp.int32(0) if build.lists.is_shared else head,
@@ -185,6 +195,18 @@ class Item:
         return self._read(FULL)
 
     @property
+    def length(self) -> Any:
+        """Valid keys of the sequence."""
+        if "lens" in self.refs:
+            return self.refs["lens"][self.row]
+        return jnp.int32(self.build.work.seq_k)
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether every tile needs a mask."""
+        return "lens" in self.refs or "segments_q" in self.refs
+
+    @property
     def part(self) -> Any:
         """The partial result that it computes; -1 if it computes a full one."""
         return self._read(PART)
@@ -199,13 +221,15 @@ class Item:
         """Whether it computes the result of a row that is not split."""
         return (self.tile >= 0) & (self.part < 0)
 
-    def other(self, step: Any) -> Any:
-        """A tile's index on the other side."""
-        return self.refs["tiles"][self.of_lists, self._read(START) + step, COLUMN]
-
-    def mask(self, step: Any) -> Any:
-        """The tile work's mask of a tile."""
-        return self.refs["tiles"][self.of_lists, self._read(START) + step, MASK]
+    def other(self, step: Any) -> tuple[Any, Any, Any]:
+        """A tile's index on the other side, the head of its queries, and its mask."""
+        place = self.of_lists, self._read(START) + step
+        column, mask = (self.refs["tiles"][*place, field] for field in (COLUMN, MASK))
+        if not self.build.by_keys or self.build.group == 1:
+            return column, self.head, mask
+        tiles, group = self.build.work.tiles_q, self.build.group
+        head = self.head * group + lax.div(column, jnp.int32(tiles))
+        return lax.rem(column, jnp.int32(tiles)), head, mask
 
 
 def accumulator(rows: int, columns: int) -> Any:
@@ -226,12 +250,33 @@ def splat(value: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
+LISTED = "listed"
+"""The name of what is `Listed` of a step."""
+
+
+class Listed(NamedTuple):
+    """What masks need to know of a step; the fetching warpgroup reads the lists.
+
+    Attributes:
+      first: the first token on the other side.
+      in_tile: the same, in its tile.
+      mask: the tile work's mask of the tile.
+      length: valid keys of the sequence.
+    """
+
+    first: Any
+    in_tile: Any
+    mask: Any
+    length: Any
+
+
 class Ring:
     """Buffers in shared memory that one warpgroup fills and the others use in turn.
 
     Args:
       names: the fetched operands; each has memory and a barrier under its name, and
         another with "_used" at which the others arrive.
+      with_listed: the one whose barriers are also those of `LISTED`.
       memory: by name.
       barriers: by name.
       stages: number of buffers.
@@ -240,20 +285,31 @@ class Ring:
     def __init__(
         self,
         names: tuple[str, ...],
+        with_listed: str,
         memory: dict[str, Any],
         barriers: dict[str, Any],
         stages: int,
     ):
-        self.names, self._memory, self._barriers = names, memory, barriers
+        self.names, self._with_listed = names, with_listed
+        self._memory, self._barriers = memory, barriers
         self._stages = stages
 
     @staticmethod
-    def barriers(names: tuple[str, ...], stages: int) -> dict[str, Any]:
+    def listed_memory(stages: int) -> dict[str, Any]:
+        """Make the memory of `LISTED`."""
+        shape = (stages, len(Listed._fields))
+        return {LISTED: plgpu.SMEM(shape, jnp.int32)}
+
+    @staticmethod
+    def barriers(
+        names: tuple[str, ...], with_listed: str, stages: int
+    ) -> dict[str, Any]:
         """Make its barriers."""
         used = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages)
         loaded = plgpu.Barrier(num_barriers=stages)
         return {
             **dict.fromkeys(names, loaded),
+            with_listed: plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             **{f"{name}_used": used for name in names},
         }
 
@@ -262,40 +318,52 @@ class Ring:
 
         Args:
           count: steps.
-          sources: step -> the arrays to copy from, by name.
+          sources: step -> the arrays to copy from, by name, and the `Listed` numbers.
         """
 
-        @pl.loop(0, count)
-        def _(step: Any) -> None:
-            slot = self.slot(step)
-            for name, source in sources(step).items():
-                self._wait_until_free(name, step)
-                loaded = self._barriers[name].at[slot]
-                plgpu.copy_gmem_to_smem(source, self._memory[name].at[slot], loaded)
-
-        # Every arrival is waited for, as the interpreter requires.
-        @pl.loop(lax.max(count - self._stages, jnp.int32(0)), count)
-        def _(step: Any) -> None:
+        def fill(step: Any, slot: Any) -> Any:
+            found = sources(step)
             for name in self.names:
-                plgpu.barrier_wait(self._barriers[f"{name}_used"].at[self.slot(step)])
+                pl.when(step >= self._stages)(self._wait_until_free(name, slot))
+                loaded = self._barriers[name].at[slot]
+                plgpu.copy_gmem_to_smem(found[name], self.at(name, slot), loaded)
+                if name == self._with_listed:
+                    for field, number in enumerate(found[LISTED]):
+                        self._memory[LISTED][slot, field] = number
+                    plgpu.barrier_arrive(loaded)
+            return self.next(slot)
 
-    def _wait_until_free(self, name: str, step: Any) -> None:
-        @pl.when(step >= self._stages)
-        def _() -> None:
-            plgpu.barrier_wait(self._barriers[f"{name}_used"].at[self.slot(step)])
+        def drain(_: Any, slot: Any) -> Any:
+            for name in self.names:
+                self._wait_until_free(name, slot)()
+            return self.next(slot)
 
-    def slot(self, step: Any) -> Any:
-        """The buffer of a step."""
-        return lax.rem(step, jnp.int32(self._stages))
+        end = lax.fori_loop(0, count, fill, jnp.int32(0))
+        # Every arrival is waited for, as the interpreter requires.
+        is_round = count >= self._stages
+        left = jnp.where(is_round, self._stages, count)
+        lax.fori_loop(0, left, drain, jnp.where(is_round, end, 0))
 
-    def wait(self, name: str, step: Any) -> Any:
-        """Wait until a step's data has arrived."""
-        plgpu.barrier_wait(self._barriers[name].at[self.slot(step)])
+    def _wait_until_free(self, name: str, slot: Any) -> Callable[[], None]:
+        return lambda: plgpu.barrier_wait(self._barriers[f"{name}_used"].at[slot])
 
-    def at(self, name: str, step: Any) -> Any:
-        """A step's shared memory."""
-        return self._memory[name].at[self.slot(step)]
+    def next(self, slot: Any) -> Any:
+        """The buffer after another."""
+        return jnp.where(slot == self._stages - 1, 0, slot + 1)
 
-    def free(self, name: str, step: Any) -> None:
-        """Release a step's buffer from this warpgroup."""
-        plgpu.barrier_arrive(self._barriers[f"{name}_used"].at[self.slot(step)])
+    def wait(self, name: str, slot: Any) -> Any:
+        """Wait until data has arrived in a buffer."""
+        plgpu.barrier_wait(self._barriers[name].at[slot])
+
+    def at(self, name: str, slot: Any) -> Any:
+        """A buffer's memory."""
+        return self._memory[name].at[slot]
+
+    def listed(self, slot: Any) -> Listed:
+        """Read what is listed of a step, once its data has arrived."""
+        numbers = self.at(LISTED, slot)
+        return Listed(*(numbers[field] for field in range(len(Listed._fields))))
+
+    def free(self, name: str, slot: Any) -> None:
+        """Release a buffer from this warpgroup."""
+        plgpu.barrier_arrive(self._barriers[f"{name}_used"].at[slot])

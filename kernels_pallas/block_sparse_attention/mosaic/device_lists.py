@@ -1,17 +1,23 @@
 """What do a kernel's programs read of the tile work: lists, in few packed arrays."""
 
 import dataclasses
+import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.block_sparse_attention.lists import Lists
+from kernels_pallas.block_sparse_attention.lists import Lists, merge_heads
 from kernels_pallas.block_sparse_attention.tile_work import TileWork
 
 ROW, START, COUNT, FULL, PART = range(5)
 COLUMN, MASK = range(2)
+
+
+PROGRAMS = 4 * 132
+"""Of a kernel: four for each multiprocessor of an H200, so that few of them idle."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +44,33 @@ class DeviceLists:
         return self.items.shape[1]
 
 
+@functools.lru_cache(maxsize=64)
+def group_columns(work: TileWork, group: int, copies: int) -> Lists:
+    """List the columns of all query heads that share keys as one.
+
+    Args:
+      work: the work of the kernels.
+      group: query heads that share a key head.
+      copies: key heads, times rows of the batch.
+
+    Returns:
+      Lists whose tiles count on from head to head. Columns are also split where there
+      would be fewer than `PROGRAMS` items, but not below 16 tiles or a head's mean.
+    """
+    if group == 1:
+        return work.columns
+    mean = work.active_tiles * work.tiles_q
+    longest = work.longest or max(16, math.ceil(2 * group * mean))
+    share = math.ceil(group * mean * work.tiles_k * copies / PROGRAMS)
+    return merge_heads(
+        work.columns,
+        group,
+        num_rows=work.tiles_k,
+        num_columns=work.tiles_q,
+        longest=min(longest, max(16, math.ceil(mean), share)),
+    )
+
+
 def device_lists(
     lists: Lists, work: TileWork, num_heads: int, first_head: Any, *, has_limits: bool
 ) -> DeviceLists:
@@ -46,8 +79,8 @@ def device_lists(
     Args:
       lists: the tile work's rows or columns.
       work: the work of the kernels.
-      num_heads: of the present queries.
-      first_head: the first present head of the tile work's; None if all are present.
+      num_heads: present heads of the lists: of queries, or groups of them.
+      first_head: the first present one; None if all are present.
       has_limits: whether every tile needs a mask.
 
     Returns:

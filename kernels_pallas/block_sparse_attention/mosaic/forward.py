@@ -18,12 +18,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.block_sparse_attention.mosaic.common import (
     LAYOUT,
+    LISTED,
     OF_COLUMNS,
     OF_ROWS,
     ROWS,
     WARPGROUPS,
     Build,
     Item,
+    Listed,
     Ring,
     accumulator,
     splat,
@@ -74,14 +76,15 @@ def forward(build: Build, given: dict[str, jax.Array]) -> list[jax.Array]:
     }
     used = {*own, *shared, "lse", *(("p",) if build.interprets else ())}
     memory = {name: ref for name, ref in memory.items() if name in used}
+    memory |= Ring.listed_memory(build.stages)
     barriers = {
         **{name: plgpu.Barrier(num_barriers=WARPGROUPS) for name in own},
-        **Ring.barriers(shared, build.stages),
+        **Ring.barriers(shared, "v", build.stages),
         "turn": plgpu.Barrier(num_arrivals=WARPGROUPS),
     }
 
     def program(refs: dict, memory: dict, barriers: dict) -> None:
-        ring = Ring(shared, memory, barriers, build.stages)
+        ring = Ring(shared, "v", memory, barriers, build.stages)
         _Program(build, refs, memory, barriers, own, ring).run()
 
     return build.call("forward", 2, given, outs, memory, barriers, program)
@@ -112,12 +115,15 @@ class _Program:
         pl.when(self.item.wg == WARPGROUPS)(self._fetch)
 
     def _fetch(self) -> None:
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(24, action="decrease")
         item, tile = self.item, self.work.tile.k
 
         def sources(step: Any) -> dict[str, Any]:
-            keys = pl.ds(item.other(step) * tile, tile)
-            found = {"k": self.refs["k"].at[item.row, keys, item.kv_head]}
+            other, _, mask = item.other(step)
+            keys = pl.ds(other * tile, tile)
+            listed = Listed(other * tile, jnp.int32(0), mask, item.length)
+            found: dict[str, Any] = {LISTED: listed}
+            found["k"] = self.refs["k"].at[item.row, keys, item.kv_head]
             if "segments_k" in self.refs:
                 found["segments_k"] = self.refs["segments_k"].at[item.row, keys]
             return found | {"v": self.refs["v"].at[item.row, keys, item.kv_head]}
@@ -130,7 +136,7 @@ class _Program:
         plgpu.barrier_wait(self.barriers["turn"])
 
     def _compute(self) -> None:
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(240, action="increase")
         self._fetch_own()
         item = self.item
         state = (
@@ -140,10 +146,12 @@ class _Program:
         )
         pl.when(item.count > 0)(lambda: self.ring.wait("k", jnp.int32(0)))
         pl.when(item.wg == 1)(self._take_turn)
-        unmasked = functools.partial(self._step, masked=False)
-        state = lax.fori_loop(0, item.full, unmasked, state)
+        carry, full = (state, jnp.int32(0)), 0
+        if not item.has_limits:
+            unmasked, full = functools.partial(self._step, masked=False), item.full
+            carry = lax.fori_loop(0, full, unmasked, carry)
         masked = functools.partial(self._step, masked=True)
-        state = lax.fori_loop(item.full, item.count, masked, state)
+        state, _ = lax.fori_loop(full, item.count, masked, carry)
         pl.when(item.wg == 0)(self._take_turn)
         self._write(*state)
 
@@ -158,10 +166,12 @@ class _Program:
         for name in sources:
             plgpu.barrier_wait(self.barriers[name].at[wg])
 
-    def _step(self, step: Any, state: State, *, masked: bool) -> State:
-        """Process a tile of keys."""
-        sums, top, total = state
-        queries, keys = self.memory["q"].at[self.item.wg], self.ring.at("k", step)
+    def _step(
+        self, step: Any, carry: tuple[State, Any], *, masked: bool
+    ) -> tuple[State, Any]:
+        """Process a tile of keys, in a buffer of the ring."""
+        (sums, top, total), slot = carry
+        queries, keys = self.memory["q"].at[self.item.wg], self.ring.at("k", slot)
 
         def multiply(acc: Any) -> jax.Array:
             plgpu.wgmma(acc, queries, keys.T)
@@ -170,8 +180,8 @@ class _Program:
 
         shape = (ROWS, self.work.tile.k)
         scores = pl.run_scoped(multiply, accumulator(*shape))
-        self.ring.free("k", step)
-        shown = self._visible(step) if masked else None
+        self.ring.free("k", slot)
+        shown = self._visible(slot) if masked else None
         if shown is not None:
             scores = jnp.where(shown, scores, _NEVER)
         scale = self.build.scale
@@ -189,44 +199,49 @@ class _Program:
                 (sums, new_top, total, half)
             )
         plgpu.barrier_arrive(self.barriers["turn"])
-        self.ring.wait("v", step)
+        if not masked:
+            self.ring.wait("v", slot)
         plgpu.barrier_wait(self.barriers["turn"])
-        sums = self._add_values(step, sums, half)
-        self.ring.free("v", step)
-        return sums, new_top, total
+        following = self.ring.next(slot)
+        sums = self._add_values(slot, following, step, sums, half)
+        self.ring.free("v", slot)
+        return (sums, new_top, total), following
 
-    def _visible(self, step: Any) -> jax.Array:
+    def _visible(self, slot: Any) -> jax.Array:
         item, work, refs = self.item, self.work, self.refs
+        self.ring.wait("v", slot)
+        listed = self.ring.listed(slot)
         segments = None
         if "segments_q" in self.own:
-            self.ring.wait("segments_k", step)
+            self.ring.wait("segments_k", slot)
             segments = (
                 plgpu.load(self.memory["segments_q"].at[item.wg], layout=OF_ROWS),
-                plgpu.load(self.ring.at("segments_k", step), layout=OF_COLUMNS),
+                plgpu.load(self.ring.at("segments_k", slot), layout=OF_COLUMNS),
             )
             # Read by threads, and written next by the copy engine.
             plgpu.commit_smem()
-            self.ring.free("segments_k", step)
+            self.ring.free("segments_k", slot)
         piece = Piece(
             shape=(ROWS, work.tile.k),
             q_dim=0,
             first_q=self.first_q,
-            first_k=item.other(step) * work.tile.k,
+            first_k=listed.first,
             q_in_tile=item.wg * ROWS,
             k_in_tile=jnp.int32(0),
         )
-        length = refs["lens"][item.row] if "lens" in refs else None
-        mask = item.mask(step)
+        length = listed.length if item.has_limits else work.seq_k
         return visible(
-            piece, work, refs["words"], mask, length=length, segments=segments
+            piece, work, refs["words"], listed.mask, length=length, segments=segments
         )
 
-    def _add_values(self, step: Any, sums: jax.Array, p: jax.Array) -> jax.Array:
-        values = self.ring.at("v", step)
+    def _add_values(
+        self, slot: Any, following: Any, step: Any, sums: jax.Array, p: jax.Array
+    ) -> jax.Array:
+        values = self.ring.at("v", slot)
 
         def wait_for_next_keys() -> None:
             is_more = step + 1 < self.item.count
-            pl.when(is_more)(lambda: self.ring.wait("k", step + 1))
+            pl.when(is_more)(lambda: self.ring.wait("k", following))
 
         if self.build.interprets:  # It has no matmuls of registers.
             staged = self.memory["p"].at[self.item.wg]

@@ -44,7 +44,7 @@ def visible(
     words_ref: Any,
     mask: Any,
     *,
-    length: Any | None = None,
+    length: Any,
     segments: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """Compute which scores are visible.
@@ -54,15 +54,14 @@ def visible(
       work: the work of the kernels.
       words_ref: [M, words], its masks.
       mask: the number of the tile's mask.
-      length: valid keys of the sequence; None for all.
+      length: valid keys of the sequence.
       segments: of the piece's queries and keys, each along its dim; None for one.
 
     Returns:
       Booleans of the piece's shape.
     """
     q, k = piece.iota(piece.q_dim), piece.iota(1 - piece.q_dim)
-    end = work.seq_k if length is None else length
-    shown = k + piece.first_k < end
+    shown = k + piece.first_k < length
     if work.causal:
         shown &= q + piece.first_q >= k + piece.first_k
     if work.masks.shape[0] > 1:
