@@ -51,17 +51,26 @@ class Config:
     """Write benchmarks/results/kernels_compiled.json."""
 
 
-def kernels_of(size: int, kv_heads: int, nvdisasm: str) -> Iterator[tuple[str, Kernel]]:
-    """Compile forward and backward pass of a window of 2,048 tokens."""
+def kernels_of(
+    config: Config, size: int, nvdisasm: str
+) -> Iterator[tuple[str, Kernel]]:
+    """Compile forward and both backward passes of a window of 2,048 tokens."""
     work = named("window", "sliding", SEQ_LEN, WINDOW).work
     q = jax.ShapeDtypeStruct((1, SEQ_LEN, HEADS, size), jnp.bfloat16)
-    k = jax.ShapeDtypeStruct((1, SEQ_LEN, kv_heads, size), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((1, SEQ_LEN, config.kv_heads, size), jnp.bfloat16)
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_TO": folder}
-        compile_for_h200(with_backward(sparse(work)), (q, k, k, q))
-        for ptx in sorted(Path(folder).glob("*.ptx"), key=lambda x: x.stem[-1]):
+        for deterministic in (True, False):
+            call = with_backward(sparse(work, deterministic=deterministic))
+            compile_for_h200(call, (q, k, k, q))
+        for ptx in sorted(Path(folder).glob("*.ptx"), key=_number):
             name = ptx.stem.removeprefix("block_sparse_attention_").rstrip("0123456789")
             yield name.rstrip("_"), assemble(ptx, nvdisasm)
+
+
+def _number(ptx: Path) -> int:
+    """Kernels are numbered as they are compiled."""
+    return int(ptx.stem.rpartition("_")[2])
 
 
 def rows_of(size: int, kernels: dict[str, Kernel]) -> dict[str, dict[str, Any]]:
@@ -95,7 +104,7 @@ def main(config: Config) -> None:
     prepare_process()
     found: dict[str, dict[str, Any]] = {}
     for size in config.sizes:
-        found |= rows_of(size, dict(kernels_of(size, config.kv_heads, nvdisasm)))
+        found |= rows_of(size, dict(kernels_of(config, size, nvdisasm)))
     columns = list(dict.fromkeys(column for row in found.values() for column in row))
     table = Table(title="a window of 2,048 tokens; clocks a 64 x 64 block", box=None)
     for column in ("", *columns):

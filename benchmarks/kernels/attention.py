@@ -123,6 +123,8 @@ def measure(
     found = share_and_mark(case) | dict(torch)
     ours, theirs = ("mosaic", "cudnn") if on_gpu else ("reference", "xla")
     found |= times_of("sparse", sparse(case.work, ours), shape, rounds)
+    at_once = sparse(case.work, ours, deterministic=False)
+    found |= times_of("sparse_unordered", at_once, shape, rounds, ("both",))
     found |= dense_times(shape, rounds, theirs)
     if case.window is not None:
         window = cudnn(case.window, theirs)
@@ -202,10 +204,12 @@ def share_and_mark(case: Case) -> dict[str, float]:
     }
 
 
-def sparse(work: TileWork, implementation: Any = "mosaic") -> Callable[..., jax.Array]:
+def sparse(
+    work: TileWork, implementation: Any = "mosaic", *, deterministic: bool = True
+) -> Callable[..., jax.Array]:
     """Our kernels."""
     return lambda q, k, v: block_sparse_attention(
-        q, k, v, work, implementation=implementation
+        q, k, v, work, deterministic=deterministic, implementation=implementation
     )
 
 

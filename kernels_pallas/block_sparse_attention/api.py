@@ -34,6 +34,7 @@ def block_sparse_attention(
     segment_ids: Segments | None = None,
     kv_seq_lens: Int[Array, "B"] | None = None,
     first_head: Int[Array, ""] | None = None,
+    deterministic: bool = True,
     return_lse: Literal[False] = False,
     implementation: Choice | None = None,
 ) -> Float[Array, "B T N H"]: ...
@@ -50,12 +51,13 @@ def block_sparse_attention(
     segment_ids: Segments | None = None,
     kv_seq_lens: Int[Array, "B"] | None = None,
     first_head: Int[Array, ""] | None = None,
+    deterministic: bool = True,
     return_lse: Literal[True],
     implementation: Choice | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]: ...
 
 
-def block_sparse_attention(
+def block_sparse_attention(  # noqa: PLR0913 - what, by 7, and how, by 4
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
@@ -65,6 +67,7 @@ def block_sparse_attention(
     segment_ids: Segments | None = None,
     kv_seq_lens: Int[Array, "B"] | None = None,
     first_head: Int[Array, ""] | None = None,
+    deterministic: bool = True,
     return_lse: bool = False,
     implementation: Choice | None = None,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
@@ -88,6 +91,10 @@ def block_sparse_attention(
         number above S.
       first_head: if `q` has only some of the heads of `work`, the number of the
         first, a multiple of N / K; None if it has all.
+      deterministic: whether the gradient is the same to the bit in every run. False
+        allows the kernels to compute it in one pass, of five matmuls for seven, in
+        which the gradient of `q` is summed in the order in which programs finish; that
+        pass exists for heads of more than 64.
       return_lse: also return the logarithm of each softmax's sum.
       implementation: the name of one; None for the fastest that runs here.
 
@@ -124,18 +131,20 @@ def block_sparse_attention(
     size = q.shape[3]
     if choice == "mosaic":
         q, k, v = (_filled_up(x) for x in (q, k, v))
-    both: Any = attend(q, k, v, limits, work, scale, _implementation(choice))
+    implement = _implementation(choice, deterministic=deterministic)
+    both: Any = attend(q, k, v, limits, work, scale, implement)
     o, lse = both[0][..., :size], both[1]
     return (o, lse) if return_lse else o
 
 
-def _implementation(choice: Choice) -> Implementation:
+def _implementation(choice: Choice, *, deterministic: bool) -> Implementation:
     if choice == "reference":
         return Implementation(reference.forward, reference.backward)
     # Some jax versions have no Mosaic GPU.
     from kernels_pallas.block_sparse_attention.mosaic import api  # noqa: PLC0415
 
-    return Implementation(api.forward, api.backward)
+    backward = api.backward if deterministic else api.backward_unordered
+    return Implementation(api.forward, backward)
 
 
 def _unsupported(q: jax.Array, work: TileWork) -> str | None:

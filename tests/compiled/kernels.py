@@ -22,6 +22,7 @@ class Configuration:
     block: int
     longest: int | None = None
     limits: bool = False
+    deterministic: bool = True
 
 
 CONFIGURATIONS = (
@@ -31,6 +32,9 @@ CONFIGURATIONS = (
     Configuration(128, 16),
     Configuration(128, 128, longest=4),
     Configuration(128, 64, limits=True),
+    Configuration(128, 128, deterministic=False),
+    Configuration(128, 64, limits=True, deterministic=False),
+    Configuration(128, 16, deterministic=False),
 )
 
 
@@ -79,7 +83,13 @@ def main() -> None:
             def attend(q, k, v):
                 given = limits if config.limits else {}
                 return block_sparse_attention(
-                    q, k, v, work, **given, implementation="mosaic"
+                    q,
+                    k,
+                    v,
+                    work,
+                    **given,
+                    deterministic=config.deterministic,
+                    implementation="mosaic",
                 )
 
             return jax.vjp(attend, q, k, v)[1](do)

@@ -32,22 +32,24 @@ def compiled() -> list[Assembly]:
 def test_every_configuration_is_compiled(compiled) -> None:
     assert len(compiled) == len(CONFIGURATIONS)
     for found, _, used in compiled:
-        assert found["kernels"] == 3, "forward, of queries, of keys and values"
-        assert len(used) == 3
+        # Forward; and of queries, and of keys and values, or of all three.
+        assert found["kernels"] == (3 if found["deterministic"] else 2)
+        assert len(used) == found["kernels"]
 
 
 def test_nothing_is_spilled(compiled) -> None:
     for found, spilled, _ in compiled:
-        assert len(spilled) == 6, "stores and loads of three kernels"
+        assert len(spilled) == 2 * found["kernels"], "stores and loads of each"
         assert not any(spilled), found
 
 
 def test_program_around_the_kernels_makes_no_copies_of_operands(compiled) -> None:
-    """Besides numbers of each row, and parts, their sums and what they are sums of."""
+    """Besides numbers of each row, fp32 sums of one pass, parts and their sums."""
     for found, _, _ in compiled:
         rows = 4 * SEQ_LEN * HEADS
         parts = 4 * found["parts"] * KERNEL_TILE.k * found["size"]
-        assert found["temporaries"] < 12 * rows + 1.5 * parts, found
+        sums = 0 if found["deterministic"] else rows * found["size"]
+        assert found["temporaries"] < 12 * rows + sums + 1.5 * parts, found
 
 
 def test_split_over_a_mesh_moves_no_more_than_dense_attention(tmp_path: Path) -> None:

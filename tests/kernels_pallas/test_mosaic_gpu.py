@@ -43,6 +43,7 @@ class Case:
     lens: tuple[int, ...] | None = None
     has_segments: bool = False
     first_head: int | None = None
+    deterministic: bool = True
 
 
 def causal(name: str, block: int, seq_len: int = LENGTH) -> TileWork:
@@ -84,6 +85,10 @@ CASES = {
     **of_pattern("sliding"),
     "split rows": lambda: Case(both_ways(BSLongformer(HEADS, **WINDOW), longest=4)),
     "heads differ": lambda: Case(both_ways(BigBird(HEADS, **DIFFER)), 64, jnp.float16),
+    "one pass": lambda: Case(causal("bigbird", 64), deterministic=False),
+    "one pass, lengths": lambda: Case(
+        causal("longformer", 128), lens=(LENGTH, 1000), deterministic=False
+    ),
     "some heads": lambda: Case(
         both_ways(BigBird(2 * HEADS, **DIFFER)), first_head=HEADS
     ),
@@ -103,7 +108,11 @@ def both_passes(case: Case) -> Callable[..., tuple[jax.Array, ...]]:
     ) -> tuple[jax.Array, ...]:
         def attend(*given: jax.Array) -> jax.Array:
             return block_sparse_attention(
-                *given, case.work, implementation=implementation, **limits
+                *given,
+                case.work,
+                deterministic=case.deterministic,
+                implementation=implementation,
+                **limits,
             )
 
         *qkv, do = given

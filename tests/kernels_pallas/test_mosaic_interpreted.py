@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,8 +30,8 @@ TOLERANCE = {jnp.float16: 2e-3, jnp.bfloat16: 1.2e-2}
 
 
 @pytest.fixture
-def mosaic(monkeypatch: pytest.MonkeyPatch) -> Implementation:
-    """The kernels, on the CPU; each is refused that has races."""
+def mosaic(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], Implementation]:
+    """The kernels, on the CPU, deterministic or not; each is refused that has races."""
     from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: PLC0415
 
     from kernels_pallas.block_sparse_attention.mosaic import api  # noqa: PLC0415
@@ -39,13 +40,19 @@ def mosaic(monkeypatch: pytest.MonkeyPatch) -> Implementation:
         (api.forward_pass, "forward"),
         (api.backward_pass, "of_queries"),
         (api.backward_pass, "of_keys"),
+        (api.backward_pass, "of_all"),
     ):
         monkeypatch.setattr(module, name, watched(getattr(module, name)))
     params = plgpu.InterpretGPUParams(detect_races=True)
-    return Implementation(
-        functools.partial(api.forward, interpret=params),
-        functools.partial(api.backward, interpret=params),
-    )
+
+    def make(deterministic: bool) -> Implementation:
+        options = api.Options(deterministic=deterministic, interpret=params)
+        return Implementation(
+            functools.partial(api.forward, options=options),
+            functools.partial(api.backward, options=options),
+        )
+
+    return make
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +72,7 @@ class Case:
     dtype: Any = jnp.float16
     has_segments: bool = False
     lens: tuple[int, ...] | None = None
+    deterministic: bool = True
 
     def layout(self) -> BlockLayout:
         rng = np.random.default_rng(self.block)
@@ -104,11 +112,26 @@ CASES = {
     "split groups": Case(
         64, 256, layout_heads=4, first_head=2, causal=False, longest=1, kv_heads=1
     ),
+    "one pass": Case(
+        32,
+        250,
+        layout_heads=4,
+        first_head=2,
+        longest=1,
+        size=128,
+        kv_heads=1,
+        deterministic=False,
+    ),
+    "one pass, limits": Case(
+        64, 250, size=128, has_segments=True, lens=(0, 210), deterministic=False
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_do_what_the_reference_does(name: str, mosaic: Implementation) -> None:
+def test_kernels_do_what_the_reference_does(
+    name: str, mosaic: Callable[[bool], Implementation]
+) -> None:
     case = CASES[name]
     work = case.work()
     assert (work.rows.num_parts > 0) == (case.longest is not None)
@@ -138,7 +161,7 @@ def test_kernels_do_what_the_reference_does(name: str, mosaic: Implementation) -
         found = pull((do.astype(o.dtype), jnp.zeros_like(lse)))
         return (o, *found), lse
 
-    found, lse = run(mosaic, q, k, v)
+    found, lse = run(mosaic(case.deterministic), q, k, v)
     exact = (x.astype(jnp.float32) for x in (q, k, v))
     plain = Implementation(reference.forward, reference.backward)
     wanted, wanted_lse = run(plain, *exact)

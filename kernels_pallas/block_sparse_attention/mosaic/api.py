@@ -1,11 +1,13 @@
 """Block-sparse attention with the kernels: the functions documented in `reference`."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kernels_pallas.block_sparse_attention.lists import Lists
 from kernels_pallas.block_sparse_attention.mosaic import backward as backward_pass
@@ -16,10 +18,31 @@ from kernels_pallas.block_sparse_attention.mosaic.device_lists import (
     device_lists,
     group_columns,
 )
+from kernels_pallas.block_sparse_attention.mosaic.query_sums import sum_columns
 from kernels_pallas.block_sparse_attention.operands import Limits
 from kernels_pallas.block_sparse_attention.tile_work import TileWork
 
 LN2 = math.log(2)
+
+ONE_PASS = (128,)
+"""Head sizes whose backward pass can be one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How the kernels are run.
+
+    Attributes:
+      deterministic: whether cotangents are the same to the bit in every run; otherwise
+        they are computed in one pass where there is one.
+      interpret: how to run without a GPU; None for a GPU.
+    """
+
+    deterministic: bool = True
+    interpret: Any = None
+
+
+DEFAULT = Options()
 
 
 def forward(
@@ -29,11 +52,10 @@ def forward(
     limits: Limits,
     work: TileWork,
     scale: float,
-    *,
-    interpret: Any = None,
+    options: Options = DEFAULT,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend, as `reference.forward` does."""
-    build = _build(q_BTNH, k_BSKH, limits, work, scale, interpret)
+    build = _build(q_BTNH, k_BSKH, limits, work, scale, options.interpret)
     given = _given(work, limits, q_BTNH, k_BSKH, v_BSKH)
     o, lse2, *partial = forward_pass.forward(build, given)
     if partial:
@@ -54,8 +76,7 @@ def backward(
     lse_BNT: jax.Array,
     delta_BNT: jax.Array,
     do_BTNH: jax.Array,
-    *,
-    interpret: Any = None,
+    options: Options = DEFAULT,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute the cotangents, as `reference.backward` does."""
     given = _given(work, limits, q_BTNH, k_BSKH, v_BSKH)
@@ -63,13 +84,23 @@ def backward(
     padding = [(0, 0)] * 3 + [(0, -work.seq_q % work.tile.q)]
     given["do"] = _padded(do_BTNH, work.tile.q)
     given["of_rows"] = jnp.pad(of_rows, padding)
-    build = _build(q_BTNH, k_BSKH, limits, work, scale, interpret, stages=3)
-    found = backward_pass.of_queries(build, given)
-    (of_q,) = _joined(found, work.rows, limits.first_head)
-    build, columns = _by_keys(build, limits)
-    found = backward_pass.of_keys(build, given)
-    of_k, of_v = _joined(found, columns, _first_group(build, limits))
+    build = _build(q_BTNH, k_BSKH, limits, work, scale, options.interpret, stages=3)
+    by_keys, columns = _by_keys(build, limits)
+    if options.deterministic or build.size not in ONE_PASS:
+        found = backward_pass.of_queries(build, given)
+        (of_q,) = _joined(found, work.rows, limits.first_head)
+        found = backward_pass.of_keys(by_keys, given)
+    else:
+        *found, of_q = backward_pass.of_all(by_keys, given)
+        if by_keys.interprets:
+            of_q = sum_columns(of_q, _active(work, limits, build.heads))
+        of_q = of_q.astype(q_BTNH.dtype)
+    of_k, of_v = _joined(found, columns, _first_group(by_keys, limits))
     return of_q[:, : work.seq_q], of_k[:, : work.seq_k], of_v[:, : work.seq_k]
+
+
+backward_unordered = functools.partial(backward, options=Options(deterministic=False))
+"""`backward`, with dq summed in no fixed order where that is faster."""
 
 
 def _build(
@@ -126,6 +157,18 @@ def _first_group(build: Build, limits: Limits) -> Any:
 
 def _has_limits(limits: Limits) -> bool:
     return limits.kv_seq_lens is not None or limits.segments_q is not None
+
+
+def _active(work: TileWork, limits: Limits, heads: int) -> jax.Array:
+    """Which tiles are active: [N, tiles of queries, tiles of keys], or of one head."""
+    rows = work.rows
+    active = np.zeros((len(rows.row), work.tiles_q + 1, work.tiles_k), bool)
+    head = np.arange(len(active))[:, None]
+    active[head, rows.tile_row, rows.column] = True
+    found = jnp.asarray(active[:, :-1])
+    if len(active) == 1 or limits.first_head is None:
+        return found
+    return jax.lax.dynamic_slice_in_dim(found, limits.first_head, heads)
 
 
 def _given(

@@ -22,6 +22,7 @@ from kernels_pallas.block_sparse_attention.mosaic.backward_program import (
     OTHERS,
     Arrays,
     Parts,
+    Pass,
     call,
 )
 from kernels_pallas.block_sparse_attention.mosaic.common import (
@@ -33,6 +34,7 @@ from kernels_pallas.block_sparse_attention.mosaic.common import (
     accumulator,
 )
 from kernels_pallas.block_sparse_attention.mosaic.masks import Piece
+from kernels_pallas.block_sparse_attention.mosaic.query_sums import QuerySums
 
 
 def of_queries(build: Build, given: Arrays) -> list[jax.Array]:
@@ -49,15 +51,8 @@ def of_queries(build: Build, given: Arrays) -> list[jax.Array]:
     own = {"q": build.dtype, "do": build.dtype, "of_rows": jnp.float32}
     own |= {"segments_q": jnp.int32}
     shared = {"k": build.dtype, "v": build.dtype, "segments_k": jnp.int32}
-    return call(
-        build,
-        given,
-        own,
-        shared,
-        {"dq": "q"},
-        build.work.tile.q,
-        lambda parts: _OfQueries(parts).run(),
-    )
+    what = Pass(own, shared, {"dq": "q"}, build.work.tile.q, products=3)
+    return call(build, given, what, lambda parts: _OfQueries(parts).run())
 
 
 def of_keys(build: Build, given: Arrays) -> list[jax.Array]:
@@ -71,18 +66,42 @@ def of_keys(build: Build, given: Arrays) -> list[jax.Array]:
       dk and dv [B, S, K, H]; if columns are split also partial sums of both
       [B, K, P, tile, H].
     """
+    what = _pass_of_keys(build, products=4)
+    return call(build, given, what, lambda parts: _OfKeys(parts, None).run())
+
+
+def of_all(build: Build, given: Arrays) -> list[jax.Array]:
+    """Compute all cotangents in one pass, in full tiles.
+
+    Args:
+      build: as for `of_keys`.
+      given: as for `of_queries`.
+
+    Returns:
+      What `of_keys` returns, and dq [B, T, N, H] in fp32, summed in no fixed order.
+    """
+    what = _pass_of_keys(build, products=5)
+    what.memory.update(QuerySums.memory(build))
+    what.barriers.update(QuerySums.barriers())
+
+    def run(parts: Parts) -> None:
+        _OfKeys(parts, QuerySums(parts)).run()
+
+    shape = given["q"].shape
+    if build.interprets:
+        shape = (build.work.tiles_k, *shape)
+        what.outs["dq"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+        return call(build, given, what, run)
+    dq: Any = jax.new_ref(jnp.zeros(shape, jnp.float32))
+    return [*call(build, given | {"dq": dq}, what, run), dq[...]]
+
+
+def _pass_of_keys(build: Build, products: int) -> Pass:
     own = {"k": build.dtype, "v": build.dtype, "segments_k": jnp.int32}
     shared = {"q": build.dtype, "of_rows": jnp.float32, "do": build.dtype}
     shared |= {"segments_q": jnp.int32}
-    return call(
-        build,
-        given,
-        own,
-        shared,
-        {"dk": "k", "dv": "v"},
-        build.work.tile.k,
-        lambda parts: _OfKeys(parts).run(),
-    )
+    results = {"dk": "k", "dv": "v"}
+    return Pass(own, shared, results, build.work.tile.k, products)
 
 
 class _OfQueries:
@@ -170,9 +189,15 @@ class _OfQueries:
 
 
 class _OfKeys:
-    """A program that computes dk and dv of a tile of keys, from transposed scores."""
+    """A program that computes dk and dv of a tile of keys, from transposed scores.
 
-    def __init__(self, parts: Parts):
+    Args:
+      parts: of the program.
+      queries: adds to dq in the same pass; None where another pass computes it.
+    """
+
+    def __init__(self, parts: Parts, queries: QuerySums | None):
+        self.queries = queries
         self.parts, self.item, self.ring = parts, parts.item, parts.ring
         self.build, self.work = parts.build, parts.work
 
@@ -195,6 +220,8 @@ class _OfKeys:
     def _compute(self) -> None:
         plgpu.set_max_registers(240, action="increase")
         self.parts.fetch_own(pl.ds(self.first_k, ROWS))
+        if self.queries is not None:
+            self.queries.start()
 
         def run(of_k: Any, of_v: Any) -> tuple[jax.Array, jax.Array]:
             step = functools.partial(self._step, of_k=of_k, of_v=of_v)
@@ -203,6 +230,8 @@ class _OfKeys:
 
         sums = accumulator(ROWS, self.build.size)
         dk, dv = pl.run_scoped(run, sums, sums)
+        if self.queries is not None:
+            self.queries.finish()
         results = {"dk": (dk, "k"), "dv": (dv, "v")}
         self.parts.write(results, pl.ds(self.first_k, ROWS))
 
@@ -223,8 +252,8 @@ class _OfKeys:
         if masked:
             p = jnp.where(self._visible(slot), p, 0.0)
         ring.wait("do", slot)
-        # Masks of several blocks leave no registers for two matmuls at a time.
-        is_tight = self.work.masks.shape[0] > 1
+        # Masks of several blocks, or dq, leave no registers for two matmuls at a time.
+        is_tight = self.work.masks.shape[0] > 1 or self.queries is not None
         if is_tight:
             parts.add_product(of_v, p, ring.at("do", slot))
             plgpu.wgmma_wait(0)
@@ -243,7 +272,11 @@ class _OfKeys:
         plgpu.commit_smem()
         ring.free("of_rows", slot)
         ds = p * (dp - lax.broadcast_in_dim(delta, shape, [1]))
+        if self.queries is not None:
+            self.queries.put(ds)
         parts.add_product(of_k, ds, ring.at("q", slot))
+        if self.queries is not None:
+            self.queries.add(slot)
         plgpu.wgmma_wait(0)
         ring.free("q", slot)
 

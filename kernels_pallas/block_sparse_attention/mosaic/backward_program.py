@@ -1,5 +1,6 @@
 """What do both programs of the backward pass share?"""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -30,42 +31,59 @@ LSE, DELTA = range(2)
 Arrays = dict[str, jax.Array]
 
 
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """What a pass holds, fetches and computes.
+
+    Attributes:
+      own: operands that a warpgroup holds, and their dtypes.
+      shared: operands that are fetched step by step; the first is released last.
+      results: names of the results, and the operand of the same length.
+      tile: tokens of a result's tile.
+      products: matmuls per tile.
+      memory: further shared memory.
+      barriers: further barriers.
+      outs: further results.
+    """
+
+    own: dict[str, Any]
+    shared: dict[str, Any]
+    results: dict[str, str]
+    tile: int
+    products: int
+    memory: dict[str, Any] = dataclasses.field(default_factory=dict)
+    barriers: dict[str, Any] = dataclasses.field(default_factory=dict)
+    outs: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
 def call(
-    build: Build,
-    given: Arrays,
-    own: dict[str, Any],
-    shared: dict[str, Any],
-    results: dict[str, str],
-    tile: int,
-    run: Callable[["Parts"], None],
+    build: Build, given: Arrays, what: Pass, run: Callable[["Parts"], None]
 ) -> list[jax.Array]:
     """Run a program for every item.
 
     Args:
       build: for these operands.
       given: the operands; unused ones are dropped.
-      own: operands that a warpgroup holds, and their dtypes.
-      shared: operands that are fetched step by step; the first is released last.
-      results: names of the results, and the operand of the same length.
-      tile: tokens of a result's tile.
+      what: the pass.
       run: the program.
 
     Returns:
-      The results; if rows are split, also partial ones.
+      The results; if rows are split, also partial ones; and the further results.
     """
-    own = {name: dtype for name, dtype in own.items() if name in given}
-    shared = {name: dtype for name, dtype in shared.items() if name in given}
-    needed = {*own, *shared, "lens"}
+    own = {name: dtype for name, dtype in what.own.items() if name in given}
+    shared = {name: dtype for name, dtype in what.shared.items() if name in given}
+    needed = {*own, *shared, "lens", "dq"}
     given = {name: x for name, x in given.items() if name in needed}
     num_parts, size = build.lists.num_parts, build.size
     outs = {}
-    for name, like in results.items():
+    for name, like in what.results.items():
         batch, tokens = given[like].shape[:2]
         shape = (batch, tokens, build.grid_heads, size)
         outs[name] = jax.ShapeDtypeStruct(shape, build.dtype)
-    for name in results if num_parts else ():
-        shape = (build.batch, build.grid_heads, num_parts, tile, size)
+    for name in what.results if num_parts else ():
+        shape = (build.batch, build.grid_heads, num_parts, what.tile, size)
         outs[f"{name}_parts"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    outs |= what.outs
 
     def smem(dtype: Any, places: int, tokens: int) -> Any:
         if dtype == build.dtype:
@@ -77,18 +95,20 @@ def call(
     memory |= Ring.listed_memory(build.stages) | {
         name: smem(dtype, build.stages, OTHERS) for name, dtype in shared.items()
     }
+    memory |= what.memory
     if build.interprets:
         memory["staged"] = plgpu.SMEM((WARPGROUPS, ROWS, OTHERS), build.dtype)
     names, with_listed = tuple(shared), next(iter(shared))
     barriers = Ring.barriers(names, with_listed, build.stages)
     barriers |= {name: plgpu.Barrier(num_barriers=WARPGROUPS) for name in own}
+    barriers |= what.barriers
 
     def program(refs: dict, memory: dict, barriers: dict) -> None:
         ring = Ring(names, with_listed, memory, barriers, build.stages)
         run(Parts(build, refs, memory, barriers, tuple(own), ring))
 
-    name, products = "_".join(results), 2 + len(results)
-    return build.call(name, products, given, outs, memory, barriers, program)
+    name = "_".join([*what.results, *(("dq",) if "dq" in {*given, *what.outs} else ())])
+    return build.call(name, what.products, given, outs, memory, barriers, program)
 
 
 class Parts:
@@ -134,9 +154,19 @@ class Parts:
         for name in self.own:
             plgpu.barrier_wait(self.barriers[name].at[wg])
 
+    @property
+    def wg(self) -> Any:
+        """This warpgroup.
+
+        Read back where a pass needs the registers that addresses would occupy over its
+        loop: those made of a loaded number are computed where they are used.
+        """
+        wg = self.item.wg
+        return self.memory["wg"][wg] if "wg" in self.memory else wg
+
     def mine(self, name: str) -> Any:
         """An operand that this warpgroup holds, in shared memory."""
-        return self.memory[name].at[self.item.wg]
+        return self.memory[name].at[self.wg]
 
     def sources(self, step: Any, tile: int) -> dict[str, Any]:
         """What is fetched for a step."""
@@ -144,7 +174,7 @@ class Parts:
         other, head, mask = self.item.other(lax.div(step, per_tile))
         in_tile = lax.rem(step, per_tile) * OTHERS
         first = other * tile + in_tile
-        listed = Listed(first, in_tile, mask, self.item.length)
+        listed = Listed(first, in_tile, head, mask, self.item.length)
         return self.places(pl.ds(first, OTHERS), head) | {LISTED: listed}
 
     def loop(self, step: Callable[..., None], tile: int) -> None:

@@ -241,7 +241,7 @@ def tiled_smem(*shape: int, dtype: Any) -> Any:
     """Shared memory in the layout that TMA writes and wgmma reads."""
     tiling: Any = plgpu.TilingTransform
     swizzle: Any = plgpu.SwizzleTransform
-    transforms = (tiling((8, 64)), swizzle(128))
+    transforms = (tiling((8, 128 // jnp.dtype(dtype).itemsize)), swizzle(128))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
@@ -260,12 +260,14 @@ class Listed(NamedTuple):
     Attributes:
       first: the first token on the other side.
       in_tile: the same, in its tile.
+      head: of the queries.
       mask: the tile work's mask of the tile.
       length: valid keys of the sequence.
     """
 
     first: Any
     in_tile: Any
+    head: Any
     mask: Any
     length: Any
 

@@ -121,7 +121,7 @@ class _Program:
         def sources(step: Any) -> dict[str, Any]:
             other, _, mask = item.other(step)
             keys = pl.ds(other * tile, tile)
-            listed = Listed(other * tile, jnp.int32(0), mask, item.length)
+            listed = Listed(other * tile, jnp.int32(0), item.head, mask, item.length)
             found: dict[str, Any] = {LISTED: listed}
             found["k"] = self.refs["k"].at[item.row, keys, item.kv_head]
             if "segments_k" in self.refs:
