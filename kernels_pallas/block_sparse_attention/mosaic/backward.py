@@ -51,7 +51,14 @@ def of_queries(build: Build, given: Arrays) -> list[jax.Array]:
     own = {"q": build.dtype, "do": build.dtype, "of_rows": jnp.float32}
     own |= {"segments_q": jnp.int32}
     shared = {"k": build.dtype, "v": build.dtype, "segments_k": jnp.int32}
-    what = Pass(own, shared, {"dq": "q"}, build.work.tile.q, products=3)
+    what = Pass(
+        own,
+        shared,
+        {"dq": "q"},
+        build.work.tile.q,
+        products=3,
+        held=_held(build, given),
+    )
     return call(build, given, what, lambda parts: _OfQueries(parts).run())
 
 
@@ -101,7 +108,16 @@ def _pass_of_keys(build: Build, products: int) -> Pass:
     shared = {"q": build.dtype, "of_rows": jnp.float32, "do": build.dtype}
     shared |= {"segments_q": jnp.int32}
     results = {"dk": "k", "dv": "v"}
-    return Pass(own, shared, results, build.work.tile.k, products)
+    held = ("k", "v") if build.size == 64 else ("v",)
+    held = () if products == 5 else held
+    memory = {"wg": plgpu.SMEM((WARPGROUPS,), jnp.int32)} if build.size == 128 else {}
+    return Pass(own, shared, results, build.work.tile.k, products, held, memory)
+
+
+def _held(build: Build, given: Arrays) -> tuple[str, ...]:
+    """What of the pass of queries fits the registers: less beside a mask's numbers."""
+    has_mask = build.work.masks.shape[0] > 1 or "lens" in given or "segments_q" in given
+    return ("do",) if build.size == 128 and has_mask else ("q", "do")
 
 
 class _OfQueries:
@@ -134,7 +150,8 @@ class _OfQueries:
         of_row = [plgpu.load(numbers.at[i], layout=OF_ROWS) for i in (LSE, DELTA)]
 
         def run(acc: Any) -> jax.Array:
-            step = functools.partial(self._step, acc=acc, of_row=of_row)
+            held = self.parts.load_held()
+            step = functools.partial(self._step, acc=acc, of_row=of_row, held=held)
             self.parts.loop(step, self.work.tile.k)
             return acc[...] * (self.build.scale * math.log(2))
 
@@ -143,15 +160,21 @@ class _OfQueries:
         self.parts.write({"dq": (dq, "q")}, pl.ds(self.first_q, ROWS))
 
     def _step(
-        self, slot: Any, *, acc: Any, of_row: list[jax.Array], masked: bool
+        self,
+        slot: Any,
+        *,
+        acc: Any,
+        of_row: list[jax.Array],
+        held: Arrays,
+        masked: bool,
     ) -> None:
         ring, parts = self.ring, self.parts
         ring.wait("k", slot)
         ring.wait("v", slot)
 
         def multiply(scores: Any, dp: Any) -> tuple[jax.Array, jax.Array]:
-            plgpu.wgmma(scores, parts.mine("q"), ring.at("k", slot).T)
-            plgpu.wgmma(dp, parts.mine("do"), ring.at("v", slot).T)
+            plgpu.wgmma(scores, parts.left("q", held), ring.at("k", slot).T)
+            plgpu.wgmma(dp, parts.left("do", held), ring.at("v", slot).T)
             plgpu.wgmma_wait(0)
             ring.free("v", slot)
             return scores[...], dp[...]
@@ -224,7 +247,8 @@ class _OfKeys:
             self.queries.start()
 
         def run(of_k: Any, of_v: Any) -> tuple[jax.Array, jax.Array]:
-            step = functools.partial(self._step, of_k=of_k, of_v=of_v)
+            held = self.parts.load_held()
+            step = functools.partial(self._step, of_k=of_k, of_v=of_v, held=held)
             self.parts.loop(step, self.work.tile.q)
             return of_k[...] * (self.build.scale * math.log(2)), of_v[...]
 
@@ -235,13 +259,15 @@ class _OfKeys:
         results = {"dk": (dk, "k"), "dv": (dv, "v")}
         self.parts.write(results, pl.ds(self.first_k, ROWS))
 
-    def _step(self, slot: Any, *, of_k: Any, of_v: Any, masked: bool) -> None:
+    def _step(
+        self, slot: Any, *, of_k: Any, of_v: Any, held: Arrays, masked: bool
+    ) -> None:
         ring, parts, shape = self.ring, self.parts, (ROWS, OTHERS)
         square = accumulator(*shape)
         ring.wait("q", slot)
 
         def score(acc: Any) -> jax.Array:
-            plgpu.wgmma(acc, parts.mine("k"), ring.at("q", slot).T)
+            plgpu.wgmma(acc, parts.left("k", held), ring.at("q", slot).T)
             return acc[...]
 
         scores = pl.run_scoped(score, square)
@@ -252,14 +278,15 @@ class _OfKeys:
         if masked:
             p = jnp.where(self._visible(slot), p, 0.0)
         ring.wait("do", slot)
-        # Masks of several blocks, or dq, leave no registers for two matmuls at a time.
-        is_tight = self.work.masks.shape[0] > 1 or self.queries is not None
+        # Masks of several blocks leave no registers for two matmuls at a time, nor do
+        # values that are held in some.
+        is_tight = self.work.masks.shape[0] > 1 or self.build.size == 128
         if is_tight:
             parts.add_product(of_v, p, ring.at("do", slot))
             plgpu.wgmma_wait(0)
 
         def multiply(acc: Any) -> jax.Array:
-            plgpu.wgmma(acc, parts.mine("v"), ring.at("do", slot).T)
+            plgpu.wgmma(acc, parts.left("v", held), ring.at("do", slot).T)
             if not is_tight:
                 parts.add_product(of_v, p, ring.at("do", slot))
             plgpu.wgmma_wait(0)

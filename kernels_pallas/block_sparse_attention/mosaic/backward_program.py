@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.block_sparse_attention.mosaic.common import (
+    LAYOUT,
     LISTED,
     ROWS,
     WARPGROUPS,
@@ -41,6 +42,8 @@ class Pass:
       results: names of the results, and the operand of the same length.
       tile: tokens of a result's tile.
       products: matmuls per tile.
+      held: those of `own` that are left operands in registers: 64 x 64 x 16 with both
+        operands in shared memory takes all that can be read of it in the time.
       memory: further shared memory.
       barriers: further barriers.
       outs: further results.
@@ -51,6 +54,7 @@ class Pass:
     results: dict[str, str]
     tile: int
     products: int
+    held: tuple[str, ...] = ()
     memory: dict[str, Any] = dataclasses.field(default_factory=dict)
     barriers: dict[str, Any] = dataclasses.field(default_factory=dict)
     outs: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -105,7 +109,7 @@ def call(
 
     def program(refs: dict, memory: dict, barriers: dict) -> None:
         ring = Ring(names, with_listed, memory, barriers, build.stages)
-        run(Parts(build, refs, memory, barriers, tuple(own), ring))
+        run(Parts(build, refs, memory, barriers, tuple(own), what.held, ring))
 
     name = "_".join([*what.results, *(("dq",) if "dq" in {*given, *what.outs} else ())])
     return build.call(name, what.products, given, outs, memory, barriers, program)
@@ -121,9 +125,11 @@ class Parts:
         memory: dict[str, Any],
         barriers: dict[str, Any],
         own: tuple[str, ...],
+        held: tuple[str, ...],
         ring: Ring,
     ):
         self.build, self.work, self.refs = build, build.work, refs
+        self.held = held
         self.memory, self.barriers = memory, barriers
         self.own, self.ring = own, ring
         self.item = Item.read(refs, build)
@@ -148,6 +154,8 @@ class Parts:
     def fetch_own(self, tokens: Any) -> None:
         """Fetch the operands that this warpgroup holds."""
         wg = self.item.wg
+        if "wg" in self.memory:
+            self.memory["wg"][wg] = wg
         for name, source in self.places(tokens, self.item.head, self.own).items():
             here, loaded = self.memory[name].at[wg], self.barriers[name].at[wg]
             plgpu.copy_gmem_to_smem(source, here, loaded)
@@ -163,6 +171,16 @@ class Parts:
         """
         wg = self.item.wg
         return self.memory["wg"][wg] if "wg" in self.memory else wg
+
+    def load_held(self) -> dict[str, jax.Array]:
+        """Load the operands that stay in registers."""
+        if self.build.interprets:  # It has no matmuls of registers.
+            return {}
+        return {name: plgpu.load(self.mine(name), layout=LAYOUT) for name in self.held}
+
+    def left(self, name: str, held: dict[str, jax.Array]) -> Any:
+        """A left operand: in registers or in shared memory."""
+        return held[name] if name in held else self.mine(name)
 
     def mine(self, name: str) -> Any:
         """An operand that this warpgroup holds, in shared memory."""

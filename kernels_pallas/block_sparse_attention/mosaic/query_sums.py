@@ -50,7 +50,6 @@ class QuerySums:
         return {
             "ds": tiled_smem(WARPGROUPS, ROWS, OTHERS, dtype=build.dtype),
             "dq": tiled_smem(*shape, dtype=jnp.float32),
-            "wg": plgpu.SMEM((WARPGROUPS,), jnp.int32),
         }
 
     @staticmethod
@@ -61,7 +60,6 @@ class QuerySums:
 
     def start(self) -> None:
         """Wait for the other warpgroup's keys too; `ds` is free to begin with."""
-        self.parts.memory["wg"][self.item.wg] = self.item.wg
         other = WARPGROUPS - 1 - self.item.wg
         plgpu.barrier_wait(self.parts.barriers["k"].at[other])
         plgpu.barrier_arrive(self.parts.barriers["ds_used"])
