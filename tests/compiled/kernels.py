@@ -9,7 +9,15 @@ import dataclasses
 import json
 import warnings
 
+import numpy as np
+
 from jaxpar.planner import absent_devices as deviceless
+from kernels_pallas.block_sparse_attention import (
+    BlockLayout,
+    Tile,
+    TileWork,
+    make_tile_work,
+)
 
 SEQ_LEN, HEADS, KV_HEADS = 4096, 4, 2
 
@@ -38,77 +46,70 @@ CONFIGURATIONS = (
 )
 
 
-def main() -> None:
-    deviceless.prepare_process()
-    import jax  # noqa: PLC0415 - once the process is prepared
+def compiled(config: Configuration) -> dict[str, int]:
+    """Compile forward and backward pass; once the process is prepared."""
+    import jax  # noqa: PLC0415
     import jax.numpy as jnp  # noqa: PLC0415
-    import numpy as np  # noqa: PLC0415
     from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: PLC0415
 
     from kernels_pallas.block_sparse_attention import (  # noqa: PLC0415
-        BlockLayout,
-        TileWork,
         block_sparse_attention,
-        make_tile_work,
-    )
-    from kernels_pallas.block_sparse_attention.api import (  # noqa: PLC0415
-        KERNEL_TILE,
-    )
-    from kernels_pallas.block_sparse_attention.mosaic.device_lists import (  # noqa: PLC0415
-        group_columns,
     )
 
     mesh = Mesh(np.array(deviceless.gpu_devices("h200", 1, 1)[:1]), ("all",))
     whole = NamedSharding(mesh, PartitionSpec())
+    work = work_of(config)
 
-    def parts_of(work: TileWork) -> int:
-        columns = group_columns(work, HEADS // KV_HEADS, KV_HEADS)
-        return HEADS * work.rows.num_parts + 2 * KV_HEADS * columns.num_parts
+    def shape(heads: int) -> jax.ShapeDtypeStruct:
+        dims = (1, SEQ_LEN, heads, config.size)
+        return jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=whole)
 
-    def compiled(config: Configuration) -> dict[str, int]:
-        num_blocks = SEQ_LEN // config.block
-        blocks = np.random.default_rng(0).random((num_blocks, num_blocks)) < 0.2
-        blocks |= np.eye(num_blocks, dtype=bool)
-        layout = BlockLayout(blocks, config.block)
-        options = {"tile": KERNEL_TILE, "longest": config.longest}
-        work = make_tile_work(layout, SEQ_LEN, SEQ_LEN, causal=True, **options)
+    def pull(q, k, v, do, ids, lens):
+        options = {"segment_ids": ids, "kv_seq_lens": lens} if config.limits else {}
+        options |= {"deterministic": config.deterministic, "implementation": "mosaic"}
 
-        def shape(heads: int) -> jax.ShapeDtypeStruct:
-            dims = (1, SEQ_LEN, heads, config.size)
-            return jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=whole)
+        def attend(q, k, v):
+            return block_sparse_attention(q, k, v, work, **options)
 
-        def pull(q, k, v, do, ids, lens):
-            limits = {"segment_ids": ids, "kv_seq_lens": lens}
+        return jax.vjp(attend, q, k, v)[1](do)
 
-            def attend(q, k, v):
-                given = limits if config.limits else {}
-                return block_sparse_attention(
-                    q,
-                    k,
-                    v,
-                    work,
-                    **given,
-                    deterministic=config.deterministic,
-                    implementation="mosaic",
-                )
+    q, k = shape(HEADS), shape(KV_HEADS)
+    ids = jax.ShapeDtypeStruct((1, SEQ_LEN), jnp.int32, sharding=whole)
+    lens = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=whole)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        traced = jax.jit(pull).trace(q, k, k, q, ids, lens)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    program = lowered.compile()
+    text = program.as_text()
+    return {
+        "kernels": text.count('custom_call_target="mosaic_gpu_v2"'),
+        "copies": text.count(" copy("),
+        "parts": parts_of(work),
+        "temporaries": program.memory_analysis().temp_size_in_bytes,
+    }
 
-            return jax.vjp(attend, q, k, v)[1](do)
 
-        q, k = shape(HEADS), shape(KV_HEADS)
-        ids = jax.ShapeDtypeStruct((1, SEQ_LEN), jnp.int32, sharding=whole)
-        lens = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=whole)
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            traced = jax.jit(pull).trace(q, k, k, q, ids, lens)
-            lowered = traced.lower(lowering_platforms=("cuda",))
-        program = lowered.compile()
-        text = program.as_text()
-        return {
-            "kernels": text.count('custom_call_target="mosaic_gpu_v2"'),
-            "copies": text.count(" copy("),
-            "parts": parts_of(work),
-            "temporaries": program.memory_analysis().temp_size_in_bytes,
-        }
+def work_of(config: Configuration) -> TileWork:
+    """A fifth of the past's blocks, and each token's own."""
+    num_blocks = SEQ_LEN // config.block
+    blocks = np.random.default_rng(0).random((num_blocks, num_blocks)) < 0.2
+    layout = BlockLayout(blocks | np.eye(num_blocks, dtype=bool), config.block)
+    options = {"tile": Tile(128, 128), "longest": config.longest}
+    return make_tile_work(layout, SEQ_LEN, SEQ_LEN, causal=True, **options)
 
+
+def parts_of(work: TileWork) -> int:
+    """Partial results of queries, keys and values, of all heads."""
+    from kernels_pallas.block_sparse_attention.mosaic.device_lists import (  # noqa: PLC0415
+        group_columns,
+    )
+
+    columns = group_columns(work, HEADS // KV_HEADS, KV_HEADS)
+    return HEADS * work.rows.num_parts + 2 * KV_HEADS * columns.num_parts
+
+
+def main() -> None:
+    deviceless.prepare_process()
     warnings.simplefilter("ignore", UserWarning)  # Of coarse tiles.
     for config in CONFIGURATIONS:
         found = compiled(config)
