@@ -91,8 +91,8 @@ SET = (
     "xla_gpu_reduce_scatter_combine_threshold_bytes",
     "xla_gpu_all_gather_combine_threshold_bytes",
     "xla_gpu_enable_while_loop_double_buffering",
-    "xla_gpu_experimental_parallel_collective_overlap_limit",
 )
+LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 AS_SET = "as jaxpar sets them"
 OPTIONS: dict[str, dict[str, Value | None]] = {
     AS_SET: {},
@@ -104,7 +104,7 @@ OPTIONS: dict[str, dict[str, Value | None]] = {
         "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON",
         "xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_ON",
     },
-    f"{SET[-1]} 4": {SET[-1]: 4},
+    **{f"{LIMIT} {number}": {LIMIT: number} for number in (2, 4)},
 }
 """What jaxpar sets, without each of it; then XLA's own settings that schedule."""
 

@@ -87,27 +87,27 @@ def _for_gpus(mesh: Mesh, layer_bytes: int) -> tuple[Setting, ...]:
 
 def _ahead(layer_bytes: int, *, has_replicas: bool) -> tuple[Setting, ...]:
     """For loops that gather a layer ahead (`jaxpar.jaxprs.layer_loop`)."""
-    return (
-        Setting(
-            "xla_gpu_all_gather_combine_threshold_bytes",
-            layer_bytes,
-            "a layer's parameters are gathered by one collective",
-        ),
-        Setting(
-            "xla_gpu_enable_while_loop_double_buffering",
-            True,
-            "the layer that is gathered and the one that computes change places every "
-            "iteration; otherwise each is copied",
-        ),
-        Setting(
-            "xla_gpu_experimental_parallel_collective_overlap_limit",
-            4 if has_replicas else 2,
-            "a layer's gather, another's reduce-scatter, and the all-reduce between "
-            "replicas run beside each other; one at a time, what XLA expects to be "
-            "long leaves the others nothing to hide under (7B, 512 GPUs in 64 "
-            "replicas, ZeRO 3: 38 ms exposed with 2, 16 with 4)",
-        ),
+    one_collective = Setting(
+        "xla_gpu_all_gather_combine_threshold_bytes",
+        layer_bytes,
+        "a layer's parameters are gathered by one collective",
     )
+    two_buffers = Setting(
+        "xla_gpu_enable_while_loop_double_buffering",
+        True,
+        "the layer that is gathered and the one that computes change places every "
+        "iteration; otherwise each is copied, 11 ms of a 7B step",
+    )
+    at_once = Setting(
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        4,
+        "a layer's gather, another's reduce-scatter, and the all-reduce between "
+        "replicas run beside each other; one at a time, what XLA expects to be long "
+        "leaves the others nothing to hide under (7B, 512 GPUs in 64 replicas, ZeRO 3: "
+        "38 ms exposed with 2, 16 with 4). Without replicas one at a time is better",
+    )
+    chosen = one_collective, two_buffers
+    return (*chosen, at_once) if has_replicas else chosen
 
 
 _MOCKED = Setting(
