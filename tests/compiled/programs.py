@@ -40,7 +40,7 @@ from jaxpar.optim import fused_adamw, fused_lamb
 from jaxpar.planner.absent_devices import gpu_devices, tpu_devices
 from jaxpar.sharding import collectives as collectives
 from jaxpar.sharding import zero
-from jaxpar.step.gradients import Partition
+from jaxpar.step.gather_at_use import GatheredAtUse
 from jaxpar.tree import num_elements
 
 
@@ -238,7 +238,7 @@ def _accumulator_replicated() -> Iterator[None]:
     """Stage 2 that adds whole gradients up and reduces them once."""
     stages = list(zero.ZERO_STAGES)
     stages[2] = dataclasses.replace(stages[2], reduce="step")
-    with mock.patch.object(zero, "STAGES", tuple(stages)):
+    with mock.patch.object(zero, "ZERO_STAGES", tuple(stages)):
         yield
 
 
@@ -246,14 +246,12 @@ def _accumulator_replicated() -> Iterator[None]:
 def _cast_after_gather() -> Iterator[None]:
     """Parameters gathered in fp32."""
 
-    def prepare(self: Partition, shards: list) -> list:
-        whole = [
-            self.collectives.gather(p, x)
-            for p, x in zip(self.leaves, shards, strict=True)
-        ]
-        return [x.astype(self.precision.compute_dtype) for x in whole]
+    def gathered(self: GatheredAtUse, source: jax.Array) -> jax.Array:
+        whole = self.gathering.collectives.gather(self.leaf_sharding, source)
+        # Without a barrier XLA casts most of them before it gathers.
+        return jax.lax.optimization_barrier(whole).astype(self.dtype)
 
-    with mock.patch.object(Partition, "prepare", prepare):
+    with mock.patch.object(GatheredAtUse, "gathered", gathered):
         yield
 
 

@@ -44,7 +44,8 @@ def test_stage_3_grows_by_the_stashed_inputs_not_by_the_model(compiled):
     assert pieces < stashed / 3
 
 
-def test_stage_3_holds_two_layers_of_parameters(compiled):
+def test_stage_3_holds_three_layers_of_parameters(compiled):
+    """The one that computes, the next one, and the gradients of the one before."""
     run = Run(zero=3, hosts=64, layers=32)
     step = compiled(compile_step, run)
     layer = 12 * run.width**2 * 2
@@ -52,4 +53,4 @@ def test_stage_3_holds_two_layers_of_parameters(compiled):
     stashed = run.layers * run.length * run.width * 2
     # Logits, exponentials, targets compared and cotangent, at once at most.
     logits = run.length * run.vocab * 4
-    assert step.program.memory.temporaries <= 2 * layer + stashed + head + 4 * logits
+    assert step.program.memory.temporaries <= 3 * layer + stashed + head + 4 * logits
