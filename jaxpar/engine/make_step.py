@@ -21,12 +21,7 @@ from jaxpar.engine.compiled_step import StepSpec
 from jaxpar.engine.computed_in import fp32_notes
 from jaxpar.engine.focus import Focus
 from jaxpar.engine.placement import Placement
-from jaxpar.engine.prefetch import (
-    found_loops,
-    layer_bytes,
-    loop_notes,
-    prefetching,
-)
+from jaxpar.engine.prefetch import layer_bytes, loop_notes, prefetching
 from jaxpar.engine.tracing import ModelTrace, trace_model
 from jaxpar.mesh import PIPE, num_batch_shards
 from jaxpar.model.axis_names import BoundNetwork
@@ -201,8 +196,8 @@ def make_step(run: RunSpec, own: LossSpec, network: Network) -> MadeStep:
     partition = _partition(traced, leaves, run)
     given = traced, leaves, partition, parts, execution
     placement, partition = _placement(own.optimizer, *given)
-    partition = prefetching(partition, run.prefetch, own.accumulate)
-    loops = found_loops(traced.losses["loss_fn"].jaxpr, partition)
+    loss = traced.losses["loss_fn"].jaxpr
+    partition, loops = prefetching(partition, loss, run.prefetch, own.accumulate)
     check = run.check_loss
     reasons = _why_not_checked(traced, own.rows, partition, splits, asked=check)
     spec = StepSpec(
@@ -215,7 +210,7 @@ def make_step(run: RunSpec, own: LossSpec, network: Network) -> MadeStep:
         settings=choose_settings(mesh, run.xla_options, layer_bytes(loops, partition)),
         without_gradient=traced.losses["loss_fn"].without_gradient,
         forward_flops=traced.losses["loss_fn"].flops * splits,
-        precision_notes=fp32_notes(traced.losses["loss_fn"].jaxpr, run.precision),
+        precision_notes=fp32_notes(loss, run.precision),
         remarks=(*_remarks(traced, partition, reasons), *loop_notes(loops)),
         changes_with=_changes_with(traced, partition.coupled, placement),
     )

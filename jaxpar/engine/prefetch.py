@@ -20,41 +20,38 @@ Loops = Sequence[tuple[int, Sequence[LeafSharding]]]
 """By loop, its layers, and the parameters that it gathers, with all layers."""
 
 
-def prefetching(partition: Partition, asked: bool | None, accumulate: int) -> Partition:
-    """Decide whether loops gather ahead.
+def prefetching(
+    partition: Partition, jaxpr: core.Jaxpr, asked: bool | None, accumulate: int
+) -> tuple[Partition, Loops]:
+    """Decide which loops gather ahead; without any, the partition stays as it is.
 
     ZeRO 1 and 2 then gather, and reduce, by layer as well, if a step is one micro-batch
     and its gradients are reduced as they are; and replicas are summed over by layer.
 
     Args:
       partition: how the loss function is run on shards.
+      jaxpr: the loss's; its inputs are a key, the parameters, and others.
       asked: as in `jaxpar.initialize`.
       accumulate: micro-batches a step.
     """
     wanted = partition.platform == "gpu" if asked is None else asked
     several_stages = partition.mesh.shape[PIPE] > 1
     if not wanted or partition.automatic or several_stages:
-        return partition
+        return partition, ()
     plain = isinstance(partition.reduction, PlainReduction)
     once = plain and accumulate == 1
     zero = partition.zero.by_layer if once else partition.zero
-    return dataclasses.replace(
-        partition,
-        zero=zero,
-        prefetch=zero.gather == "use",
-        replicas_at_once=once and zero.reduce == "microbatch",
+    loops = _loops(jaxpr, partition)
+    if zero.gather != "use" or not loops:
+        return partition, ()
+    ahead = dataclasses.replace(
+        partition, zero=zero, prefetch=True, replicas_at_once=once
     )
+    return ahead, loops
 
 
-def found_loops(jaxpr: core.Jaxpr, partition: Partition) -> Loops:
-    """The loops that gather ahead.
-
-    Args:
-      jaxpr: the loss's; its inputs are a key, the parameters, and others.
-      partition: how it is run on shards.
-    """
-    if not partition.prefetch:
-        return ()
+def _loops(jaxpr: core.Jaxpr, partition: Partition) -> Loops:
+    """The loops over layers that data splits."""
     leaves = partition.all_on_shard
     given = zip(jaxpr.invars[1 : 1 + len(leaves)], leaves, strict=True)
     split = {var: leaf for var, leaf in given if leaf.is_split}

@@ -1,11 +1,13 @@
 """Which steps gather a layer ahead, and are the compiler's options theirs?"""
 
+import dataclasses
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jaxpar
 from jaxpar.mesh import MeshShape
@@ -66,6 +68,18 @@ def test_where_it_can_not_it_is_as_without(case):
     spec = spec_of(prefetch=True, **given)
     assert not notes_of(spec)
     assert not spec.zero.keep
+    assert spec.zero == spec_of(prefetch=False, **given).zero
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_without_a_loop_nothing_changes(zero):
+    unrolled = dataclasses.replace(CONFIG, unroll=CONFIG.num_layers)
+    assert notes_of(spec_of(model=make_gpt(unrolled), zero=zero, prefetch=True))
+    given = {"model": lambda rngs: nnx.Linear(32, 32, rngs=rngs), "zero": zero}
+    given |= {"loss_fn": lambda model, batch: (model(batch["x"]) ** 2).mean()}
+    given |= {"sample_batch": {"x": np.zeros((8, 32), np.float32)}}
+    spec = spec_of(prefetch=True, **given)
+    assert not notes_of(spec)
     assert spec.zero == spec_of(prefetch=False, **given).zero
 
 
