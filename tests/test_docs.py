@@ -9,6 +9,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxpar.cli.main import main
@@ -20,6 +21,12 @@ PAGES = sorted(
 )
 MANY_HOSTS = ROOT / "docs" / "many_hosts.md"
 FIRST_STEP = "metrics = engine.step(batch)"
+
+
+@pytest.fixture(autouse=True)
+def started_devices() -> None:
+    """All of them: an example that asks for four would be the first to ask."""
+    jax.devices()
 
 
 def examples(page: Path) -> list[str]:
