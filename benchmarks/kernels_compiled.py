@@ -11,7 +11,6 @@ nvidia-cuda-nvdisasm`).
 import dataclasses
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.kernels.attention import named, sparse, with_backward
+from benchmarks.kernels.machine_code import dumped
 from benchmarks.kernels.sass import Kernel, assemble, find_nvdisasm
 from benchmarks.kernels.timing import compile_for_h200
 from benchmarks.record import write_result
@@ -58,12 +58,11 @@ def kernels_of(
     work = named("window", "sliding", SEQ_LEN, WINDOW).work
     q = jax.ShapeDtypeStruct((1, SEQ_LEN, HEADS, size), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((1, SEQ_LEN, config.kv_heads, size), jnp.bfloat16)
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_TO": folder}
+    with dumped() as folder:
         for deterministic in (True, False):
             call = with_backward(sparse(work, deterministic=deterministic))
             compile_for_h200(call, (q, k, k, q))
-        for ptx in sorted(Path(folder).glob("*.ptx"), key=_number):
+        for ptx in sorted(folder.glob("*.ptx"), key=_number):
             name = ptx.stem.removeprefix("block_sparse_attention_").rstrip("0123456789")
             yield name.rstrip("_"), assemble(ptx, nvdisasm)
 

@@ -9,7 +9,6 @@ import collections
 import contextlib
 import dataclasses
 import json
-import math
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,7 +21,8 @@ from benchmarks.gpu.session import Rows, Session
 from benchmarks.gpu.workloads import Workload
 from jaxpar.compiled.categories import ATTENTION, category_of
 from jaxpar.compiled.hardware import Hardware, hardware_of, load_hardware
-from jaxpar.compiled.hlo import Computation, Instruction, Module, parse, runs_of
+from jaxpar.compiled.hlo import Module, parse, runs_of
+from jaxpar.compiled.kernel_time import matmul_flops
 from jaxpar.compiled.memory_traffic import moved_bytes
 from jaxpar.compiled.trace import TracedOp, read_trace
 
@@ -186,42 +186,9 @@ def kernels_of(module: Module, vocabulary: int) -> dict[str, Kernel]:
     for instruction, moved in moved_bytes(module):
         own = around[instruction.name]
         category = category_of(instruction, own, module, vocabulary)
-        flops = runs[own.name] * matmul_flops(instruction, own, module)
+        flops = runs[own.name] * sum(matmul_flops(instruction, own, module).values())
         found[instruction.name] = Kernel(category, moved, flops)
     return found
-
-
-def matmul_flops(
-    instruction: Instruction, around: Computation, module: Module
-) -> float:
-    """FLOPs of the matmuls in one run of a kernel."""
-    if instruction.opcode == "dot":
-        return _dot_flops(instruction, around)
-    if instruction.opcode == "custom-call":
-        return _call_flops(instruction, around)
-    if instruction.opcode not in ("fusion", "fusion-start", "call"):
-        return 0.0
-    fused = module.computations[instruction.called[0]]
-    inner = fused.instructions.values()
-    return sum(matmul_flops(each, fused, module) for each in inner)
-
-
-def _dot_flops(dot: Instruction, around: Computation) -> float:
-    """Two for each element of the result and of the contracted dims."""
-    (left,) = around.instructions[dot.operands[0]].types
-    contracted = dot.attribute("lhs_contracting_dims").strip("{}").split(",")
-    sizes = [left.dims[int(dim)] for dim in contracted if dim]
-    return 2.0 * math.prod(dot.types[0].dims) * math.prod(sizes)
-
-
-def _call_flops(call: Instruction, around: Computation) -> float:
-    """Of a library's matmul [m, k] x [k, n]: twice the root of all sizes' product."""
-    target = call.attribute("custom_call_target").lower()
-    if not any(word in target for word in ("gemm", "matmul")):
-        return 0.0
-    operands = [around.instructions[name].types[0] for name in call.operands[:2]]
-    sizes = [math.prod(array.dims) for array in (*operands, call.types[0])]
-    return 2.0 * math.sqrt(math.prod(sizes))
 
 
 def _is_control(op: str, module: Module) -> bool:

@@ -60,25 +60,43 @@ def read_kernels(folder: Path) -> list[Kernel]:
     Raises:
       FileNotFoundError: without ``ptxas``.
     """
+    return [_read(path) for path in sorted(folder.glob("*.ptx"))]
+
+
+def assembled(ptx: Path) -> tuple[Path, str]:
+    """Assemble a kernel; its machine code is beside the PTX.
+
+    Returns:
+      The file, and what the assembler reports of registers and spills.
+
+    Raises:
+      FileNotFoundError: without ``ptxas``.
+    """
     assembler = shutil.which("ptxas")
     if assembler is None:
         raise FileNotFoundError(
             "ptxas is not on the path; it is part of CUDA, and of the package "
             "nvidia-cuda-nvcc."
         )
-    return [_assembled(assembler, path) for path in sorted(folder.glob("*.ptx"))]
-
-
-def _assembled(assembler: str, path: Path) -> Kernel:
-    target = path.with_suffix(".cubin")
-    command = [assembler, "-arch=sm_90a", "-v", str(path), "-o", str(target)]
+    target = ptx.with_suffix(".cubin")
+    command = [assembler, "-arch=sm_90a", "-v", str(ptx), "-o", str(target)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    (registers,) = re.findall(r"Used (\d+) registers", done.stderr)
+    return target, done.stderr
+
+
+def spilled_bytes(report: str) -> int:
+    """Bytes that a thread stores and loads for want of registers."""
+    return sum(map(int, re.findall(r"(\d+) bytes spill", report)))
+
+
+def _read(path: Path) -> Kernel:
+    target, report = assembled(path)
+    (registers,) = re.findall(r"Used (\d+) registers", report)
     return Kernel(
         name=path.stem,
         instructions=sum(map(_num_instructions, _code(target.read_bytes()))),
         registers=int(registers),
-        spilled=sum(map(int, re.findall(r"(\d+) bytes spill", done.stderr))),
+        spilled=spilled_bytes(report),
         is_straight=not _jumps_back(path.read_text()),
     )
 

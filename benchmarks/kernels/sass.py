@@ -9,10 +9,12 @@ arithmetic instructions of compute capability 9.0.
 """
 
 import dataclasses
-import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
+
+from benchmarks.kernels.machine_code import assembled, spilled_bytes
 
 MULTIPLY_ADDS, SMEM_BYTES, EXPONENTIALS, WARPS = 2048, 128, 16, 4
 """A clock of a multiprocessor; and warps of a warpgroup, one on each scheduler."""
@@ -92,9 +94,7 @@ def assemble(ptx: Path, nvdisasm: str) -> Kernel:
       ptx: the file; the kernel's resources are beside it.
       nvdisasm: the disassembler.
     """
-    cubin = ptx.with_suffix(".cubin")
-    command = ["ptxas", "-arch=sm_90a", "-v", "-o", cubin, ptx]
-    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    cubin, report = assembled(ptx)
     text = subprocess.run(
         [nvdisasm, "-c", cubin], capture_output=True, text=True, check=True
     ).stdout
@@ -102,7 +102,7 @@ def assemble(ptx: Path, nvdisasm: str) -> Kernel:
     smem = re.search(r"smem_scratch_bytes=(\d+)", resources)
     assert smem is not None
     return Kernel(
-        spilled=sum(map(int, re.findall(r"(\d+) bytes spill", report))),
+        spilled=spilled_bytes(report),
         smem=int(smem[1]),
         instructions=len(_instructions(text.splitlines())),
         loops=loops_of(text),
@@ -167,6 +167,4 @@ def _bytes(opcode: str) -> int:
 
 def find_nvdisasm(asked: str) -> str | None:
     """The disassembler: the requested one, or one on the path; None without one."""
-    folders = ["", *os.environ.get("PATH", "").split(os.pathsep)]
-    paths = [Path(asked)] if asked else [Path(f, "nvdisasm") for f in folders if f]
-    return next((str(path) for path in paths if os.access(path, os.X_OK)), None)
+    return shutil.which(asked or "nvdisasm")

@@ -78,7 +78,7 @@ def matmul_flops(
     kernel: Instruction, around: Computation, module: Module
 ) -> dict[str, int]:
     """Count the FLOPs of a matmul, or of the matmuls in a fusion, by their dtype."""
-    if kernel.opcode == "fusion":
+    if kernel.opcode in ("fusion", "fusion-start", "call"):
         found: dict[str, int] = {}
         fused = module.computations[kernel.called[0]]
         for inner in fused.instructions.values():

@@ -33,7 +33,7 @@ ENTRY %main (a: bf16[8,16], b: bf16[16,32], c: bf16[32,50]) -> bf16[8,50] {
   %b = bf16[16,32]{1,0} parameter(1)
   %c = bf16[32,50]{1,0} parameter(2)
   %gemm_fusion = bf16[8,32]{1,0} fusion(%a, %b), kind=kCustom, calls=%fused
-  ROOT %cublas = (bf16[8,50]{1,0}, s8[64]{0}) custom-call(%gemm_fusion, %c), custom_call_target="__cublas$lt$matmul"
+  ROOT %cublas = (bf16[8,50]{1,0}, s8[64]{0}) custom-call(%gemm_fusion, %c), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
 }
 """  # noqa: E501 - a program's lines
 H200 = load_hardware("h200")
