@@ -62,12 +62,14 @@ class Case:
       zero: the ZeRO stage.
       rows: of the global batch.
       accumulate: micro-batches.
+      two_batches: as in `jaxpar.initialize`.
     """
 
     mesh: MeshShape
     zero: int
     rows: int = 64
     accumulate: int = 1
+    two_batches: bool | None = None
 
 
 CASES = {
@@ -77,11 +79,21 @@ CASES = {
     "replica-zero1": Case(MeshShape(8, replica=64), 1, rows=512),
     "replica-zero3": Case(MeshShape(8, replica=64), 3, rows=512),
     "tensor4": Case(MeshShape(16, tensor=4), 1),
+    "tensor4-zero3": Case(MeshShape(16, tensor=4), 3),
+    "tensor4-whole": Case(MeshShape(16, tensor=4), 1, two_batches=False),
     "pipe8": Case(MeshShape(8, pipe=8), 1, accumulate=8),
 }
 
 CaseName = Literal[
-    "zero1", "zero2", "zero3", "replica-zero1", "replica-zero3", "tensor4", "pipe8"
+    "zero1",
+    "zero2",
+    "zero3",
+    "replica-zero1",
+    "replica-zero3",
+    "tensor4",
+    "tensor4-zero3",
+    "tensor4-whole",
+    "pipe8",
 ]
 
 ROUND = Rates(4.3e12, {"bfloat16": 650e12, "float32": 650e12}, 450e12, launch=2e-6)
@@ -127,6 +139,7 @@ def compile_step(case: Case, options: Mapping[str, Value | None]) -> tuple[Modul
         precision="bf16",
         accumulate=case.accumulate,
         xla_options=dict(options),
+        two_batch_overlap=case.two_batches,
     )
     compiled = engine.lower().compile()
     module = parse_program(

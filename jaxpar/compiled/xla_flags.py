@@ -38,6 +38,8 @@ def choose_settings(
     mesh: Mesh,
     overrides: Mapping[str, Value | None] | None = None,
     layer_bytes: int = 0,
+    *,
+    in_halves: bool = False,
 ) -> tuple[Setting, ...]:
     """Choose the options that a step for this mesh is compiled with.
 
@@ -45,6 +47,7 @@ def choose_settings(
       mesh: the mesh; the platform of its devices selects the options.
       overrides: option -> value, replacing the table's; None for XLA's own default.
       layer_bytes: of the largest layer that a loop gathers ahead, unsharded over data.
+      in_halves: whether halves of a device's rows are computed side by side.
 
     Returns:
       The settings.
@@ -56,9 +59,10 @@ def choose_settings(
       ('xla_cpu_max_isa', 'AVX2')
     """
     platform = mesh.devices.flat[0].platform
-    chosen = {
-        s.option: s for s in _TABLE.get(platform, lambda *_: ())(mesh, layer_bytes)
-    }
+    chosen = {}
+    if platform == "gpu":
+        settings = _for_gpus(mesh, layer_bytes, in_halves=in_halves)
+        chosen = {setting.option: setting for setting in settings}
     for option, value in (overrides or {}).items():
         if value is None:
             chosen.pop(option, None)
@@ -72,17 +76,23 @@ def compiler_options(settings: tuple[Setting, ...]) -> dict[str, Value]:
     return {setting.option: setting.value for setting in settings}
 
 
-def _for_gpus(mesh: Mesh, layer_bytes: int) -> tuple[Setting, ...]:
+def _for_gpus(mesh: Mesh, layer_bytes: int, *, in_halves: bool) -> tuple[Setting, ...]:
     chosen = [] if are_present(mesh) else [_MOCKED]
     data = math.prod(mesh.shape.get(axis, 1) for axis in ZERO_AXES)
     if data > 1:
         chosen.append(_bucket(data, layer_bytes))
     if data > 1 and layer_bytes:
-        chosen += _ahead(layer_bytes, has_replicas=mesh.shape.get(REPLICA, 1) > 1)
+        chosen += _ahead(layer_bytes)
+    if data > 1 and layer_bytes and mesh.shape.get(REPLICA, 1) > 1:
+        chosen.append(_BESIDE_REPLICAS)
+    elif data > 1 and in_halves:
+        chosen.append(_BESIDE_HALVES)
+    if in_halves:
+        chosen.append(_APART)
     return tuple(chosen)
 
 
-def _ahead(layer_bytes: int, *, has_replicas: bool) -> tuple[Setting, ...]:
+def _ahead(layer_bytes: int) -> tuple[Setting, ...]:
     """For loops that gather a layer ahead (`jaxpar.jaxprs.layer_loop`)."""
     one_collective = Setting(
         "xla_gpu_all_gather_combine_threshold_bytes",
@@ -95,17 +105,32 @@ def _ahead(layer_bytes: int, *, has_replicas: bool) -> tuple[Setting, ...]:
         "the layer that is gathered and the one that computes change places every "
         "iteration; otherwise each is copied, 14 ms of a 7B step",
     )
-    at_once = Setting(
-        "xla_gpu_experimental_parallel_collective_overlap_limit",
-        4,
-        "a layer's gather, another's reduce-scatter, and the all-reduce between "
-        "replicas run beside each other; one at a time, what XLA expects to be long "
-        "leaves the others nothing to hide under (7B, 512 GPUs in 64 replicas, ZeRO 3: "
-        "38 ms exposed with 2, 16 with 4). Without replicas one at a time is better",
-    )
-    chosen = one_collective, two_buffers
-    return (*chosen, at_once) if has_replicas else chosen
+    return one_collective, two_buffers
 
+
+_AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
+
+_BESIDE_REPLICAS = Setting(
+    _AT_ONCE,
+    4,
+    "a layer's gather, another's reduce-scatter, and the all-reduce between replicas "
+    "run beside each other; one at a time, what XLA expects to be long leaves the "
+    "others nothing to hide under (7B, 512 GPUs in 64 replicas, ZeRO 3: 38 ms exposed "
+    "with 2, 16 with 4). Without replicas one at a time is better",
+)
+
+_BESIDE_HALVES = Setting(
+    _AT_ONCE,
+    2,
+    "a half's sums over tensor run beside a layer's gather over data (7B, 64 GPUs, "
+    "tensor 4: 64 ms exposed one at a time, 20 with 2, 23 with 4)",
+)
+
+_APART = Setting(
+    "xla_gpu_all_reduce_combine_threshold_bytes",
+    1 << 20,
+    "XLA would merge the sums of both halves into one, for which both wait",
+)
 
 _MOCKED = Setting(
     "xla_gpu_mock_custom_calls",
@@ -124,6 +149,3 @@ def _bucket(data: int, layer_bytes: int) -> Setting:
         "all be alive at the peak (benchmarks/compiled_gpu.py: 2.0 bytes of "
         "temporaries per parameter by default, 1.1 with this setting)",
     )
-
-
-_TABLE = {"gpu": _for_gpus}

@@ -22,6 +22,7 @@ from jaxpar.step.loss_check import (
     NoCheck,
     another_shard,
     compared,
+    other_half,
     with_noise,
 )
 from jaxpar.step.precision import Precision
@@ -91,7 +92,7 @@ def make_loss_check(
     forward_of = functools.partial(
         _forward_of, placement, spec, loss, proved, training=training
     )
-    neighbour = (lambda x: x) if checked.automatic else another_shard
+    neighbour = _neighbour_of(checked)
     accumulate = spec.accumulate if training else 1
 
     def on_shard(shards, inputs, model_state, key) -> dict[str, jax.Array]:
@@ -128,13 +129,20 @@ def make_loss_check(
             right = noisy(automatic, forward_of(automatic, 1), *given)
         return {"loss": jnp.stack([mean(ours.loss), mean(right.loss)])}
 
-    fits = spec.accumulate == 1 and mesh.shape[PIPE] == 1
+    fits = spec.accumulate == 1 and mesh.shape[PIPE] == 1 and not checked.halves
     return LossCheck(
         loss.argument(training=training),
         jax.jit(compare, out_shardings=replicated),
         jax.jit(whole, out_shardings=replicated) if fits else None,
         tolerance,
     )
+
+
+def _neighbour_of(of: Partition) -> Callable[[jax.Array], jax.Array]:
+    """The rows that a shard's are mixed with, from its own."""
+    if not of.automatic:
+        return another_shard
+    return other_half if of.halves else lambda x: x
 
 
 def _forward_of(

@@ -13,7 +13,8 @@ from jaxpar.compiled.xla_flags import Value
 from jaxpar.engine.engine import Engine
 from jaxpar.engine.focus import Focus
 from jaxpar.engine.loss_step import make_loss_step
-from jaxpar.engine.make_step import MadeRun, MadeStep, RunSpec, make_step, read_loss
+from jaxpar.engine.make_step import MadeRun, MadeStep, make_step
+from jaxpar.engine.read_arguments import RunSpec, read_loss
 from jaxpar.engine.several import check_one, make_several
 from jaxpar.mesh import MeshShape, as_mesh
 from jaxpar.model.bridge import UnderAxisRules, make_network
@@ -52,6 +53,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     check_loss: bool = True,
     allow_whole: Sequence[str] = (),
     prefetch: bool | None = None,
+    two_batch_overlap: bool | None = None,
     xla_options: Mapping[str, Value | None] | None = None,
 ) -> Engine:
     """Make an engine that trains a Flax model on a mesh.
@@ -104,6 +106,9 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
       allow_whole: path patterns of large parameters that may be replicated over data.
       prefetch: whether a loop over layers gathers the next layer while one computes;
         None for GPUs alone. It changes time and memory (two layers more), no numbers.
+      two_batch_overlap: whether a device computes two halves of its rows side by side,
+        so that one half's sums over the tensor axis run while the other computes; None
+        for GPUs that a tensor axis joins. Numbers change by rounding alone.
       xla_options: XLA option -> value, overriding those of `jaxpar.compiled.xla_flags`;
         None for XLA's default. `Engine.explain` prints the options that are set.
 
@@ -142,6 +147,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
         check_loss=check_loss,
         allow_whole=allow_whole,
         prefetch=prefetch,
+        two_batch_overlap=two_batch_overlap,
         xla_options=xla_options,
     )
     make = make_several if isinstance(model, Mapping) else _make_one

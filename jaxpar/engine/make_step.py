@@ -12,34 +12,31 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpar import tree
-from jaxpar.compiled.xla_flags import Value, choose_settings
-from jaxpar.engine.batches import BatchSpec, make_batch_spec
+from jaxpar.compiled.xla_flags import choose_settings
+from jaxpar.engine.batches import BatchSpec
 from jaxpar.engine.check_programs import make_loss_checks
-from jaxpar.engine.checks import check_arguments, check_axes, check_elements
+from jaxpar.engine.checks import check_axes, check_elements
 from jaxpar.engine.choose_reduction import choose_reduction
 from jaxpar.engine.compiled_step import StepSpec
 from jaxpar.engine.computed_in import fp32_notes
 from jaxpar.engine.focus import Focus
 from jaxpar.engine.placement import Placement
 from jaxpar.engine.prefetch import layer_bytes, loop_notes, prefetching
+from jaxpar.engine.read_arguments import LossSpec, RunSpec
 from jaxpar.engine.tracing import ModelTrace, trace_model
 from jaxpar.mesh import PIPE, num_batch_shards
 from jaxpar.model.axis_names import BoundNetwork
 from jaxpar.model.bridge import Network
-from jaxpar.model.trainable import Trainable
 from jaxpar.optim.make_update import Optimizer, make_update
 from jaxpar.pipeline.execution import Execution, make_execution
-from jaxpar.pipeline.schedules.table import Schedule
 from jaxpar.sharding.leaf_sharding import LeafSharding
-from jaxpar.sharding.rules import Rules, compute_specs
-from jaxpar.sharding.zero import ZeroStage
+from jaxpar.sharding.rules import compute_specs
 from jaxpar.step.carried import Carried
 from jaxpar.step.gradients import Partition
-from jaxpar.step.inputs import Inputs, abstract_inputs, check_packed
-from jaxpar.step.loss import Loss, as_losses
+from jaxpar.step.inputs import Inputs
+from jaxpar.step.loss import Loss
 from jaxpar.step.loss_check import NoCheck, why_not
 from jaxpar.step.loss_scale import LossScaler
-from jaxpar.step.precision import Precision
 from jaxpar.step.reduction import reduction_parts
 from jaxpar.step.row_draws import AsTraced, OwnRows
 from jaxpar.step.state import TrainState, with_shard_parts
@@ -49,61 +46,6 @@ from jaxpar.types import PyTree
 
 _LARGE_BYTES = 1 << 20
 """Of the smallest variable that `Engine.explain` names if it is not a parameter."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RunSpec:
-    """What all losses of an engine share; see `jaxpar.initialize`."""
-
-    mesh: Mesh
-    zero: ZeroStage
-    precision: Precision
-    schedule: str | Schedule
-    rules: Rules
-    coupled_batch: bool
-    check_loss: bool
-    allow_whole: Sequence[str]
-    prefetch: bool | None
-    xla_options: Mapping[str, Value | None] | None
-
-
-@dataclasses.dataclass(frozen=True)
-class LossSpec:
-    """A loss, and what it is trained with.
-
-    Attributes:
-      loss: for training.
-      evaluation: for evaluation; may be the same.
-      optimizer: of what it trains.
-      batch_spec: the shapes of a global batch.
-      accumulate: micro-batches a step.
-      clip_norm: the largest global norm of the gradients, or None.
-      carried: the parts of the state that a step updates.
-      trainable: the parameters that it trains; None for all.
-      averages: name of a moving average that it calls -> the model that it averages,
-        as which it is stored.
-    """
-
-    loss: Loss
-    evaluation: Loss
-    optimizer: Optimizer
-    batch_spec: BatchSpec
-    accumulate: int
-    clip_norm: float | None
-    carried: Sequence[Carried]
-    trainable: Trainable | None
-    averages: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    @property
-    def num_calls(self) -> int:
-        """Calls of the loss function in a step."""
-        return self.batch_spec.num_calls(self.accumulate)
-
-    @property
-    def rows(self) -> Inputs:
-        """Shapes of what the loss function is given: one shard of a micro-batch."""
-        spec = self.batch_spec
-        return abstract_inputs(spec.rows(spec.num_rows // self.num_calls))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,31 +92,6 @@ class MadeRun:
     arguments: Mapping[str, Any]
 
 
-def read_loss(
-    run: RunSpec, given: Mapping[str, Any], name: str | None = None
-) -> LossSpec:
-    """Read and check the arguments of `jaxpar.initialize` for one loss.
-
-    Args:
-      run: what all losses share.
-      given: the arguments.
-      name: of the loss among several.
-    """
-    own = {name: given[name] for name in ("optimizer", "clip_norm", "carried")}
-    check_arguments(seed=given["seed"], **own)
-    sample_batch, accumulate = given["sample_batch"], given["accumulate"]
-    losses = as_losses(given["loss_fn"], given["eval_fn"], name)
-    pipe, coupled = run.mesh.shape[PIPE], run.coupled_batch
-    check_packed(sample_batch, pipe, coupled_batch=coupled)
-    return LossSpec(
-        *losses,
-        batch_spec=make_batch_spec(sample_batch, run.mesh, accumulate),
-        accumulate=accumulate,
-        trainable=given["trainable"],
-        **own,
-    )
-
-
 def make_step(run: RunSpec, own: LossSpec, network: Network) -> MadeStep:
     """Make a loss's step.
 
@@ -196,7 +113,8 @@ def make_step(run: RunSpec, own: LossSpec, network: Network) -> MadeStep:
     partition = _partition(traced, leaves, run)
     given = traced, leaves, partition, parts, execution
     placement, partition = _placement(own.optimizer, *given)
-    loss = traced.losses["loss_fn"].jaxpr
+    loss, averages = traced.losses["loss_fn"].jaxpr, traced.losses["loss_fn"].averages
+    partition = own.halves.applied(partition, averages=averages)
     partition, loops = prefetching(partition, loss, run.prefetch, own.accumulate)
     check = run.check_loss
     reasons = _why_not_checked(traced, own.rows, partition, splits, asked=check)
@@ -207,11 +125,20 @@ def make_step(run: RunSpec, own: LossSpec, network: Network) -> MadeStep:
         accumulate=own.accumulate,
         coupled=partition.coupled,
         averages=any(trace.averages for trace in traced.losses.values()),
-        settings=choose_settings(mesh, run.xla_options, layer_bytes(loops, partition)),
+        settings=choose_settings(
+            mesh,
+            run.xla_options,
+            layer_bytes(loops, partition),
+            in_halves=partition.halves,
+        ),
         without_gradient=traced.losses["loss_fn"].without_gradient,
         forward_flops=traced.losses["loss_fn"].flops * splits,
         precision_notes=fp32_notes(loss, run.precision),
-        remarks=(*_remarks(traced, partition, reasons), *loop_notes(loops)),
+        remarks=(
+            *_remarks(traced, partition, reasons),
+            *loop_notes(loops),
+            *own.halves.notes(partition),
+        ),
         changes_with=_changes_with(traced, partition.coupled, placement),
     )
     checks = make_loss_checks(placement, spec, partition, own.rows, traced, reasons)
@@ -353,7 +280,7 @@ def _remarks(
             "loss: it couples examples, so accumulate changes it: examples are coupled "
             "within a micro-batch only."
         )
-    if partition.automatic:
+    if partition.automatic and not partition.halves:
         return tuple(lines)
     return (*lines, *traced.losses["loss_fn"].random_notes)
 

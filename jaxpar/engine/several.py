@@ -14,15 +14,9 @@ import jax
 
 from jaxpar import tree
 from jaxpar.engine.focus import Focus, OneOfSeveral, UpdateByLoss, joined_state
-from jaxpar.engine.make_step import (
-    LossSpec,
-    MadeRun,
-    MadeStep,
-    RunSpec,
-    make_step,
-    read_loss,
-)
+from jaxpar.engine.make_step import MadeRun, MadeStep, make_step
 from jaxpar.engine.placement import Placement
+from jaxpar.engine.read_arguments import LossSpec, RunSpec, read_loss
 from jaxpar.mesh import PIPE
 from jaxpar.model.bridge import Network, UnderAxisRules
 from jaxpar.model.several import SeveralNetworks, make_networks

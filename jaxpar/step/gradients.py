@@ -35,11 +35,12 @@ from jaxpar.step.gather_at_use import (
     Gathering,
     call_gathering_at_use,
 )
+from jaxpar.step.halves import in_halves
 from jaxpar.step.inputs import Inputs, map_rows, specs_of, with_keys
 from jaxpar.step.loss import Loss, Sums, make_loss
 from jaxpar.step.precision import Precision, frozen_dtype
 from jaxpar.step.reduction import PLAIN, Reduction, of_own_part
-from jaxpar.step.row_draws import Draws, ShardKey
+from jaxpar.step.row_draws import Draws, OwnRows, ShardKey
 from jaxpar.step.weighted import merged, of_no_examples
 from jaxpar.types import Params, PyTree
 
@@ -61,6 +62,7 @@ class Partition:
       prefetch: whether a loop over layers gathers the next layer while one computes.
       replicas_at_once: whether gradients are summed over replicas where they are
         reduced, in the backward pass; for steps of one micro-batch.
+      halves: whether halves of a device's rows are computed side by side.
     """
 
     network: Network
@@ -74,6 +76,7 @@ class Partition:
     reduction: Reduction = PLAIN
     prefetch: bool = False
     replicas_at_once: bool = False
+    halves: bool = False
 
     @property
     def automatic(self) -> bool:
@@ -234,13 +237,12 @@ def make_gradients(
       the step's sums; the model's new state; and what the partition's reduction
       carries, as `carry`: a tree of arrays whose dim 0 is the data shards.
     """
-    loss_of = make_loss(
-        partition.network,
-        loss,
-        jax.tree.structure(like),
-        partition.draws,
-        training=True,
-    )
+    shards = num_batch_shards(partition.mesh)
+    draws = OwnRows(2 * shards) if partition.halves else partition.draws
+    given = partition.network, loss, jax.tree.structure(like), draws
+    loss_of = make_loss(*given, training=True)
+    if partition.halves:
+        loss_of = in_halves(loss_of)
 
     def microbatch(shards, prepared, model_state, key, scale, inputs):
         def total(leaves: list) -> tuple[jax.Array, tuple]:

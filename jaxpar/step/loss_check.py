@@ -224,7 +224,8 @@ def compared(
       forward: ``(inputs, parts) -> Sums``, over `parts` micro-batches.
       inputs: this shard's inputs.
       accumulate: micro-batches a step.
-      neighbour: returns another shard's leaf, or this one's if there is no other.
+      neighbour: returns another shard's leaf; without one this shard's, or where it is
+        computed in halves, that with its halves exchanged.
 
     Returns:
       name -> [2, 1]: the value for the rows, and for their halves.
@@ -273,7 +274,7 @@ def mixed_rows(
 
     def mixed(x: jax.Array) -> jax.Array:
         own = x[::accumulate][:half]
-        other = neighbour(x[1 % accumulate :: accumulate][:half])
+        other = neighbour(x[1 % accumulate :: accumulate])[:half]
         return jnp.stack([own, other], 1).reshape(2 * half, *x.shape[1:])
 
     return map_rows(mixed, inputs)
@@ -285,6 +286,11 @@ def another_shard(x: jax.Array) -> jax.Array:
     size = jax.lax.axis_size(axes)
     pairs = [(i, (i + size // 2) % size) for i in range(size)]
     return jax.lax.ppermute(x, axes, pairs)
+
+
+def other_half(x: jax.Array) -> jax.Array:
+    """The leaf, its second half of rows first."""
+    return jnp.roll(x, x.shape[0] // 2, axis=0)
 
 
 def with_noise(params: Params, amount: jax.Array) -> Params:

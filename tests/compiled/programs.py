@@ -75,6 +75,8 @@ class Run:
     replica: int = 1
     zero: int = 1
     accumulate: int = 1
+    rows: int = 1
+    two_batches: bool | None = None
     layers: int = 8
     width: int = 1024
     vocab: int = 8192
@@ -192,7 +194,7 @@ def arguments_of(run: Run) -> dict[str, Any]:
     devices = tpu_devices(run.tpus) if run.tpus else gpu_devices("h200", run.hosts, 8)
     shape = MeshShape(data=-1, tensor=run.tensor, replica=run.replica)
     mesh = make_mesh(shape, devices)
-    rows = num_batch_shards(mesh) * run.accumulate
+    rows = num_batch_shards(mesh) * run.accumulate * run.rows
     if run.users_model:
         model: Any = functools.partial(Perceptron, run.layers, run.width, run.rank)
         loss_fn: Any = squared
@@ -220,6 +222,7 @@ def arguments_of(run: Run) -> dict[str, Any]:
         "precision": "bf16",
         "accumulate": run.accumulate,
         "coupled_batch": run.coupled,
+        "two_batch_overlap": run.two_batches,
         "trainable": nnx.LoRAParam if run.rank else None,
     }
 

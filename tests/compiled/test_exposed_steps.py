@@ -78,3 +78,20 @@ def test_schedule_and_rule_differ_where_layers_gather_for_themselves(compiled):
     gathers = [row for row in found.by_kind if row.kind == "all-gather"]
     assert sum(row.count for row in gathers) >= 2 * run.layers
     assert found.exposed_seconds > 0.1 * found.wire_seconds
+
+
+@pytest.mark.thorough
+def test_one_half_of_the_rows_computes_while_the_other_is_summed_over_tensor(compiled):
+    run = Run(hosts=1, tensor=4, layers=4, width=4096, length=4096, rows=4)
+    whole = dataclasses.replace(run, two_batches=False)
+    halves, one = (
+        {
+            row.kind: row
+            for row in compiled(expose, each).program.communication.by_kind
+            if row.axes == ("tensor",)
+        }["all-reduce"]
+        for each in (run, whole)
+    )
+    assert halves.sent_bytes == pytest.approx(one.sent_bytes, rel=1e-2)
+    assert halves.count == 2 * one.count, "each half is summed by itself"
+    assert halves.exposed_seconds < 0.8 * one.exposed_seconds

@@ -4,30 +4,15 @@ Tolerances as in test_zero.py: losses and parameters 1e-5, relative. Where nothi
 differs, gathering ahead changes no bit.
 """
 
-import dataclasses
-import functools
 from typing import Any
 
 import jax
 import numpy as np
-import optax
 import pytest
 
-import jaxpar
-from jaxpar.models import GPTConfig, gpt_loss, make_gpt
 from tests.equivalence import problems
+from tests.equivalence.looped_gpt import on_one_device, train
 
-CONFIG = GPTConfig(
-    vocab_size=64,
-    seq_len=16,
-    num_layers=3,
-    num_heads=2,
-    width=32,
-    positions="rotary",
-    norm="rmsnorm",
-    activation="swiglu",
-)
-STEPS = 3
 CASES: dict[str, dict[str, Any]] = {
     "zero3": {"zero": 3},
     "zero3-full-accumulate2": {"zero": 3, "remat": "full", "accumulate": 2},
@@ -47,41 +32,6 @@ CASES: dict[str, dict[str, Any]] = {
     "zero3-frozen": {"zero": 3, "trainable": ["*/bias", "*attention*", "embed/*"]},
 }
 QUICK = ("zero3-full-accumulate2", "zero1", "zero3-tensor2-replica2")
-OF_CONFIG = {field.name for field in dataclasses.fields(GPTConfig)}
-
-
-def batches() -> list[dict[str, np.ndarray]]:
-    rng = np.random.default_rng(0)
-    shape = (8, CONFIG.seq_len + 1)
-    return [{"tokens": rng.integers(0, 64, shape, np.int32)} for _ in range(STEPS)]
-
-
-def train(
-    *, data: int = 4, tensor: int = 1, replica: int = 1, **given: Any
-) -> tuple[list[float], Any]:
-    config = dataclasses.replace(
-        CONFIG, **{name: x for name, x in given.items() if name in OF_CONFIG}
-    )
-    rest = {name: x for name, x in given.items() if name not in OF_CONFIG}
-    shape = jaxpar.MeshShape(data=data, tensor=tensor, replica=replica)
-    engine = jaxpar.initialize(
-        model=make_gpt(config),
-        loss_fn=gpt_loss,
-        optimizer=optax.adamw(1e-3, eps=1e-6),
-        sample_batch=batches()[0],
-        mesh=jaxpar.make_mesh(shape, jax.devices()[: shape.num_devices]),
-        clip_norm=1.0,
-        check_loss=False,
-        **rest,
-    )
-    losses = [float(engine.step(batch)["loss"]) for batch in batches()]
-    return losses, jax.device_get(engine.state.params)
-
-
-@functools.cache
-def on_one_device(dropout: float, accumulate: int, trainable: tuple | None) -> Any:
-    how = {"dropout": dropout, "accumulate": accumulate}
-    return train(data=1, trainable=trainable and list(trainable), **how)
 
 
 NAMED = [
