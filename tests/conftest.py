@@ -11,6 +11,7 @@ import jax
 import jaxtyping
 import pytest
 
+from tests.compiling import FAST, read_xla_flags
 from tests.essential import ESSENTIAL
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
@@ -53,6 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_num_cpu_devices", config.getoption("--devices"))
         fast = not config.getoption("--optimized")
         jax.config.update("jax_disable_most_optimizations", fast)
+        if fast:
+            read_xla_flags(FAST)
     _cache_compiled_programs()
     if not hasattr(config, "workerinput"):  # Once, before xdist's workers start.
         _delete_oldest_programs()

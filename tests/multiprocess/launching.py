@@ -16,6 +16,7 @@ import pytest
 
 from jaxpar.checkpoint.folder import is_complete, step_path
 from jaxpar.launch.heartbeat import Beat, read_heartbeat
+from tests.compiling import FAST
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests/multiprocess/script.py"
@@ -35,6 +36,7 @@ def environment() -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "XLA_FLAGS": FAST,
         "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
