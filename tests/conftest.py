@@ -13,6 +13,7 @@ import pytest
 
 from tests.compiling import FAST, read_xla_flags
 from tests.essential import ESSENTIAL
+from tests.type_checks import share_checkers
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
 CACHE_BYTES = 4 * 1024**3
@@ -49,6 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    share_checkers()
     if not config.getoption("--gpu"):
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", config.getoption("--devices"))
