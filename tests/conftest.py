@@ -1,11 +1,13 @@
 """What do all tests run on? Eight CPU devices, or the GPU where --gpu is given."""
 
 import fnmatch
+import gc
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jaxtyping
@@ -113,6 +115,17 @@ def pytest_collection_modifyitems(
     for item in items:
         if on_gpu != (item.get_closest_marker("gpu") is not None):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
+    """Collect no garbage while millions of objects are made that stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()  # Tests that collect garbage need not go through them.
 
 
 def _fits(name: str, patterns: tuple[str, ...]) -> bool:
