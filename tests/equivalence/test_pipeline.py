@@ -79,12 +79,17 @@ def parts(case: tuple) -> set:
 def covering_set() -> list[tuple]:
     """Cases with every pair and every one of `TRIPLES` that eight devices can run."""
 
-    of, chosen = {case: parts(case) for case in SMALL}, []
-    missing = set().union(*of.values())
+    bits: dict[tuple, int] = {}
+    of, chosen, missing = {}, [], 0
+    for case in SMALL:
+        numbers = [bits.setdefault(part, len(bits)) for part in parts(case)]
+        of[case] = sum(1 << number for number in numbers)
+        missing |= of[case]
     while missing:
-        case = max(SMALL, key=lambda case: len(of[case] & missing))
+        # Sets as bits: every worker of every lane counts these while it collects.
+        case = max(SMALL, key=lambda case: (of[case] & missing).bit_count())
         chosen.append(case)
-        missing -= of[case]
+        missing &= ~of[case]
     return chosen
 
 
