@@ -148,8 +148,11 @@ def test_traceback_is_shown_where_asked_and_after_the_first_step(flags, tmp_path
 
 
 def test_recipes_of_ours_answer_in_a_line(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"The square of {n} is {n * n}." for n in range(5000)))
+    flags = ["--zero=4", f"--out={tmp_path / 'run'}", f"--data={text}"]
     done = subprocess.run(
-        [sys.executable, "recipes/gpt.py", "--zero=4", f"--out={tmp_path / 'run'}"],
+        [sys.executable, "recipes/gpt.py", *flags],
         capture_output=True,
         text=True,
         check=False,
