@@ -23,7 +23,7 @@ def times(step: Compiled, kind: str) -> float:
     return sum(row.count for row in rows if row.kind == kind and "data" in row.axes)
 
 
-@pytest.fixture(scope="module", params=[1, 3])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.thorough), 3])
 def steps(request, compiled):
     zero = request.param
     return zero, {n: compiled(compile_step, Run(zero=zero, layers=n)) for n in LAYERS}

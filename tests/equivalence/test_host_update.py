@@ -49,7 +49,7 @@ def assert_alike(engine: jaxpar.Engine, other: jaxpar.Engine) -> None:
 @pytest.mark.parametrize(
     ("zero", "options"),
     [
-        (0, {}),
+        pytest.param(0, {}, marks=pytest.mark.thorough),
         pytest.param(1, {"accumulate": 4}, marks=pytest.mark.slow),
         pytest.param(2, {"accumulate": 2}, marks=pytest.mark.slow),
         (3, {"accumulate": 2}),
@@ -77,7 +77,9 @@ def test_trains_like_optax_on_a_pipe() -> None:
     assert_alike(engine, plain)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(
+    "precision", ["fp32", pytest.param("fp16", marks=pytest.mark.thorough)]
+)
 def test_skipped_step_changes_nothing(precision: str) -> None:
     """And reports it, and the next one counts."""
     engine, plain = pair(3, precision=precision)
@@ -96,7 +98,13 @@ def test_skipped_step_changes_nothing(precision: str) -> None:
         assert_alike(engine, plain)
 
 
-@pytest.mark.parametrize("to_numpy", [True, False], ids=["to NumPy", "to optax"])
+@pytest.mark.parametrize(
+    "to_numpy",
+    [
+        pytest.param(True, id="to NumPy"),
+        pytest.param(False, id="to optax", marks=pytest.mark.thorough),
+    ],
+)
 def test_checkpoint_moves_between_the_two(to_numpy: bool, tmp_path: Path) -> None:
     optimizers = [optax.adam(RATE), NumpyAdam(RATE)]
     first, second = optimizers if to_numpy else optimizers[::-1]

@@ -46,7 +46,14 @@ def are_equal(one: jaxpar.Engine, other: jaxpar.Engine) -> bool:
     return jax.tree.all(jax.tree.map(np.array_equal, *jax.device_get(trees)))
 
 
-@pytest.mark.parametrize("zero", [0, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    "zero",
+    [
+        pytest.param(0, marks=pytest.mark.thorough),
+        pytest.param(2, marks=pytest.mark.slow),
+        3,
+    ],
+)
 def test_trains_to_the_bit_as_on_the_device(zero: int) -> None:
     engine = trained(MomentsOnHost(INNER), zero)
     assert are_equal(engine, trained(INNER, zero))
@@ -57,10 +64,15 @@ def test_trains_to_the_bit_as_on_the_device(zero: int) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "kind"),
     [
-        (INNER, MomentsOnHost(INNER), "pinned_host"),
-        (MomentsOnHost(INNER), INNER, "device"),
+        pytest.param(INNER, MomentsOnHost(INNER), "pinned_host", id="to the host"),
+        pytest.param(
+            MomentsOnHost(INNER),
+            INNER,
+            "device",
+            id="to the device",
+            marks=pytest.mark.thorough,
+        ),
     ],
-    ids=["to the host", "to the device"],
 )
 def test_checkpoint_moves_between_the_two(before, after, kind, tmp_path: Path) -> None:
     engine, other = trained(before, 3), make_engine(after, 8, 1, zero=1)

@@ -52,7 +52,7 @@ def leaves_of(engine: jaxpar.Engine) -> list[np.ndarray]:
     "zero",
     [
         pytest.param(0, marks=pytest.mark.slow),
-        1,
+        pytest.param(1, marks=pytest.mark.thorough),
         *(pytest.param(zero, marks=pytest.mark.slow) for zero in (2,)),
         3,
     ],
@@ -66,7 +66,9 @@ def test_trains_like_the_plain_rule_at_every_stage(zero: int) -> None:
     assert {leaf.dtype for leaf in jax.tree.leaves(packed)} == {jnp.dtype(jnp.bfloat16)}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(
+    "precision", ["fp32", pytest.param("fp16", marks=pytest.mark.thorough)]
+)
 def test_skipped_step_changes_nothing(precision: str) -> None:
     """And the run goes on as if the batch had not been there."""
     engine = make_engine(OPTIMIZER, 4, 2, zero=3, precision=precision)

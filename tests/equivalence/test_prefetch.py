@@ -31,7 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "zero3-dropout": {"zero": 3, "dropout": 0.1},
     "zero3-frozen": {"zero": 3, "trainable": ["*/bias", "*attention*", "embed/*"]},
 }
-QUICK = ("zero3-full-accumulate2", "zero1", "zero3-tensor2-replica2")
+QUICK = ("zero3-full-accumulate2", "zero1")
 
 
 NAMED = [

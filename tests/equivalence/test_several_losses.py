@@ -86,10 +86,8 @@ def test_micro_batches_coupling_and_replicas_change_nothing(name, change):
     check_equals_plain(name, make_engine(name, jaxpar.MeshShape(data=4), 2, **change))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param("adversarial", marks=pytest.mark.thorough), "actor and critic"],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["adversarial", "actor and critic"])
 def test_fused_optimizers_keep_their_own_form(name):
     """One loss's parameters are packed in buckets, another's are not."""
     losses = list(RUNS[name].losses)
