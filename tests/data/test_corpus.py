@@ -128,10 +128,16 @@ def test_tokenizer_of_a_model_encodes_any_format(foreign, tmp_path):
     assert text == "0+1=\n1<|im_end|>"
 
 
-def test_tokenizer_encodes_the_standard_library_too(tmp_path, monkeypatch):
+@pytest.fixture
+def two_files(monkeypatch):
+    """A standard library of two files."""
     text = np.frombuffer(b"one file and another", np.uint8)
     source = Tokens((text,), ("a", "b"), 256, starts=np.array([0, 9]))
     monkeypatch.setattr(corpus, "stdlib_source", lambda: (source, source))
+
+
+@pytest.mark.usefixtures("two_files")
+def test_tokenizer_encodes_the_standard_library_too(tmp_path):
     train, _, tokenizer = open_corpus(tokenizer=save(byte_level("</s>"), tmp_path))
     said = tokenizer.decode(train.array.tolist(), skip_special_tokens=False)
     assert said == "one file </s>and another</s>"
@@ -242,11 +248,13 @@ def test_rows_that_do_not_fit_the_data_are_refused_at_once(tmp_path, pack):
         config.open_data(pack=pack)
 
 
+@pytest.mark.usefixtures("two_files")
 def test_eos_token_ends_the_documents_of_the_standard_library(tmp_path):
     path = save(byte_level("</s>", "<x>"), tmp_path)
     train, heldout, tokenizer = open_corpus(tokenizer=path, eos_token="<x>")
     end = tokenizer.token_to_id("<x>")
     assert train.end_id == heldout.end_id == end
+    assert len(train.starts) == 2
     assert (train.array[train.starts[1:] - 1] == end).all()
 
 

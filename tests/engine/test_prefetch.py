@@ -43,7 +43,7 @@ def test_by_default_a_cpu_gathers_nothing_ahead():
     assert not spec.zero.keep
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_asked_for_it_is_said_of_the_loop(zero):
     spec = spec_of(zero=zero, prefetch=True)
     (line,) = notes_of(spec)
