@@ -30,8 +30,8 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 help: ## Print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
 
-train: setup ## Train the GPT of recipes/gpt.py on real text
-	@$(BIN)/python recipes/gpt.py $(ARGS)
+train: setup ## Train the GPT of recipes/pretrain.py on real text
+	@$(BIN)/python recipes/pretrain.py $(ARGS)
 
 gpu: setup ## Measure on this machine's GPU for nine minutes at most, into runs/gpu_day
 	@$(BIN)/python benchmarks/gpu_day.py --out runs/gpu_day $(ARGS)

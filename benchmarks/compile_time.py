@@ -55,7 +55,7 @@ def measure_one(config: Config) -> None:
     import optax  # noqa: PLC0415
 
     import jaxpar  # noqa: PLC0415
-    from jaxpar.models import GPTConfig, gpt_loss, make_gpt  # noqa: PLC0415
+    from jaxpar.models import DecoderConfig, decoder_loss, make_decoder  # noqa: PLC0415
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", config.devices)
@@ -64,11 +64,11 @@ def measure_one(config: Config) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     jax.devices()
     imported = time.perf_counter()
-    model = GPTConfig(num_layers=config.layers, num_heads=4, width=256, seq_len=128)
+    model = DecoderConfig(num_layers=config.layers, num_heads=4, width=256, seq_len=128)
     batch = {"tokens": jnp.zeros((config.devices, 129), jnp.int32)}
     engine = jaxpar.initialize(
-        model=make_gpt(model),
-        loss_fn=gpt_loss,
+        model=make_decoder(model),
+        loss_fn=decoder_loss,
         optimizer=optax.adamw(1e-3),
         sample_batch=batch,
         zero=config.zero,

@@ -39,11 +39,11 @@ from jaxpar.losses import cross_entropy, next_token_loss
 from jaxpar.losses.next_token import read_targets
 from jaxpar.mesh import MeshShape, make_mesh
 from jaxpar.model.remat import remat
-from jaxpar.models import GPTConfig, gpt_loss, make_gpt
+from jaxpar.models import DecoderConfig, decoder_loss, make_decoder
 from jaxpar.models.attention_placeholder import attention_placeholder
-from jaxpar.models.gpt.embed_head import Embed, Head
-from jaxpar.models.gpt.model import Block
-from jaxpar.models.gpt.presets import gpt_config
+from jaxpar.models.decoder.embed_head import Embed, Head
+from jaxpar.models.decoder.model import Block
+from jaxpar.models.decoder.presets import decoder_config
 from jaxpar.optim import fused_adamw
 from jaxpar.planner.absent_devices import gpu_devices, prepare_process
 from jaxpar.tree import num_elements
@@ -65,7 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
 class Unscanned(nnx.Module):
     """A GPT as users write their models: a module a layer, called one by one."""
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.embed, self.head = Embed(config, rngs=rngs), Head(config, rngs=rngs)
         self.head.logits = self.embed.embedding
         layers = range(config.num_layers)
@@ -85,7 +85,7 @@ def measure(
     zero: int, scan: bool = True, options: dict[str, Any] | None = None
 ) -> dict[str, float]:
     """Compile a GPT of 12 layers of width 1024 for 64 H200s, in bf16."""
-    config = GPTConfig(
+    config = DecoderConfig(
         num_layers=12,
         num_heads=16,
         width=1024,
@@ -95,8 +95,10 @@ def measure(
     )
     mesh = make_mesh(MeshShape(), gpu_devices("h200", 8, 8))
     engine = jaxpar.initialize(
-        model=make_gpt(config) if scan else lambda rngs: Unscanned(config, rngs=rngs),
-        loss_fn=gpt_loss,
+        model=make_decoder(config)
+        if scan
+        else lambda rngs: Unscanned(config, rngs=rngs),
+        loss_fn=decoder_loss,
         optimizer=optax.adamw(1e-3),
         sample_batch={"tokens": jax.ShapeDtypeStruct((64, 257), jnp.int32)},
         mesh=mesh,
@@ -120,7 +122,7 @@ def measure(
 
 def measure_pipeline(schedule: str) -> dict[str, float]:
     """Compile 175 billion parameters for 512 H200s: data 8 x pipe 16 x tensor 4."""
-    config = GPTConfig(
+    config = DecoderConfig(
         num_layers=96,
         num_heads=96,
         width=12_288,
@@ -131,8 +133,8 @@ def measure_pipeline(schedule: str) -> dict[str, float]:
     mesh = make_mesh(MeshShape(8, 16, 4), gpu_devices("h200", 64, 8))
     began = time.perf_counter()
     engine = jaxpar.initialize(
-        model=make_gpt(config),
-        loss_fn=gpt_loss,
+        model=make_decoder(config),
+        loss_fn=decoder_loss,
         optimizer=optax.adamw(1e-3),
         sample_batch={"tokens": jax.ShapeDtypeStruct((8 * 32, 2049), jnp.int32)},
         mesh=mesh,
@@ -263,7 +265,7 @@ def measure_steps(console: Console) -> dict[str, Any]:
 
 def measure_8b(console: Console) -> dict[str, Any]:
     """Llama 3's 8B on a row of 8,192 tokens with full remat, by the optimizer."""
-    config = gpt_config("8b", remat="full")
+    config = decoder_config("8b", remat="full")
     optimizers = {
         "AdamW": optax.adamw(1e-4),
         "AdamW, moments in 8 bits": fused_adamw(1e-4, bits=8),
@@ -273,7 +275,7 @@ def measure_8b(console: Console) -> dict[str, Any]:
         "vocabulary": config.vocab_size,
     }
     found = {
-        name: bytes_on_h200(make_gpt(config), gpt_loss, own, **sizes)["all"]
+        name: bytes_on_h200(make_decoder(config), decoder_loss, own, **sizes)["all"]
         for name, own in optimizers.items()
     }
     show(console, "8B, 8,192 tokens on one H200", found)

@@ -25,8 +25,8 @@ from benchmarks.record import write_result
 from jaxpar.cli.recipe_flags import parse
 from jaxpar.compiled.collectives import Collective
 from jaxpar.mesh import DATA, MeshShape, make_mesh
-from jaxpar.models import gpt_loss, make_gpt
-from jaxpar.models.gpt.presets import gpt_config
+from jaxpar.models import decoder_loss, make_decoder
+from jaxpar.models.decoder.presets import decoder_config
 from jaxpar.planner.absent_devices import prepare_process, tpu_devices
 from jaxpar.sharding.torus import torus_dims
 
@@ -53,11 +53,11 @@ def measure(topology: str, zero: int, tensor: int) -> Row:
     """Compile a step, and hold it to its budget."""
     began = time.perf_counter()
     mesh = make_mesh(MeshShape(data=-1, tensor=tensor), tpu_devices(topology))
-    config = dataclasses.replace(gpt_config("1.3b", remat="full"), num_layers=4)
+    config = dataclasses.replace(decoder_config("1.3b", remat="full"), num_layers=4)
     rows = jax.ShapeDtypeStruct((mesh.shape[DATA], 513), jnp.int32)
     engine = jaxpar.initialize(
-        model=make_gpt(config),
-        loss_fn=gpt_loss,
+        model=make_decoder(config),
+        loss_fn=decoder_loss,
         optimizer=optax.adamw(1e-4),
         sample_batch={"tokens": rows},
         mesh=mesh,

@@ -25,19 +25,19 @@ from rich.console import Console
 
 import jaxpar
 from benchmarks.record import write_result
-from jaxpar.models import gpt_config, gpt_loss, make_gpt
+from jaxpar.models import decoder_config, decoder_loss, make_decoder
 from jaxpar.step.row_draws import AsTraced
 
 DEVICES, ROWS, TURNS = 8, 16, 31
-MODEL = dataclasses.replace(gpt_config("tiny"), dropout=0.1)
+MODEL = dataclasses.replace(decoder_config("tiny"), dropout=0.1)
 SHAPE = (ROWS, MODEL.seq_len + 1)
 
 
 def make_engine() -> jaxpar.Engine:
     """An engine that trains the GPT."""
     return jaxpar.initialize(
-        model=make_gpt(MODEL),
-        loss_fn=gpt_loss,
+        model=make_decoder(MODEL),
+        loss_fn=decoder_loss,
         optimizer=optax.adamw(1e-3),
         sample_batch={"tokens": jax.ShapeDtypeStruct(SHAPE, np.int32)},
         mesh=jaxpar.MeshShape(data=DEVICES),

@@ -39,8 +39,8 @@ from jaxpar.compiled.link_rates import LinkRates, link_rates_of
 from jaxpar.compiled.program import read_program
 from jaxpar.compiled.xla_flags import Value
 from jaxpar.mesh import MeshShape, make_mesh
-from jaxpar.models import gpt_loss, make_gpt
-from jaxpar.models.gpt.presets import gpt_config
+from jaxpar.models import decoder_loss, make_decoder
+from jaxpar.models.decoder.presets import decoder_config
 from jaxpar.planner.absent_devices import gpu_devices, prepare_process
 from jaxpar.planner.plan import Plan
 from jaxpar.planner.recipe import plan_in_subprocess
@@ -123,15 +123,15 @@ OPTIONS: dict[str, dict[str, Value | None]] = {
 
 def compile_step(case: Case, options: Mapping[str, Value | None]) -> tuple[Module, int]:
     """Compile a case's step; return its program, and bytes of its temporaries."""
-    config = gpt_config("7b", remat="full")
+    config = decoder_config("7b", remat="full")
     num_devices = case.mesh.num_devices
     assert num_devices is not None, "cases say all sizes"
     devices = gpu_devices("h200", num_devices // GPUS_PER_HOST, GPUS_PER_HOST)
     mesh = make_mesh(case.mesh, devices)
     rows = jax.ShapeDtypeStruct((case.rows, config.seq_len + 1), jnp.int32)
     engine = jaxpar.initialize(
-        model=make_gpt(config),
-        loss_fn=gpt_loss,
+        model=make_decoder(config),
+        loss_fn=decoder_loss,
         optimizer=optax.adamw(1e-4),
         sample_batch={"tokens": rows},
         mesh=mesh,

@@ -1,6 +1,6 @@
 """Megatron-LM's GPT of 2021, as a recipe to plan: `benchmarks/plan_megatron.py`.
 
-As recipes/gpt.py, but with what Megatron did then: scores of attention are written
+As recipes/pretrain.py, but with what Megatron did then: scores of attention are written
 to memory, every layer runs again, and the vocabulary is padded until it divides.
 """
 
@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 import jaxpar
-from jaxpar.models import gpt_config, gpt_loss, make_gpt
+from jaxpar.models import decoder_config, decoder_loss, make_decoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,14 +33,14 @@ class Config:
 
 def build(config: Config, mesh: Mesh) -> jaxpar.Engine:
     """Make the engine."""
-    own = gpt_config(config.model)
+    own = decoder_config(config.model)
     ways = mesh.shape["pipe"] * mesh.shape["tensor"]
     vocab_size = -(-own.vocab_size // ways) * ways
     model = dataclasses.replace(own, vocab_size=vocab_size, attention="xla")
     shape = (config.batch_size, model.seq_len + 1)
     return jaxpar.initialize(
-        model=make_gpt(model),
-        loss_fn=gpt_loss,
+        model=make_decoder(model),
+        loss_fn=decoder_loss,
         optimizer=optax.adamw(1e-4),
         sample_batch={"tokens": jax.ShapeDtypeStruct(shape, np.int32)},
         mesh=mesh,
@@ -52,4 +52,4 @@ def build(config: Config, mesh: Mesh) -> jaxpar.Engine:
 
 def tokens_per_step(config: Config) -> int:
     """Tokens that a step learns to predict."""
-    return config.batch_size * gpt_config(config.model).seq_len
+    return config.batch_size * decoder_config(config.model).seq_len

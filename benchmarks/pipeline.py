@@ -35,7 +35,7 @@ from jaxpar.cli.recipe_flags import parse
 from jaxpar.compiled.program import read_program
 from jaxpar.mesh import DATA, PIPE
 from jaxpar.model.proxies import Call, ModelProxy, inputs_of
-from jaxpar.models import GPTConfig, gpt_loss, make_gpt
+from jaxpar.models import DecoderConfig, decoder_loss, make_decoder
 from jaxpar.pipeline.schedules.catalog import make_schedule
 from jaxpar.pipeline.schedules.table import cost, kept
 
@@ -65,7 +65,7 @@ class Config:
 
 def make_model(config: Config, remat: str = "full") -> jaxpar.PipelineModel:
     """The GPT."""
-    shape = GPTConfig(
+    shape = DecoderConfig(
         num_layers=config.layers,
         num_heads=4,
         width=config.width,
@@ -74,7 +74,7 @@ def make_model(config: Config, remat: str = "full") -> jaxpar.PipelineModel:
         # Keeps its arguments alone, as attention on GPUs does.
         attention="xla",
     )
-    return make_gpt(shape)
+    return make_decoder(shape)
 
 
 def make_batch(config: Config) -> dict[str, np.ndarray]:
@@ -90,7 +90,7 @@ def engine_step(
     batch = make_batch(config)
     engine = jaxpar.initialize(
         model=make_model(config, remat),
-        loss_fn=gpt_loss,
+        loss_fn=decoder_loss,
         optimizer=optax.adamw(1e-3),
         sample_batch=batch,
         mesh=mesh,
@@ -119,7 +119,7 @@ def autodiff_loss(config: Config, network: Any, key: jax.Array) -> Callable:
             given = (params["head"], {}), network.tied(params["embed"]), hidden, call
             return network.run_head(*given, key, training=True)[0]
 
-        out = gpt_loss(ModelProxy(answer, training=True), {"tokens": tokens})
+        out = decoder_loss(ModelProxy(answer, training=True), {"tokens": tokens})
         return out.total / out.weight
 
     def forwards(params: Any, numbers: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -127,7 +127,7 @@ def autodiff_loss(config: Config, network: Any, key: jax.Array) -> Callable:
 
         def tick(arrived: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
             own = {"tokens": by_microbatch[jnp.clip(t, 0, M - 1)]}
-            call = inputs_of(gpt_loss, own, training=True)
+            call = inputs_of(decoder_loss, own, training=True)
             own = params["embed"], {}
             entered, _ = network.run_embed(own, call, key, training=True)
             hidden = jnp.where(numbers[0] == 0, entered, arrived)
@@ -149,7 +149,7 @@ def autodiff_step(config: Config) -> tuple[Callable[[], float], float]:
     """GPipe by differentiating a scan of forwards, each stage under jax.checkpoint."""
     mesh = jaxpar.make_mesh(jaxpar.MeshShape(data=WAYS, pipe=ZERO_STAGES))
     rows = {"tokens": jax.ShapeDtypeStruct((1, config.length + 1), jnp.int32)}
-    network = make_model(config).make_network(gpt_loss, rows)
+    network = make_model(config).make_network(decoder_loss, rows)
     optimizer, key = optax.adamw(1e-3), jax.random.key(0)
     params, _ = network.init(key)
     specs = {

@@ -29,7 +29,7 @@ from rich.table import Table
 from benchmarks.record import write_result
 from jaxpar.cli.recipe_flags import parse
 from jaxpar.compiled.hardware import load_hardware
-from jaxpar.models.gpt.presets import gpt_config
+from jaxpar.models.decoder.presets import decoder_config
 from jaxpar.planner.plan import Plan
 from jaxpar.planner.recipe import plan_in_subprocess
 from jaxpar.planner.roofline import Estimate
@@ -75,7 +75,7 @@ class Row:
     @property
     def flops(self) -> float:
         """Of a step, by Megatron's equation 3: a layer's forward runs twice."""
-        own = gpt_config(self.model)
+        own = decoder_config(self.model)
         per_layer = 96 * self.batch * own.seq_len * own.width**2
         attention = own.seq_len / (6 * own.width)
         head = own.vocab_size / (16 * own.num_layers * own.width)

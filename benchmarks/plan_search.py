@@ -27,7 +27,7 @@ from jaxpar.planner.search import seconds_of
 from jaxpar.planner.subprocess import CompilerProcessError
 from jaxpar.show.search import show_search
 
-RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "gpt.py"
+RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "pretrain.py"
 SETS: dict[str, Any] = dict.fromkeys(KNOBS)
 CASES: dict[str, tuple[str, int, tuple[Choice, ...]]] = {
     "1.3b": (

@@ -22,7 +22,7 @@ from rich.table import Table
 from benchmarks.record import write_result
 from jaxpar.planner.recipe import plan_in_subprocess
 
-RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "gpt.py"
+RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "pretrain.py"
 FLAGS = ("--precision", "bf16", "--remat", "full", "--zero", "3")
 HOSTS = (64, 1, 8, 512)
 """The first is the one whose memory is told."""

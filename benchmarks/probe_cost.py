@@ -22,7 +22,7 @@ from rich.console import Console
 
 import jaxpar
 from benchmarks.record import write_result
-from jaxpar.models import gpt_config, gpt_loss, make_gpt
+from jaxpar.models import decoder_config, decoder_loss, make_decoder
 from jaxpar.tree import num_elements
 
 DEVICES, ROWS, TURNS, EVERY = 8, 16, 15, 100
@@ -38,11 +38,11 @@ def seconds(run: Callable[[], Any]) -> float:
 def main() -> None:
     """Measure, print, write."""
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    model = gpt_config("tiny")
+    model = decoder_config("tiny")
     shape = (ROWS, model.seq_len + 1)
     engine = jaxpar.initialize(
-        model=make_gpt(model),
-        loss_fn=gpt_loss,
+        model=make_decoder(model),
+        loss_fn=decoder_loss,
         optimizer=optax.adamw(1e-3),
         sample_batch={"tokens": jax.ShapeDtypeStruct(shape, np.int32)},
         mesh=jaxpar.MeshShape(data=DEVICES),

@@ -168,17 +168,17 @@ def _engine(case: Case, devices: Any) -> tuple[Any, Any]:
     import optax  # noqa: PLC0415
 
     import jaxpar  # noqa: PLC0415
-    from jaxpar.models import GPTConfig, gpt_loss  # noqa: PLC0415
+    from jaxpar.models import DecoderConfig, decoder_loss  # noqa: PLC0415
 
     size = {"num_layers": 4, "num_heads": 4, "width": 256, "vocab_size": 512}
-    config = GPTConfig(**size, seq_len=256, remat="full", **_attention(case))
+    config = DecoderConfig(**size, seq_len=256, remat="full", **_attention(case))
     rows = 16
     tokens = np.random.default_rng(0).integers(0, 512, (STEPS, rows, 257), np.int32)
     struct = jax.ShapeDtypeStruct(tokens.shape[1:], tokens.dtype)
     fused = jaxpar.optim.fused_adamw(1e-3, bits=8) if case.fused else None
     engine = jaxpar.initialize(
         model=_model(config, pipelined="pipe" in case.mesh),
-        loss_fn=gpt_loss,
+        loss_fn=decoder_loss,
         optimizer=fused or optax.adamw(1e-3),
         sample_batch={"tokens": struct},
         mesh=jaxpar.make_mesh(jaxpar.MeshShape(**case.mesh), devices),
@@ -189,10 +189,10 @@ def _engine(case: Case, devices: Any) -> tuple[Any, Any]:
 
 def _model(config: Any, *, pipelined: bool) -> Any:
     models = importlib.import_module("jaxpar.models")
-    if hasattr(models, "make_gpt"):
-        return models.make_gpt(config)
+    if hasattr(models, "make_decoder"):
+        return models.make_decoder(config)
     if pipelined:
-        return models.make_gpt(config)
+        return models.make_decoder(config)
     return lambda rngs: models.GPT(config, rngs=rngs)
 
 

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jaxpar
 from benchmarks.record import write_result
 from jaxpar.cli.recipe_flags import parse
-from jaxpar.models import GPTConfig, gpt_loss, make_gpt
+from jaxpar.models import DecoderConfig, decoder_loss, make_decoder
 
 CLIP = 1.0
 
@@ -75,14 +75,14 @@ def interleaved(
 
 def measure_step(num_devices: int, zero: int, rounds: int) -> dict[str, float]:
     """Time the GPT's step on some devices, by engine and by hand."""
-    config = GPTConfig(num_layers=4, num_heads=4, width=128, seq_len=128)
+    config = DecoderConfig(num_layers=4, num_heads=4, width=128, seq_len=128)
     mesh = jaxpar.make_mesh(jaxpar.MeshShape(), jax.devices()[:num_devices])
     rows = np.random.default_rng(0).integers(0, 256, (16, 129), dtype=np.int32)
     batch = {"tokens": rows}
     optimizer = optax.adamw(1e-3)
     engine = jaxpar.initialize(
-        model=make_gpt(config),
-        loss_fn=gpt_loss,
+        model=make_decoder(config),
+        loss_fn=decoder_loss,
         optimizer=optimizer,
         sample_batch=batch,
         mesh=mesh,
@@ -112,13 +112,13 @@ def measure_step(num_devices: int, zero: int, rounds: int) -> dict[str, float]:
 
 def measure_update(rounds: int) -> dict[str, float]:
     """Time a step of many parameters and few tokens, without clipping."""
-    config = GPTConfig(num_layers=4, num_heads=4, width=256, seq_len=16)
+    config = DecoderConfig(num_layers=4, num_heads=4, width=256, seq_len=16)
     mesh = jaxpar.make_mesh(jaxpar.MeshShape(), jax.devices()[:1])
     rows = np.random.default_rng(0).integers(0, 256, (1, 17), dtype=np.int32)
     batch, optimizer = {"tokens": rows}, optax.adamw(1e-3)
     engine = jaxpar.initialize(
-        model=make_gpt(config),
-        loss_fn=gpt_loss,
+        model=make_decoder(config),
+        loss_fn=decoder_loss,
         optimizer=optimizer,
         sample_batch=batch,
         mesh=mesh,
@@ -163,7 +163,7 @@ class HandWritten:
         rows = NamedSharding(engine.mesh, P("data"))
 
         def loss_of(params: Any, batch: Any) -> jax.Array:
-            loss = gpt_loss(gpt.with_params(params), batch)
+            loss = decoder_loss(gpt.with_params(params), batch)
             return loss.total / loss.weight
 
         @functools.partial(

@@ -1,8 +1,8 @@
 """How well does the main run learn: seconds, held-out loss and sample over seeds.
 
-Starts ``recipes/gpt.py`` as users do, once for each seed, one after the other. A line
-of the sample counts as Python if `tokenize` accepts it alone; blank lines, the first
-(it ends the prompt's line) and the last (it is cut) do not count.
+Starts ``recipes/pretrain.py`` as users do, once for each seed, one after the other. A
+line of the sample counts as Python if `tokenize` accepts it alone; blank lines, the
+first (it ends the prompt's line) and the last (it is cut) do not count.
 
     python benchmarks/train_main.py
 """
@@ -57,7 +57,11 @@ def count_lines(text: str) -> tuple[int, int]:
 
 def run(seed: int, flags: tuple[str, ...], folder: Path) -> dict[str, Any]:
     """Train with a seed, and read what the recipe prints."""
-    command = [sys.executable, str(ROOT / "recipes/gpt.py"), f"--out={folder / 'run'}"]
+    command = [
+        sys.executable,
+        str(ROOT / "recipes/pretrain.py"),
+        f"--out={folder / 'run'}",
+    ]
     began = time.perf_counter()
     done = subprocess.run(
         [*command, f"--seed={seed}", *flags],

@@ -16,7 +16,13 @@ from jax.sharding import Mesh
 import jaxpar
 from jaxpar.config import preset
 from jaxpar.data import DataConfig, Loader, batch_shapes, rows_of
-from jaxpar.models import PRESETS, GPTConfig, gpt_loss, make_gpt, tile_work_of
+from jaxpar.models import (
+    PRESETS,
+    DecoderConfig,
+    decoder_loss,
+    make_decoder,
+    tile_work_of,
+)
 from jaxpar.sparse_attention import SparsityPattern, causal_pattern
 
 CPU_MESH = jaxpar.MeshShape(data=2, tensor=2)
@@ -27,7 +33,7 @@ OWN = ("seq_len", "remat", "attention")  # Flags of the recipe's own.
 class Config(jaxpar.StartOptions, DataConfig):
     """One run of the GPT on long text."""
 
-    model: GPTConfig = preset(PRESETS, "tiny", without=OWN)
+    model: DecoderConfig = preset(PRESETS, "tiny", without=OWN)
     """The GPT's shape."""
     seq_len: int = 2048
     """Tokens that the model is trained on at once."""
@@ -67,7 +73,7 @@ class Config(jaxpar.StartOptions, DataConfig):
     """The run's folder."""
 
 
-def model_of(config: Config) -> tuple[GPTConfig, SparsityPattern]:
+def model_of(config: Config) -> tuple[DecoderConfig, SparsityPattern]:
     """The model, and the pattern that it has in place of dense attention."""
     own, length = config.model, config.seq_len
     model = dataclasses.replace(own, seq_len=length, remat=config.remat)
@@ -88,8 +94,8 @@ def build(config: Config, mesh: Mesh | None = None) -> jaxpar.Engine:
     rate, steps = config.learning_rate, config.schedule_steps or config.steps
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps)
     return jaxpar.initialize(
-        model=make_gpt(model),
-        loss_fn=gpt_loss,
+        model=make_decoder(model),
+        loss_fn=decoder_loss,
         optimizer=optax.inject_hyperparams(optax.adamw)(schedule, weight_decay=0.1),
         sample_batch=batch_shapes(config.batch_size, config.seq_len),
         mesh=mesh or jaxpar.choose_mesh(config.mesh, on_cpu=CPU_MESH),

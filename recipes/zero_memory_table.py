@@ -2,8 +2,8 @@
 
 DeepSpeed's bytes are closed forms (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations
 Toward Training Trillion Parameter Models", figure 1 and section 7). Ours are read from
-the training step of gpt.py, in bf16 with one micro-batch, compiled at each stage for
-devices that need not be here. Nothing is trained, so there is no `build`.
+the training step of pretrain.py, in bf16 with one micro-batch, compiled at each stage
+for devices that need not be here. Nothing is trained, so there is no `build`.
 """
 
 import dataclasses
@@ -79,7 +79,7 @@ def elements_communicated(rows: Iterable[Collective]) -> float:
 
 def make_plans(config: Config, console: Console) -> list[Plan]:
     """Compile the four stages, each in a process of its own."""
-    recipe, plans = Path(__file__).with_name("gpt.py"), []
+    recipe, plans = Path(__file__).with_name("pretrain.py"), []
     flags = ["--model", config.model, "--batch-size", str(config.batch_size)]
     flags += ["--precision", "bf16", "--remat", "full", "--accumulate", "1", "--zero"]
     for stage in "0123":

@@ -136,13 +136,13 @@ ESSENTIAL: dict[str, tuple[str, ...]] = {
         "*users*",
         "*left*",
     ),
-    "tests/models/gpt/test_dropout.py": ("*under_eval",),
-    "tests/models/gpt/test_model.py": (
+    "tests/models/decoder/test_dropout.py": ("*under_eval",),
+    "tests/models/decoder/test_model.py": (
         "*every_parameter*[[]llama]",
         "*[[]untied]",
         "*causal*[[]gpt2]",
     ),
-    "tests/models/gpt/test_sharded.py": ("*[[]sequence]",),
+    "tests/models/decoder/test_sharded.py": ("*[[]sequence]",),
     "tests/models/test_causal_attention.py": ("*[[]4-2-1]", "*later_key", "*no_scores"),
     "tests/models/test_layers.py": ("*numpy*", "*looks_rows_up", "*fp32_sums"),
     "tests/models/test_sampling.py": ("*zero_temperature*[[]3]", "*bad_input*"),
@@ -175,7 +175,7 @@ ESSENTIAL: dict[str, tuple[str, ...]] = {
         "*[[]6-*",
         "*sent_whole*",
     ),
-    "tests/recipes/test_gpt.py": ("*help*", "*misspelt*"),
+    "tests/recipes/test_pretrain.py": ("*help*", "*misspelt*"),
     "tests/show/test_picture.py": (
         "*as_long_as*",
         "*hatches*",

@@ -127,6 +127,6 @@ def test_readme_launches_are_what_the_command_takes(
     monkeypatch.setattr(sys, "argv", ["jaxpar", "launch", where, *given])
     main(["launch", where, *dry, *given])
     printed = capsys.readouterr().out
-    assert "recipes/gpt.py" in printed + "".join(
+    assert "recipes/pretrain.py" in printed + "".join(
         path.read_text() for path in tmp_path.iterdir()
     )

@@ -20,7 +20,7 @@ from flax import nnx
 
 import jaxpar
 from jaxpar.checkpoint.manifest import read_manifest
-from jaxpar.models import GPTConfig, gpt_loss, make_gpt
+from jaxpar.models import DecoderConfig, decoder_loss, make_decoder
 from jaxpar.training.metrics import read_metrics
 from jaxpar.training.opening import open_run
 from jaxpar.training.run import Run
@@ -92,8 +92,8 @@ def test_older_gpt_trains_on_as_it_did_on_any_mesh(
     size = {"num_layers": 4, "num_heads": 2, "width": 8, "tied_embedding": False}
     tokens = np.random.default_rng(0).integers(0, 16, (4, 8, 9)).astype(np.int32)
     engine = jaxpar.initialize(
-        model=make_gpt(GPTConfig(vocab_size=16, seq_len=8, **size)),
-        loss_fn=gpt_loss,
+        model=make_decoder(DecoderConfig(vocab_size=16, seq_len=8, **size)),
+        loss_fn=decoder_loss,
         optimizer=optax.adamw(1e-2, eps=1e-6),
         sample_batch={"tokens": tokens[0]},
         mesh=jaxpar.MeshShape(data=2, pipe=pipe),

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import jaxpar
 from benchmarks.contestants import protocol
-from jaxpar.models import GPTConfig, gpt_loss, make_gpt
+from jaxpar.models import DecoderConfig, decoder_loss, make_decoder
 
 
 def make_engine(
@@ -21,7 +21,7 @@ def make_engine(
     """Make the engine that is measured."""
     on_gpu = shape.device == "gpu"
     num_devices = jax.device_count() if mesh is None else mesh.size
-    config = GPTConfig(
+    config = DecoderConfig(
         vocab_size=shape.vocab,
         seq_len=shape.length,
         num_layers=shape.layers,
@@ -31,8 +31,8 @@ def make_engine(
         unroll=shape.layers if num_devices == 1 else 1,
     )
     return jaxpar.initialize(
-        model=make_gpt(config),
-        loss_fn=gpt_loss,
+        model=make_decoder(config),
+        loss_fn=decoder_loss,
         optimizer=optax.adamw(protocol.LEARNING_RATE),
         sample_batch=sample_batch,
         mesh=mesh,

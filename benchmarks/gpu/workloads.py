@@ -10,7 +10,7 @@ import optax
 import jaxpar
 from benchmarks.contestants import protocol
 from benchmarks.contestants.jaxpar_gpt import make_engine
-from jaxpar.models import GPTConfig, gpt_config, gpt_loss, make_gpt
+from jaxpar.models import DecoderConfig, decoder_config, decoder_loss, make_decoder
 from jaxpar.optim import fused_adamw
 from jaxpar.tree import num_elements
 
@@ -77,15 +77,15 @@ def of_model(
       remat: what is recomputed in the backward pass.
       bits: 8 for fused AdamW with moments in 8 bits; None for optax's AdamW.
     """
-    config = gpt_config(model, remat=remat)
+    config = decoder_config(model, remat=remat)
     shape = batch, config.seq_len + 1
     drawn = np.random.default_rng(0).integers(
         0, config.vocab_size, (4, *shape), dtype=np.int32
     )
     optimizer = optax.adamw(1e-4) if bits is None else fused_adamw(1e-4, bits=bits)
     engine = jaxpar.initialize(
-        model=make_gpt(config),
-        loss_fn=gpt_loss,
+        model=make_decoder(config),
+        loss_fn=decoder_loss,
         optimizer=optimizer,
         sample_batch={"tokens": drawn[0]},
         precision="bf16" if jax.default_backend() == "gpu" else "fp32",
@@ -107,7 +107,7 @@ def of_model(
     )
 
 
-def causal_scores_flops(config: GPTConfig) -> int:
+def causal_scores_flops(config: DecoderConfig) -> int:
     """FLOPs of attention's six matmuls a token, of half of the scores."""
     width = config.num_heads * config.head_size
     return 6 * config.num_layers * width * config.seq_len

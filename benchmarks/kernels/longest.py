@@ -15,7 +15,7 @@ import optax
 import jaxpar
 from jaxpar.compiled.hardware import load_hardware
 from jaxpar.compiled.program import read_program
-from jaxpar.models import GPTConfig, gpt_loss, make_gpt
+from jaxpar.models import DecoderConfig, decoder_loss, make_decoder
 from jaxpar.planner.absent_devices import gpu_devices
 from jaxpar.sparse_attention import causal_pattern
 
@@ -43,7 +43,7 @@ def peak_bytes(size: str, variant: str, seq_len: int) -> int:
     pattern = None
     if attention not in ("xla", "auto"):
         pattern = causal_pattern(attention, num_heads=heads, **PATTERN)
-    config = GPTConfig(
+    config = DecoderConfig(
         vocab_size=256,
         seq_len=seq_len,
         num_layers=layers,
@@ -55,8 +55,8 @@ def peak_bytes(size: str, variant: str, seq_len: int) -> int:
     )
     mesh = jaxpar.make_mesh(jaxpar.MeshShape(), gpu_devices("h200", 1, 1))
     engine = jaxpar.initialize(
-        model=make_gpt(config),
-        loss_fn=gpt_loss,
+        model=make_decoder(config),
+        loss_fn=decoder_loss,
         optimizer=optax.adamw(1e-4),
         sample_batch={"tokens": jax.ShapeDtypeStruct((1, seq_len + 1), jnp.int32)},
         mesh=mesh,

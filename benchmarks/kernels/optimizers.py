@@ -17,7 +17,7 @@ import optax
 import jaxpar
 from benchmarks.kernels.timing import compile_for_h200, seconds_of_steps
 from jaxpar.compiled.hlo import parse
-from jaxpar.models import gpt_config, gpt_loss, make_gpt
+from jaxpar.models import decoder_config, decoder_loss, make_decoder
 from jaxpar.optim import fused_adamw
 from jaxpar.planner.absent_devices import gpu_devices
 from jaxpar.planner.work import memory_traffic
@@ -62,7 +62,7 @@ class Step:
 def shapes_of(model: str) -> list[tuple[int, ...]]:
     """Of a GPT's leaves, layer by layer."""
     tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
-    gpt = make_gpt(gpt_config(model))
+    gpt = make_decoder(decoder_config(model))
     params = jax.eval_shape(lambda: gpt.init(0, tokens)).params
     blocks = [leaf.shape for leaf in jax.tree.leaves(params.pop("blocks"))]
     ends = [leaf.shape for leaf in jax.tree.leaves(params)]
@@ -266,11 +266,11 @@ def in_training_steps(model: str) -> Iterator[tuple[str, dict[str, float]]]:
 
 def moved_in_step(model: str, optimizer: Any, devices: int, stage: int) -> float:
     """Bytes that a training step reads and writes on each of some H200s."""
-    config = gpt_config(model, seq_len=128)
+    config = decoder_config(model, seq_len=128)
     shape = jaxpar.MeshShape(data=devices)
     engine = jaxpar.initialize(
-        model=make_gpt(config),
-        loss_fn=gpt_loss,
+        model=make_decoder(config),
+        loss_fn=decoder_loss,
         optimizer=optimizer,
         sample_batch={"tokens": jax.ShapeDtypeStruct((devices, 129), jnp.int32)},
         mesh=jaxpar.make_mesh(shape, gpu_devices("h200", 1, devices)),

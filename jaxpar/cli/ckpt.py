@@ -23,7 +23,7 @@ class List:
     """List the steps of a folder: size, metric, and whether files are unchanged.
 
     Attributes:
-      folder: of a run, such as runs/gpt, or of its checkpoints.
+      folder: of a run, such as runs/pretrain, or of its checkpoints.
       verify: also compare every file's checksum, which reads all files.
     """
 

@@ -24,7 +24,7 @@ class ShowPlan:
     Compiles the recipe's own training step for the target, in a subprocess, and reads
     the compiled program; nothing runs, and nothing is allocated. Flags of the recipe
     follow after --:
-    jaxpar plan recipes/gpt.py --target h200:8x8 -- --model 7b --precision bf16
+    jaxpar plan recipes/pretrain.py --target h200:8x8 -- --model 7b --precision bf16
 
     With --search, ranks meshes, ZeRO stages, micro-batches, schedules and remat
     policies that fit by estimated tokens per second: closed forms prune, the most

@@ -19,7 +19,7 @@ class CopyRecipe:
     """Copy a recipe, to run it and to change it; and the recipes that it reads.
 
     Attributes:
-      name: of the recipe, such as gpt.
+      name: of the recipe, such as pretrain.
       folder: where it goes; made if missing.
       force: replace a file that is there.
     """

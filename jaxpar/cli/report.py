@@ -18,8 +18,8 @@ class WriteReport:
 
     With two runs, their curves are laid over each other, and the settings in which they
     differ come first:
-    jaxpar report runs/gpt
-    jaxpar report runs/gpt runs/other --out both.html
+    jaxpar report runs/pretrain
+    jaxpar report runs/pretrain runs/other --out both.html
 
     Attributes:
       run: the run's folder.

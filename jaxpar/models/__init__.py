@@ -1,14 +1,14 @@
 """The repository's own models: a folder per family, and the layers that they share."""
 
 from jaxpar.lazy import load_modules
-from jaxpar.models.gpt import (
+from jaxpar.models.decoder import (
     PRESETS,
-    GPTConfig,
+    DecoderConfig,
     continue_text,
+    decoder_config,
+    decoder_loss,
     generate,
-    gpt_config,
-    gpt_loss,
-    make_gpt,
+    make_decoder,
     num_params,
 )
 from jaxpar.models.sparse_attention import (
@@ -19,13 +19,13 @@ from jaxpar.models.sparse_attention import (
 
 __all__ = [
     "PRESETS",
-    "GPTConfig",
+    "DecoderConfig",
     "SparseSelfAttention",
     "continue_text",
+    "decoder_config",
+    "decoder_loss",
     "generate",
-    "gpt_config",
-    "gpt_loss",
-    "make_gpt",
+    "make_decoder",
     "num_params",
     "sparse_attention",
     "tile_work_of",

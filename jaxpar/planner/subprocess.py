@@ -67,7 +67,7 @@ def call(function: str, *args: Any, what: str) -> Any:
       function: ``module:name``; its arguments and result are pickled.
       *args: its arguments; functions and classes of the running script are sent by
         value.
-      what: the task, for errors: such as "plan of gpt.py on h200:8x8".
+      what: the task, for errors: such as "plan of pretrain.py on h200:8x8".
 
     Returns:
       What it returns, or `Stopped`.

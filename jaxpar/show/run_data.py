@@ -122,7 +122,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunData:
     if not folder.is_dir():
         raise NotADirectoryError(
             f"RUN={str(folder)!r} is not a folder; give the folder of a run, such as "
-            "runs/gpt."
+            "runs/pretrain."
         )
     if not (folder / record.FILE).exists() and not (folder / METRICS).exists():
         raise FileNotFoundError(

@@ -81,9 +81,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
 
 
 def test_plan_is_printed_and_written(asked, capsys, tmp_path) -> None:
-    args = ShowPlan(Path("gpt.py"), "h200:8x8", json=tmp_path / "plan.json")
+    args = ShowPlan(Path("pretrain.py"), "h200:8x8", json=tmp_path / "plan.json")
     show_plan(args)
-    assert asked == [("plan", Path("gpt.py"), "h200:8x8", ())]
+    assert asked == [("plan", Path("pretrain.py"), "h200:8x8", ())]
     assert "h200:8x8: 64 devices" in capsys.readouterr().out
     assert json.loads((tmp_path / "plan.json").read_text())["fits"] is True
 
@@ -94,8 +94,8 @@ def test_plan_that_does_not_fit_is_followed_by_what_may_fit(
 ) -> None:
     monkeypatch.setattr("jaxpar.show.search.show_tried", lambda *_: None)
     flags = ("--zero", "2")
-    show_plan(ShowPlan(Path("gpt.py"), "h100:8x8", fix=fix, flags=flags))
-    own = Path("gpt.py"), "h100:8x8", flags
+    show_plan(ShowPlan(Path("pretrain.py"), "h100:8x8", fix=fix, flags=flags))
+    own = Path("pretrain.py"), "h100:8x8", flags
     assert asked == [("plan", *own), *([("fit", *own)] if fix else [])]
 
 
@@ -117,7 +117,7 @@ def test_a_search_into_a_file_says_on_standard_error_what_it_does(
 ) -> None:
     monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
     out = io.StringIO()
-    with module._status(Console(file=out), "surveying gpt.py on cpu:8"):
+    with module._status(Console(file=out), "surveying pretrain.py on cpu:8"):
         pass
     assert out.getvalue() == ""
-    assert "surveying gpt.py on cpu:8: 0 s" in capsys.readouterr().err
+    assert "surveying pretrain.py on cpu:8: 0 s" in capsys.readouterr().err

@@ -152,7 +152,7 @@ def test_recipes_of_ours_answer_in_a_line(tmp_path):
     text.write_text("\n\n".join(f"The square of {n} is {n * n}." for n in range(5000)))
     flags = ["--zero=4", f"--out={tmp_path / 'run'}", f"--data={text}"]
     done = subprocess.run(
-        [sys.executable, "recipes/gpt.py", *flags],
+        [sys.executable, "recipes/pretrain.py", *flags],
         capture_output=True,
         text=True,
         check=False,
@@ -160,5 +160,5 @@ def test_recipes_of_ours_answer_in_a_line(tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("gpt.py: zero=4 must be")
+    assert done.stderr.startswith("pretrain.py: zero=4 must be")
     assert "Traceback" not in done.stderr

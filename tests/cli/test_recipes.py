@@ -36,10 +36,10 @@ def test_recipes_are_listed_with_what_they_do(capsys):
 
 
 def test_recipe_is_copied_as_it_is_into_a_folder_that_is_made(capsys, tmp_path):
-    main(["recipes", "copy", "gpt", str(tmp_path / "own")])
-    copied = tmp_path / "own" / "gpt.py"
-    assert copied.read_text() == RECIPES["gpt"].read_text()
-    assert [file.name for file in copied.parent.iterdir()] == ["gpt.py"]
+    main(["recipes", "copy", "pretrain", str(tmp_path / "own")])
+    copied = tmp_path / "own" / "pretrain.py"
+    assert copied.read_text() == RECIPES["pretrain"].read_text()
+    assert [file.name for file in copied.parent.iterdir()] == ["pretrain.py"]
     assert capsys.readouterr().out == (
         f"{copied}: `python {copied} --help` lists its flags\n"
     )
@@ -47,38 +47,38 @@ def test_recipe_is_copied_as_it_is_into_a_folder_that_is_made(capsys, tmp_path):
 
 def test_recipe_is_copied_here_if_no_folder_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    main(["recipes", "copy", "gpt.py"])
-    assert (tmp_path / "gpt.py").exists()
+    main(["recipes", "copy", "pretrain.py"])
+    assert (tmp_path / "pretrain.py").exists()
 
 
 def test_recipe_that_reads_another_brings_it_along(tmp_path, capsys):
     """But not in the place of one that is there."""
     main(["recipes", "copy", "zero_memory_table", str(tmp_path)])
     assert {file.name for file in tmp_path.iterdir()} == {
-        "gpt.py",
+        "pretrain.py",
         "zero_memory_table.py",
     }
-    (tmp_path / "gpt.py").write_text("mine")
+    (tmp_path / "pretrain.py").write_text("mine")
     main(["recipes", "copy", "zero_memory_table", str(tmp_path), "--force"])
-    assert (tmp_path / "gpt.py").read_text() == "mine"
+    assert (tmp_path / "pretrain.py").read_text() == "mine"
 
 
 def test_file_that_is_there_is_replaced_by_force_alone(tmp_path, capsys):
-    (tmp_path / "gpt.py").write_text("mine")
-    said = refused(capsys, "copy", "gpt", tmp_path)
+    (tmp_path / "pretrain.py").write_text("mine")
+    said = refused(capsys, "copy", "pretrain", tmp_path)
     assert said == (
-        f"jaxpar: '{tmp_path}/gpt.py' is there already: name another folder, or give "
-        "--force to replace it\n"
+        f"jaxpar: '{tmp_path}/pretrain.py' is there already: name another folder, or "
+        "give --force to replace it\n"
     )
-    assert (tmp_path / "gpt.py").read_text() == "mine"
-    main(["recipes", "copy", "gpt", str(tmp_path), "--force"])
-    assert (tmp_path / "gpt.py").read_text() == RECIPES["gpt"].read_text()
+    assert (tmp_path / "pretrain.py").read_text() == "mine"
+    main(["recipes", "copy", "pretrain", str(tmp_path), "--force"])
+    assert (tmp_path / "pretrain.py").read_text() == RECIPES["pretrain"].read_text()
 
 
 def test_recipe_that_there_is_not_is_named_with_the_nearest(tmp_path, capsys):
-    assert refused(capsys, "copy", "gtp", tmp_path / "own") == (
-        "jaxpar: there is no recipe 'gtp'. Did you mean 'gpt'? The recipes are gpt, "
-        "long_context, zero_memory_table.\n"
+    assert refused(capsys, "copy", "pretrian", tmp_path / "own") == (
+        "jaxpar: there is no recipe 'pretrian'. Did you mean 'pretrain'? The recipes "
+        "are long_context, pretrain, zero_memory_table.\n"
     )
     assert not (tmp_path / "own").exists()
 
@@ -110,7 +110,7 @@ def test_wheel_has_the_recipes_and_copies_them(tmp_path):
     program = "import jaxpar, runpy; print(jaxpar.__file__); "
     program += "runpy.run_module('jaxpar', run_name='__main__')"
     done = subprocess.run(
-        [sys.executable, "-c", program, "recipes", "copy", "gpt", "own"],
+        [sys.executable, "-c", program, "recipes", "copy", "pretrain", "own"],
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -119,8 +119,8 @@ def test_wheel_has_the_recipes_and_copies_them(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.splitlines()[0]) == site / "jaxpar" / "__init__.py"
-    copied = tmp_path / "own" / "gpt.py"
-    assert copied.read_text() == RECIPES["gpt"].read_text()
+    copied = tmp_path / "own" / "pretrain.py"
+    assert copied.read_text() == RECIPES["pretrain"].read_text()
     stubs = {file.relative_to(ROOT) for file in (ROOT / "jaxpar").rglob("*.pyi")}
     stubs |= {file.relative_to(ROOT) for file in (ROOT / "jaxpar").rglob("*.toml")}
     assert {stub for stub in stubs if not (site / stub).exists()} == set()

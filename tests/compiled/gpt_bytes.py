@@ -11,7 +11,7 @@ import jaxpar
 from jaxpar.compiled.categories import Moved, moved_by_category
 from jaxpar.compiled.hlo import parse
 from jaxpar.mesh import MeshShape, make_mesh
-from jaxpar.models import GPTConfig, gpt_loss, make_gpt
+from jaxpar.models import DecoderConfig, decoder_loss, make_decoder
 from jaxpar.planner.absent_devices import gpu_devices
 
 LENGTH, WIDTH, VOCAB, LAYERS = 1024, 768, 50_304, 2
@@ -39,7 +39,7 @@ class Cut:
 
 def compile_cut(rows: int) -> Cut:
     """Compile the engine's step for one H200 that is not here, and read it."""
-    config = GPTConfig(
+    config = DecoderConfig(
         vocab_size=VOCAB,
         seq_len=LENGTH,
         num_layers=LAYERS,
@@ -48,8 +48,8 @@ def compile_cut(rows: int) -> Cut:
         unroll=LAYERS,
     )
     engine = jaxpar.initialize(
-        model=make_gpt(config),
-        loss_fn=gpt_loss,
+        model=make_decoder(config),
+        loss_fn=decoder_loss,
         optimizer=optax.adamw(1e-3),
         sample_batch={"tokens": jax.ShapeDtypeStruct((rows, LENGTH + 1), jnp.int32)},
         mesh=make_mesh(MeshShape(), gpu_devices("h200", 1, 1)),

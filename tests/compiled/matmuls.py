@@ -10,7 +10,7 @@ import jaxpar
 from benchmarks.gpu.roofline import kernels_of
 from jaxpar.compiled.hlo import parse
 from jaxpar.mesh import MeshShape, make_mesh
-from jaxpar.models import GPTConfig, gpt_loss, make_gpt
+from jaxpar.models import DecoderConfig, decoder_loss, make_decoder
 from jaxpar.planner.absent_devices import gpu_devices
 
 LAYERS, WIDTH, VOCAB, ROWS, LENGTH = 2, 256, 1280, 4, 256
@@ -18,7 +18,7 @@ LAYERS, WIDTH, VOCAB, ROWS, LENGTH = 2, 256, 1280, 4, 256
 
 def flops_by_category() -> dict[str, int]:
     """FLOPs of a small GPT's training step, by what kernels are for."""
-    config = GPTConfig(
+    config = DecoderConfig(
         vocab_size=VOCAB,
         seq_len=LENGTH,
         num_layers=LAYERS,
@@ -27,8 +27,8 @@ def flops_by_category() -> dict[str, int]:
         unroll=LAYERS,
     )
     engine = jaxpar.initialize(
-        model=make_gpt(config),
-        loss_fn=gpt_loss,
+        model=make_decoder(config),
+        loss_fn=decoder_loss,
         optimizer=optax.adamw(1e-3),
         sample_batch={"tokens": jax.ShapeDtypeStruct((ROWS, LENGTH + 1), jnp.int32)},
         mesh=make_mesh(MeshShape(), gpu_devices("h200", 1, 1)),

@@ -11,7 +11,7 @@ import optax
 import jaxpar
 from jaxpar.compiled.program import CompiledProgram, read_program
 from jaxpar.mesh import MeshShape, make_mesh
-from jaxpar.models import GPTConfig, gpt_loss, make_gpt
+from jaxpar.models import DecoderConfig, decoder_loss, make_decoder
 from jaxpar.planner.absent_devices import gpu_devices
 from jaxpar.tree import named_leaves, num_elements
 from tests.memory import most_bytes
@@ -68,7 +68,7 @@ def compile_pipe(run: Pipe) -> CompiledPipe:
     gpus = run.data * run.pipe * run.tensor
     devices = gpu_devices("h200", max(1, gpus // 8), min(8, gpus))
     mesh = make_mesh(MeshShape(run.data, run.pipe, run.tensor), devices)
-    config = GPTConfig(
+    config = DecoderConfig(
         num_layers=run.layers,
         num_heads=run.heads,
         width=run.width,
@@ -79,8 +79,8 @@ def compile_pipe(run: Pipe) -> CompiledPipe:
     shape = (run.data * run.microbatches, run.length + 1)
     began = time.perf_counter()
     engine = jaxpar.initialize(
-        model=make_gpt(config),
-        loss_fn=gpt_loss,
+        model=make_decoder(config),
+        loss_fn=decoder_loss,
         optimizer=optax.adamw(1e-3),
         sample_batch={"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)},
         mesh=mesh,

@@ -33,9 +33,9 @@ from jaxpar.mesh import (
     make_mesh,
     num_batch_shards,
 )
-from jaxpar.models import gpt_loss, make_gpt
-from jaxpar.models.gpt import model as gpt
-from jaxpar.models.gpt.config import GPTConfig
+from jaxpar.models import decoder_loss, make_decoder
+from jaxpar.models.decoder import model as gpt
+from jaxpar.models.decoder.config import DecoderConfig
 from jaxpar.optim import fused_adamw, fused_lamb
 from jaxpar.planner.absent_devices import gpu_devices, tpu_devices
 from jaxpar.sharding import collectives as collectives
@@ -200,7 +200,7 @@ def arguments_of(run: Run) -> dict[str, Any]:
         loss_fn: Any = squared
         batch: Any = jax.ShapeDtypeStruct((rows, run.width), jnp.bfloat16)
     else:
-        config = GPTConfig(
+        config = DecoderConfig(
             num_layers=run.layers,
             num_heads=run.width // 64,
             width=run.width,
@@ -209,8 +209,8 @@ def arguments_of(run: Run) -> dict[str, Any]:
             remat=run.remat,
             sequence_parallel=run.sequence_parallel,
         )
-        model = make_gpt(config)
-        loss_fn = gpt_loss
+        model = make_decoder(config)
+        loss_fn = decoder_loss
         batch = {"tokens": jax.ShapeDtypeStruct((rows, run.length + 1), jnp.int32)}
     return {
         "model": model,

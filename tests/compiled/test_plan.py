@@ -26,7 +26,7 @@ def communicated(found: dict, op: str, axis: str) -> int:
     ],
 )
 def test_every_gpu_that_has_a_file_can_be_planned_for(compiled, kind):
-    found = compiled(plan, "gpt.py", f"{kind}:1x2", "--batch-size", "4")
+    found = compiled(plan, "pretrain.py", f"{kind}:1x2", "--batch-size", "4")
     assert found["compiled_for"] == "cuda"
     assert found["fits"]
     assert found["estimate"]["step_seconds"] > 0
@@ -34,7 +34,7 @@ def test_every_gpu_that_has_a_file_can_be_planned_for(compiled, kind):
 
 def test_124m_on_64_gpus_holds_and_moves_what_stage_3_does(compiled):
     flags = (*SMALL, "--batch-size", "64", "--zero", "3")
-    found = compiled(plan, "gpt.py", "h200:8x8", *flags)
+    found = compiled(plan, "pretrain.py", "h200:8x8", *flags)
     psi = found["num_params"]
     memory = found["bytes_per_device"]
     assert psi == PSI
@@ -68,7 +68,7 @@ def test_124m_on_64_gpus_holds_and_moves_what_stage_3_does(compiled):
 @pytest.mark.slow
 def test_slice_of_tpus_is_planned_with_its_padding(compiled):
     flags = (*SMALL, "--batch-size", "16", "--zero", "1")
-    found = compiled(plan, "gpt.py", "v5e:4x4", *flags)
+    found = compiled(plan, "pretrain.py", "v5e:4x4", *flags)
     assert found["compiled_for"] == "tpu"
     memory = found["bytes_per_device"]
     without = memory["state"] - memory["padding"]
@@ -81,6 +81,6 @@ def test_slice_of_tpus_is_planned_with_its_padding(compiled):
 @pytest.mark.slow
 def test_pipeline_of_a_recipe_tells_its_bubble(compiled):
     flags = ("--mesh.pipe", "4", "--mesh.data", "2", "--accumulate", "8")
-    found = compiled(plan, "gpt.py", "h200:1x8", *flags, "--batch-size", "16")
+    found = compiled(plan, "pretrain.py", "h200:1x8", *flags, "--batch-size", "16")
     assert found["estimate"]["bubble"] == pytest.approx(3 / (8 + 3))
     assert any("pipe: 1f1b" in note for note in found["notes"])

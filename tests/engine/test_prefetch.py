@@ -11,10 +11,10 @@ from flax import nnx
 
 import jaxpar
 from jaxpar.mesh import MeshShape
-from jaxpar.models import GPTConfig, gpt_loss, make_gpt
+from jaxpar.models import DecoderConfig, decoder_loss, make_decoder
 from jaxpar.optim import PlainReduction, Reduction, WithReduction
 
-CONFIG = GPTConfig(vocab_size=32, seq_len=8, num_layers=4, num_heads=2, width=32)
+CONFIG = DecoderConfig(vocab_size=32, seq_len=8, num_layers=4, num_heads=2, width=32)
 BATCH = {"tokens": np.zeros((8, 9), np.int32)}
 
 
@@ -22,8 +22,8 @@ def spec_of(**given: Any) -> Any:
     shape = given.pop("mesh", MeshShape(data=4))
     engine = jaxpar.initialize(
         **{
-            "model": make_gpt(CONFIG),
-            "loss_fn": gpt_loss,
+            "model": make_decoder(CONFIG),
+            "loss_fn": decoder_loss,
             "optimizer": optax.sgd(0.1),
             "sample_batch": BATCH,
             "mesh": jaxpar.make_mesh(shape, jax.devices()[: shape.num_devices]),
@@ -74,7 +74,7 @@ def test_where_it_can_not_it_is_as_without(case):
 @pytest.mark.parametrize("zero", [1, 3])
 def test_without_a_loop_nothing_changes(zero):
     unrolled = dataclasses.replace(CONFIG, unroll=CONFIG.num_layers)
-    assert notes_of(spec_of(model=make_gpt(unrolled), zero=zero, prefetch=True))
+    assert notes_of(spec_of(model=make_decoder(unrolled), zero=zero, prefetch=True))
     given = {"model": lambda rngs: nnx.Linear(32, 32, rngs=rngs), "zero": zero}
     given |= {"loss_fn": lambda model, batch: (model(batch["x"]) ** 2).mean()}
     given |= {"sample_batch": {"x": np.zeros((8, 32), np.float32)}}

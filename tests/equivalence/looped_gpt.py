@@ -9,9 +9,9 @@ import numpy as np
 import optax
 
 import jaxpar
-from jaxpar.models import GPTConfig, gpt_loss, make_gpt
+from jaxpar.models import DecoderConfig, decoder_loss, make_decoder
 
-CONFIG = GPTConfig(
+CONFIG = DecoderConfig(
     vocab_size=64,
     seq_len=16,
     num_layers=3,
@@ -22,7 +22,7 @@ CONFIG = GPTConfig(
     activation="swiglu",
 )
 STEPS = 3
-OF_CONFIG = {field.name for field in dataclasses.fields(GPTConfig)}
+OF_CONFIG = {field.name for field in dataclasses.fields(DecoderConfig)}
 
 
 def batches() -> list[dict[str, np.ndarray]]:
@@ -40,8 +40,8 @@ def train(
     rest = {name: x for name, x in given.items() if name not in OF_CONFIG}
     shape = jaxpar.MeshShape(data=data, tensor=tensor, replica=replica)
     engine = jaxpar.initialize(
-        model=make_gpt(config),
-        loss_fn=gpt_loss,
+        model=make_decoder(config),
+        loss_fn=decoder_loss,
         optimizer=optax.adamw(1e-3, eps=1e-6),
         sample_batch=batches()[0],
         mesh=jaxpar.make_mesh(shape, jax.devices()[: shape.num_devices]),

@@ -18,11 +18,11 @@ import pytest
 
 import jaxpar
 from jaxpar.model.network import WholeModel
-from jaxpar.models import make_gpt
-from jaxpar.models.gpt.config import GPTConfig
+from jaxpar.models import make_decoder
+from jaxpar.models.decoder.config import DecoderConfig
 
 ROWS, LENGTH, VOCAB, CLIP = 32, 16, 64, 0.5
-GPT_CONFIG = GPTConfig(
+GPT_CONFIG = DecoderConfig(
     vocab_size=VOCAB, seq_len=LENGTH, num_layers=2, num_heads=8, width=32
 )
 
@@ -76,7 +76,7 @@ LOSSES = {"plain": plain_loss, "weighted": weighted_loss}
 def make_model(library: str) -> Any:
     if library == "linen":
         return LinenNet()
-    return make_gpt(GPT_CONFIG)
+    return make_decoder(GPT_CONFIG)
 
 
 def call_plainly(library: str, params: dict, tokens: jax.Array) -> jax.Array:
@@ -90,7 +90,7 @@ def call_plainly(library: str, params: dict, tokens: jax.Array) -> jax.Array:
 def _whole_gpt() -> WholeModel:
     tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
     with jax.ensure_compile_time_eval():  # First called in a traced function.
-        return make_gpt(GPT_CONFIG).init(0, tokens)
+        return make_decoder(GPT_CONFIG).init(0, tokens)
 
 
 def make_batches(num: int) -> list[dict[str, np.ndarray]]:

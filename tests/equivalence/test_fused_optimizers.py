@@ -19,7 +19,7 @@ import pytest
 import jaxpar
 from jaxpar.compiled.explain import state_bytes
 from jaxpar.data import Loader, stdlib_source
-from jaxpar.models import gpt_config, gpt_loss, make_gpt
+from jaxpar.models import decoder_config, decoder_loss, make_decoder
 from jaxpar.optim import fused_adamw, fused_lamb, fused_lion
 from jaxpar.step.state import packed_structs
 from jaxpar.training.run import mean_loss
@@ -121,7 +121,7 @@ def test_tensor_parallel_steps_equal_optax(name: str, zero: int) -> None:
 def test_pipeline_accumulates_and_steps_as_one_device_does(bits: int) -> None:
     config = problems.GPT_CONFIG
     given = {
-        "model": make_gpt(config),
+        "model": make_decoder(config),
         "precision": "bf16",
         "accumulate": 4,
         "loss_fn": problems.plain_loss,
@@ -136,15 +136,15 @@ def test_pipeline_accumulates_and_steps_as_one_device_does(bits: int) -> None:
 
 def heldout_loss(optimizer: Any) -> float:
     """After 300 steps on the standard library's source, in nats a byte."""
-    config = gpt_config("tiny", seq_len=128, num_layers=2)
+    config = decoder_config("tiny", seq_len=128, num_layers=2)
     corpus, heldout = stdlib_source()
     loader = Loader(corpus, batch_size=8, seq_len=128, seed=0)
     held = Loader(heldout, batch_size=8, seq_len=128, repeat=False)
     engine = make_engine(
         optimizer,
         (2, 1),
-        model=make_gpt(config),
-        loss_fn=gpt_loss,
+        model=make_decoder(config),
+        loss_fn=decoder_loss,
         sample_batch={"tokens": jax.ShapeDtypeStruct((8, 129), np.int32)},
         clip_norm=1.0,
     )

@@ -15,10 +15,10 @@ import pytest
 
 import jaxpar
 from jaxpar.data import Loader, stdlib_source
-from jaxpar.models import gpt_loss, make_gpt
-from jaxpar.models.gpt.config import GPTConfig
+from jaxpar.models import decoder_loss, make_decoder
+from jaxpar.models.decoder.config import DecoderConfig
 
-CONFIG = GPTConfig(seq_len=64, num_layers=2, num_heads=2, width=32)
+CONFIG = DecoderConfig(seq_len=64, num_layers=2, num_heads=2, width=32)
 STEPS = 200
 
 
@@ -28,8 +28,8 @@ def run(precision: str, zero: int) -> tuple[float, list[float], float]:
     train, heldout = stdlib_source()
     loader = Loader(train, batch_size=16, seq_len=64, seed=0)
     engine = jaxpar.initialize(
-        model=make_gpt(CONFIG),
-        loss_fn=gpt_loss,
+        model=make_decoder(CONFIG),
+        loss_fn=decoder_loss,
         optimizer=optax.adamw(
             optax.warmup_cosine_decay_schedule(0.0, 2e-3, 20, STEPS), weight_decay=0.1
         ),

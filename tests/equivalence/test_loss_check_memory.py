@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jaxpar
-from jaxpar.models import GPTConfig, make_gpt
+from jaxpar.models import DecoderConfig, make_decoder
 
 pytestmark = pytest.mark.usefixtures("checked_losses")
 
@@ -19,7 +19,9 @@ RNG = np.random.default_rng(0)
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_check_needs_no_more_memory_than_the_step(zero: int) -> None:
-    config = GPTConfig(vocab_size=256, seq_len=64, num_layers=4, num_heads=4, width=128)
+    config = DecoderConfig(
+        vocab_size=256, seq_len=64, num_layers=4, num_heads=4, width=128
+    )
     tokens = RNG.integers(0, 256, size=(32, 64)).astype(np.int32)
 
     def loss_fn(model: Any, batch: dict) -> jax.Array:
@@ -30,7 +32,7 @@ def test_check_needs_no_more_memory_than_the_step(zero: int) -> None:
     engine = jaxpar.initialize(
         loss_fn=loss_fn,
         mesh=jaxpar.MeshShape(data=8),
-        model=make_gpt(config),
+        model=make_decoder(config),
         sample_batch={"tokens": tokens},
         optimizer=optax.adamw(1e-3),
         zero=zero,

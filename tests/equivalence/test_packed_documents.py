@@ -16,7 +16,7 @@ import pytest
 
 import jaxpar
 from jaxpar.data import PackedDocuments, Tokens
-from jaxpar.models import GPTConfig, gpt_loss, make_gpt
+from jaxpar.models import DecoderConfig, decoder_loss, make_decoder
 from jaxpar.tree import named_leaves
 
 VOCAB, LENGTH, ROWS = 64, 24, 8
@@ -28,8 +28,8 @@ RATE = 1e5
 POSITIONS = ("learned", "rotary")
 
 
-def make_config(positions: str) -> GPTConfig:
-    return GPTConfig(
+def make_config(positions: str) -> DecoderConfig:
+    return DecoderConfig(
         vocab_size=VOCAB,
         seq_len=LENGTH,
         num_layers=2,
@@ -80,8 +80,10 @@ def loss_of(network: Any, params: Any, tokens: jax.Array, weights: jax.Array) ->
 @functools.cache
 def oracle(positions: str) -> tuple[float, dict[str, np.ndarray], dict[str, Any]]:
     """The mean loss, the gradients and the parameters they are taken at."""
-    model = make_gpt(make_config(positions))
-    network = model.make_network(gpt_loss, {"tokens": np.zeros((1, LENGTH + 1), int)})
+    model = make_decoder(make_config(positions))
+    network = model.make_network(
+        decoder_loss, {"tokens": np.zeros((1, LENGTH + 1), int)}
+    )
     params = jax.device_get(make_engine(positions, {}).state.params)
     found = documents(packed_batch())
     grad_fn = jax.jit(jax.value_and_grad(functools.partial(loss_of, network)))
@@ -95,8 +97,8 @@ def oracle(positions: str) -> tuple[float, dict[str, np.ndarray], dict[str, Any]
 
 def make_engine(positions: str, mesh: dict[str, int], **given: Any) -> jaxpar.Engine:
     return jaxpar.initialize(
-        model=make_gpt(make_config(positions)),
-        loss_fn=gpt_loss,
+        model=make_decoder(make_config(positions)),
+        loss_fn=decoder_loss,
         optimizer=optax.sgd(RATE),
         sample_batch=packed_batch(),
         mesh=jaxpar.make_mesh(

@@ -13,8 +13,8 @@ from flax import nnx
 
 import jaxpar
 from jaxpar import tree
-from jaxpar.models import make_gpt
-from jaxpar.models.gpt.config import GPTConfig
+from jaxpar.models import make_decoder
+from jaxpar.models.decoder.config import DecoderConfig
 from jaxpar.optim import fused_adamw
 from tests.equivalence.several_losses import (
     ROWS,
@@ -264,8 +264,10 @@ def test_linen_models_are_initialised_by_the_losses():
 
 @pytest.mark.thorough
 def test_a_gpt_is_tuned_beside_its_reference():
-    config = GPTConfig(num_layers=2, num_heads=2, width=32, seq_len=8, vocab_size=32)
-    gpt = make_gpt(config)
+    config = DecoderConfig(
+        num_layers=2, num_heads=2, width=32, seq_len=8, vocab_size=32
+    )
+    gpt = make_decoder(config)
     tokens = np.random.default_rng(1).integers(0, 32, (2, 8, 9)).astype(np.int32)
     batch = {"chosen": tokens[0], "rejected": tokens[1]}
 

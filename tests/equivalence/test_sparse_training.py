@@ -10,7 +10,7 @@ import pytest
 
 import jaxpar
 from jaxpar.data import Loader, stdlib_source
-from jaxpar.models import gpt_config, gpt_loss, make_gpt
+from jaxpar.models import decoder_config, decoder_loss, make_decoder
 from jaxpar.sparse_attention import SparsityPattern, causal_pattern
 from jaxpar.training.run import mean_loss
 
@@ -28,14 +28,14 @@ pytestmark = [
 def heldout_loss(attention: str | SparsityPattern) -> float:
     """After training on the standard library's source, in nats a byte."""
     model = dataclasses.replace(
-        gpt_config("tiny", seq_len=LENGTH, num_layers=2), attention=attention
+        decoder_config("tiny", seq_len=LENGTH, num_layers=2), attention=attention
     )
     corpus, heldout = stdlib_source()
     loader = Loader(corpus, batch_size=ROWS, seq_len=LENGTH, seed=0)
     held = Loader(heldout, batch_size=ROWS, seq_len=LENGTH, repeat=False)
     engine = jaxpar.initialize(
-        model=make_gpt(model),
-        loss_fn=gpt_loss,
+        model=make_decoder(model),
+        loss_fn=decoder_loss,
         optimizer=optax.adamw(2e-3),
         sample_batch={"tokens": jax.ShapeDtypeStruct((ROWS, LENGTH + 1), np.int32)},
         mesh=jaxpar.make_mesh(jaxpar.MeshShape(data=2), jax.devices()[:2]),

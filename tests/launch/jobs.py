@@ -11,7 +11,9 @@ from jaxpar.cli.launch import Local
 from jaxpar.launch.k8s import K8s, make_job_set
 from jaxpar.launch.limits import Limits
 
-ALONE = K8s(script=Path("/app/gpt.py"), name="gpt", image="team/train:1", claim="runs")
+ALONE = K8s(
+    script=Path("/app/pretrain.py"), name="gpt", image="team/train:1", claim="runs"
+)
 SECURE = dataclasses.replace(
     ALONE,
     hosts=4,

@@ -10,7 +10,9 @@ import pytest
 from jaxpar.launch.k8s_job import K8s, check
 
 ROOT = Path(__file__).resolve().parents[2]
-ALONE = K8s(script=Path("/app/gpt.py"), name="gpt", image="team/train:1", claim="runs")
+ALONE = K8s(
+    script=Path("/app/pretrain.py"), name="gpt", image="team/train:1", claim="runs"
+)
 
 REFUSED = [
     ({"name": "GPT_1"}, "--name 'GPT_1': must be lower-case letters, digits and -"),

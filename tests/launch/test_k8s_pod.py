@@ -23,7 +23,7 @@ from tests.launch.jobs import (
 def test_supervisor_is_told_what_was_asked_for():
     local, flags = told(SECURE, 3)
     assert local == Local(
-        script=Path("/app/gpt.py"),
+        script=Path("/app/pretrain.py"),
         out=Path("/data/runs/a"),
         hosts=4,
         host=3,
@@ -42,7 +42,7 @@ def test_insecure_hosts_are_reached_by_their_own_address():
     local, flags = told(INSECURE, 1)
     assert (local.address, local.insecure, local.tls) == ("10.0.0.1", True, None)
     assert (local.hosts, local.host, local.processes) == (2, 1, 3)
-    assert (local.out, local.gpus, flags) == (Path("/runs/gpt"), (), [])
+    assert (local.out, local.gpus, flags) == (Path("/runs/pretrain"), (), [])
 
 
 def test_single_host_listens_to_itself_alone():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpar.model.network import WholeModel
-from jaxpar.models import GPTConfig, make_gpt
+from jaxpar.models import DecoderConfig, make_decoder
 from jaxpar.types import Params
 
 
@@ -23,12 +23,12 @@ def _randomised(params: Params, seed: int = 0, scale: float = 0.2) -> Params:
 
 
 @functools.cache  # What is traced for a model is kept for that very object.
-def _random_gpt(config: GPTConfig) -> WholeModel:
-    model = make_gpt(config).init(0, jnp.zeros((1, 2), int))
+def _random_gpt(config: DecoderConfig) -> WholeModel:
+    model = make_decoder(config).init(0, jnp.zeros((1, 2), int))
     return model.with_params(_randomised(model.params))
 
 
 @pytest.fixture
-def make_random_gpt() -> Callable[[GPTConfig], WholeModel]:
+def make_random_gpt() -> Callable[[DecoderConfig], WholeModel]:
     """`make_random_gpt(config)`: a GPT with no parameter at a round number."""
     return _random_gpt

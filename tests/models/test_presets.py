@@ -2,9 +2,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpar.models import make_gpt
-from jaxpar.models.gpt.config import num_params
-from jaxpar.models.gpt.presets import PRESETS, gpt_config
+from jaxpar.models import make_decoder
+from jaxpar.models.decoder.config import num_params
+from jaxpar.models.decoder.presets import PRESETS, decoder_config
 
 # Megatron-LM's table: parameters in 1e9, hidden size, layers
 MEGATRON = [
@@ -25,9 +25,9 @@ PUBLISHED += [("8b", 8.030e9), ("70b", 68.98e9)]
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_counts_as_its_abstract_model(name: str):
-    config = gpt_config(name)
+    config = decoder_config(name)
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
-    params = jax.eval_shape(lambda: make_gpt(config).init(0, tokens).params)
+    params = jax.eval_shape(lambda: make_decoder(config).init(0, tokens).params)
     assert num_params(config) == sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
@@ -35,7 +35,7 @@ def test_preset_counts_as_its_abstract_model(name: str):
 def test_preset_matches_megatrons_table(
     name: str, billions: float, width: int, num_layers: int
 ):
-    config = gpt_config(name)
+    config = decoder_config(name)
     assert (config.width, config.num_layers) == (width, num_layers)
     assert (config.vocab_size, config.seq_len) == (51_200, 2048)
     tolerance = 0.01 * billions if name == "1008b" else 0.1
@@ -44,12 +44,12 @@ def test_preset_matches_megatrons_table(
 
 @pytest.mark.parametrize(("name", "count"), PUBLISHED)
 def test_preset_has_the_published_size(name: str, count: float):
-    assert num_params(gpt_config(name)) == pytest.approx(count, rel=0.02)
+    assert num_params(decoder_config(name)) == pytest.approx(count, rel=0.02)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_splits_over_eight_tensor_shards(name: str):
-    config = gpt_config(name)
+    config = decoder_config(name)
     if config.num_heads % 8 == 0:
         assert config.vocab_size % 8 == 0
         assert config.hidden_width % 8 == 0
@@ -57,20 +57,20 @@ def test_preset_splits_over_eight_tensor_shards(name: str):
 
 
 def test_gpt_config_replaces_fields():
-    config = gpt_config("tiny", num_layers=2, dropout=0.1)
+    config = decoder_config("tiny", num_layers=2, dropout=0.1)
     assert (config.num_layers, config.dropout) == (2, 0.1)
-    assert config.width == gpt_config("tiny").width
+    assert config.width == decoder_config("tiny").width
 
 
 def test_gpt_config_unknown_preset_names_the_near_one():
     with pytest.raises(
         ValueError, match=r"name='125m' must be one of 'tiny', .*Did you mean '124m'\?"
     ):
-        gpt_config("125m")
+        decoder_config("125m")
 
 
 def test_gpt_config_unknown_field_names_the_near_one():
     with pytest.raises(
         ValueError, match=r"num_layer=2 is not a field .*Did you mean 'num_layers'\?"
     ):
-        gpt_config("tiny", num_layer=2)
+        decoder_config("tiny", num_layer=2)

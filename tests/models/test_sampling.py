@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from jaxpar.model.network import WholeModel
-from jaxpar.models import GPTConfig, make_gpt
-from jaxpar.models.gpt import sampling
+from jaxpar.models import DecoderConfig, make_decoder
+from jaxpar.models.decoder import sampling
 
-CONFIG = GPTConfig(vocab_size=17, seq_len=6, num_layers=2, num_heads=4, width=16)
+CONFIG = DecoderConfig(vocab_size=17, seq_len=6, num_layers=2, num_heads=4, width=16)
 PROMPT = jnp.array([[1, 2, 3], [4, 5, 6]])
 KEY = jax.random.key(0)
-MakeGPT = Callable[[GPTConfig], WholeModel]
+MakeGPT = Callable[[DecoderConfig], WholeModel]
 generate = functools.partial(sampling.generate, seq_len=CONFIG.seq_len)
 
 
@@ -83,7 +83,7 @@ def test_generate_depends_on_the_key_alone(make_random_gpt: MakeGPT):
 
 
 def test_generate_draws_afresh_at_every_step():
-    model = make_gpt(CONFIG).init(0, PROMPT)
+    model = make_decoder(CONFIG).init(0, PROMPT)
     model = model.with_params(jax.tree.map(jnp.zeros_like, model.params))
     drawn = generate(model, PROMPT[:1], 20, key=KEY)[0, 3:]
     # Of 17 equally likely tokens, 20 draws show 12 on average.

@@ -13,10 +13,10 @@ import pytest
 import jaxpar
 from jaxpar.model.network import WholeModel
 from jaxpar.models import (
-    GPTConfig,
+    DecoderConfig,
     SparseSelfAttention,
-    gpt_loss,
-    make_gpt,
+    decoder_loss,
+    make_decoder,
     sparse_attention,
 )
 from jaxpar.sparse_attention import (
@@ -33,7 +33,7 @@ from tests.kernels_pallas.oracle import dense_attention, visible_mask
 
 UNI = "unidirectional"
 HEADS, LENGTH, VOCAB, ROWS = 4, 120, 64, 8
-CONFIG = GPTConfig(
+CONFIG = DecoderConfig(
     vocab_size=VOCAB, seq_len=LENGTH, num_layers=2, num_heads=HEADS, width=32
 )
 pytestmark = pytest.mark.filterwarnings("ignore:blocks of 16 on tiles")
@@ -42,16 +42,18 @@ DIFFERENT = BigBird(HEADS, different_layout_per_head=True, attention=UNI)
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (ROWS, LENGTH + 1), np.int32)
 
 
-def config_of(attention: str | SparsityPattern, **more: Any) -> GPTConfig:
+def config_of(attention: str | SparsityPattern, **more: Any) -> DecoderConfig:
     return dataclasses.replace(CONFIG, attention=attention, **more)
 
 
-def train(config: GPTConfig, shape: jaxpar.MeshShape, **options: Any) -> list[float]:
+def train(
+    config: DecoderConfig, shape: jaxpar.MeshShape, **options: Any
+) -> list[float]:
     """Losses of four steps."""
     count = shape.data * shape.pipe * shape.tensor
     engine = jaxpar.initialize(
-        model=make_gpt(config),
-        loss_fn=gpt_loss,
+        model=make_decoder(config),
+        loss_fn=decoder_loss,
         optimizer=optax.adamw(1e-2),
         sample_batch={"tokens": jax.ShapeDtypeStruct(TOKENS.shape, np.int32)},
         mesh=jaxpar.make_mesh(shape, jax.devices()[:count]),
@@ -92,7 +94,7 @@ def test_heads_of_their_own_blocks_train_as_on_one_device(
 
 
 def model_of(attention: str | SparsityPattern) -> WholeModel:
-    return make_gpt(config_of(attention)).init(0, TOKENS[:1, :-1])
+    return make_decoder(config_of(attention)).init(0, TOKENS[:1, :-1])
 
 
 def logits(attention: str | SparsityPattern, **inputs: jax.Array) -> jax.Array:

@@ -16,13 +16,13 @@ from jaxpar.cli.recipe_flags import parse
 from jaxpar.data import Loader, Tokens
 from jaxpar.launch import choose_mesh, scaled_accumulation
 from jaxpar.launch.worker_environment import current
-from jaxpar.models import GPTConfig, gpt_loss, make_gpt
+from jaxpar.models import DecoderConfig, decoder_loss, make_decoder
 from jaxpar.training.loop import train
 from jaxpar.training.opening import open_run
 from jaxpar.training.recovery import Recovery
 
 ROWS, LENGTH = 16, 16
-MODEL = GPTConfig(
+MODEL = DecoderConfig(
     vocab_size=64, seq_len=LENGTH, num_layers=2, num_heads=4, width=32, dropout=0.1
 )
 
@@ -79,8 +79,8 @@ def main(config: Config, pauses: dict[int, float] | None = None) -> None:
     loader = Loader(tokens, batch_size=ROWS, seq_len=LENGTH, seed=3)
     model = dataclasses.replace(MODEL, dropout=config.dropout)
     engine = jaxpar.initialize(
-        model=make_gpt(model),
-        loss_fn=gpt_loss,
+        model=make_decoder(model),
+        loss_fn=decoder_loss,
         optimizer=optax.adamw(3e-3),
         sample_batch={"tokens": jax.ShapeDtypeStruct((ROWS, LENGTH + 1), np.int32)},
         mesh=mesh,

@@ -9,10 +9,10 @@ import optax
 import pytest
 
 import jaxpar
-from jaxpar.models import GPTConfig, gpt_loss, make_gpt
+from jaxpar.models import DecoderConfig, decoder_loss, make_decoder
 from jaxpar.tree import named_leaves
 
-CONFIG = GPTConfig(vocab_size=32, seq_len=8, num_layers=4, num_heads=2, width=16)
+CONFIG = DecoderConfig(vocab_size=32, seq_len=8, num_layers=4, num_heads=2, width=16)
 TOKENS = np.random.default_rng(0).integers(0, 32, (4, 8, 9)).astype(np.int32)
 # One after the other: pipe, tensor, schedule.
 MESHES = [(1, 1, "1f1b"), (2, 1, "interleaved"), (4, 1, "1f1b"), (1, 2, "1f1b")]
@@ -23,8 +23,8 @@ def make_engine(
 ) -> jaxpar.Engine:
     mesh = jaxpar.MeshShape(data=2 if pipe > 1 or tensor > 1 else 1, pipe=pipe)
     return jaxpar.initialize(
-        model=make_gpt(CONFIG),
-        loss_fn=gpt_loss,
+        model=make_decoder(CONFIG),
+        loss_fn=decoder_loss,
         optimizer=optax.adamw(1e-3, eps=1e-6),
         sample_batch={"tokens": TOKENS[0]},
         mesh=jaxpar.MeshShape(mesh.data, pipe, tensor),

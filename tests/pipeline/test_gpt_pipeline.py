@@ -6,13 +6,13 @@ import optax
 import pytest
 
 import jaxpar
-from jaxpar.models import GPTConfig, gpt_loss, make_gpt
+from jaxpar.models import DecoderConfig, decoder_loss, make_decoder
 
 ROWS, LENGTH, VOCAB = 8, 16, 64
 
 
 def losses_of(mesh: jaxpar.MeshShape, *, sequence_parallel: bool) -> list[float]:
-    config = GPTConfig(
+    config = DecoderConfig(
         num_layers=4,
         num_heads=4,
         width=32,
@@ -24,8 +24,8 @@ def losses_of(mesh: jaxpar.MeshShape, *, sequence_parallel: bool) -> list[float]
     batch = {"tokens": np.random.default_rng(0).integers(0, VOCAB, shape, np.int32)}
     devices = jax.devices()[: mesh.data * mesh.pipe * mesh.tensor]
     engine = jaxpar.initialize(
-        model=make_gpt(config),
-        loss_fn=gpt_loss,
+        model=make_decoder(config),
+        loss_fn=decoder_loss,
         optimizer=optax.adamw(1e-2),
         sample_batch=batch,
         mesh=jaxpar.make_mesh(mesh, devices),

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.plan_megatron import GPUS_PER_HOST, ROWS, Row, choices
-from jaxpar.models import make_gpt
-from jaxpar.models.gpt.presets import gpt_config
+from jaxpar.models import make_decoder
+from jaxpar.models.decoder.presets import decoder_config
 
 # teraFLOP/s of a GPU in % of its peak, and petaFLOP/s of all
 PUBLISHED = {
@@ -29,9 +29,9 @@ def row(request) -> Row:
 
 
 def test_model_has_the_tables_parameters(row):
-    config = gpt_config(row.model)
+    config = decoder_config(row.model)
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
-    params = jax.eval_shape(lambda: make_gpt(config).init(0, tokens).params)
+    params = jax.eval_shape(lambda: make_decoder(config).init(0, tokens).params)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     tolerance = 0.01 * row.billions if row.model == "1008b" else 0.05
     assert count / 1e9 == pytest.approx(row.billions, abs=tolerance)
@@ -50,14 +50,14 @@ def test_mesh_is_of_the_rows_gpus_and_its_layers_and_batch_divide(row):
     assert mesh["pipe"] * mesh["tensor"] == row.model_parallel
     assert mesh["tensor"] <= GPUS_PER_HOST
     assert row.gpus % GPUS_PER_HOST == 0
-    assert gpt_config(row.model).num_layers % mesh["pipe"] == 0
+    assert decoder_config(row.model).num_layers % mesh["pipe"] == 0
     for _, microbatch in choices(row):
         assert row.batch % (mesh["data"] * microbatch) == 0
 
 
 def test_operations_are_eight_a_parameter_and_token_and_attentions(row):
     """Two forward, four backward, two again; the head's own are not run again."""
-    config = gpt_config(row.model)
+    config = decoder_config(row.model)
     tokens = row.batch * config.seq_len
     per_layer = 2 * tokens * config.seq_len * config.width * 2
     attention = 4 * config.num_layers * per_layer

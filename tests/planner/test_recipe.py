@@ -14,9 +14,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_complaints_are_what_is_no_progress():
-    said = "compiling gpt.py for cpu:16\ncompiling gpt.py for cpu:16: 14 s\n"
+    said = "compiling pretrain.py for cpu:16\ncompiling pretrain.py for cpu:16: 14 s\n"
     assert complaints(said) == []
-    bad = ["UserWarning: compiling gpt.py for cpu:16", "compiling gpt.py failed", ""]
+    bad = [
+        "UserWarning: compiling pretrain.py for cpu:16",
+        "compiling pretrain.py failed",
+        "",
+    ]
     assert complaints(said + "\n".join([*bad, ""])) == bad
 
 
@@ -24,7 +28,7 @@ def test_recipe_is_planned_with_its_own_flags(tmp_path):
     """A model that this machine could not hold, on more devices than it has."""
     file = tmp_path / "plan.json"
     done = run_jaxpar(
-        *("plan", "recipes/gpt.py", "--target", "cpu:16", "--json", file, "--"),
+        *("plan", "recipes/pretrain.py", "--target", "cpu:16", "--json", file, "--"),
         *("--model", "7b", "--mesh.tensor", 2, "--batch-size", 16, "--zero", 2),
     )
     assert (done.returncode, complaints(done.stderr)) == (0, [])
@@ -57,7 +61,8 @@ def test_file_that_is_no_recipe_is_told_what_one_is(tmp_path, source, message):
 
 def test_mesh_that_does_not_fit_the_target_is_refused():
     done = run_jaxpar(
-        *("plan", "recipes/gpt.py", "--target", "cpu:8", "--"), *("--mesh.tensor", 3)
+        *("plan", "recipes/pretrain.py", "--target", "cpu:8", "--"),
+        *("--mesh.tensor", 3),
     )
     assert done.returncode == 2
     assert "needs a multiple of 3 devices, but there are 8" in done.stderr

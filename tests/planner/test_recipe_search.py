@@ -14,7 +14,7 @@ from jaxpar.planner.recipe_search import larger_targets, survey_in_subprocess
 from tests.commands import complaints, run_jaxpar
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPE = ROOT / "recipes" / "gpt.py"
+RECIPE = ROOT / "recipes" / "pretrain.py"
 TINY = ("--model", "tiny", "--precision", "bf16", "--batch-size", "16")
 
 

@@ -26,7 +26,7 @@ def write_run(
         "config": config or {"model": "tiny", "steps": 200, "mesh": {"data": 4}},
         "identity": {"corpus_sha256": "8de1"},
         "versions": {"python": "3.13.0", "jax": "0.11.2"},
-        "command": ["recipes/gpt.py", "--model", "tiny"],
+        "command": ["recipes/pretrain.py", "--model", "tiny"],
         "commit": "67e4419466de",
         **fields,
     }

@@ -122,7 +122,7 @@ def test_settings_are_flat_and_in_words(tmp_path):
         "identity.corpus_sha256": "8de1",
         "versions.python": "3.13.0",
         "versions.jax": "0.11.2",
-        "command": "recipes/gpt.py --model tiny",
+        "command": "recipes/pretrain.py --model tiny",
         "commit": "67e4419466de",
     }
 
@@ -151,7 +151,7 @@ def test_run_without_a_plan_gets_the_command_for_one(tmp_path):
     run = read_run(write_run(tmp_path / "a run"))
     assert plan_rows(run) == []
     assert plan_command(run) == (
-        "jaxpar plan recipes/gpt.py --target TARGET "
+        "jaxpar plan recipes/pretrain.py --target TARGET "
         f"--json '{tmp_path}/a run/plan.json' -- --model tiny"
     )
     run = read_run(write_run(tmp_path / "b", command=None))

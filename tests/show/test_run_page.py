@@ -77,7 +77,7 @@ def test_equal_runs_differ_in_nothing(tmp_path):
 
 def test_run_without_a_plan_says_how_to_get_one(tmp_path):
     (command,) = page_of(write_run(tmp_path)).text("pre")
-    assert command.startswith("jaxpar plan recipes/gpt.py --target TARGET --json ")
+    assert command.startswith("jaxpar plan recipes/pretrain.py --target TARGET --json ")
 
 
 def test_sample_without_a_letter_is_said_to_be_blank(tmp_path):

@@ -10,12 +10,12 @@ from rich.console import Console
 
 import jaxpar
 from jaxpar.compiled.hlo import parse
-from jaxpar.models import GPTConfig, gpt_loss, make_gpt
-from jaxpar.models.gpt.config import num_params
+from jaxpar.models import DecoderConfig, decoder_loss, make_decoder
+from jaxpar.models.decoder.config import num_params
 from jaxpar.planner.work import memory_traffic
 from jaxpar.training.module_table import as_json, as_table, read_modules
 
-CONFIG = GPTConfig(
+CONFIG = DecoderConfig(
     num_layers=3, num_heads=2, width=32, seq_len=16, tied_embedding=False
 )
 ROWS = 8
@@ -24,8 +24,8 @@ ROWS = 8
 @pytest.fixture(scope="module")
 def engine():
     return jaxpar.initialize(
-        model=make_gpt(CONFIG),
-        loss_fn=gpt_loss,
+        model=make_decoder(CONFIG),
+        loss_fn=decoder_loss,
         optimizer=optax.adamw(1e-3),
         sample_batch={"tokens": jax.ShapeDtypeStruct((ROWS, 17), np.int32)},
         mesh=jaxpar.make_mesh(jaxpar.MeshShape(data=2), jax.devices()[:2]),

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpar.models import make_gpt
-from jaxpar.models.gpt.config import GPTConfig, num_params
+from jaxpar.models import make_decoder
+from jaxpar.models.decoder.config import DecoderConfig, num_params
 
 # fields that do not fit, and what the error says
 WRONG = [
@@ -52,21 +52,21 @@ SHAPES: list[dict[str, Any]] = [
 @pytest.mark.parametrize(("fields", "message"), WRONG)
 def test_config_that_does_not_fit_raises(fields: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
-        GPTConfig(**fields)
+        DecoderConfig(**fields)
 
 
 def test_config_resolves_none():
-    assert GPTConfig(num_heads=4).kv_heads == 4
-    assert GPTConfig(num_heads=4, num_kv_heads=2).kv_heads == 2
-    assert GPTConfig(width=128).hidden_width == 512
-    assert GPTConfig(width=128, mlp_width=100).hidden_width == 100
-    assert GPTConfig(width=128, activation="swiglu").hidden_width == 384
-    assert GPTConfig(width=4096, activation="swiglu").hidden_width == 10_944
+    assert DecoderConfig(num_heads=4).kv_heads == 4
+    assert DecoderConfig(num_heads=4, num_kv_heads=2).kv_heads == 2
+    assert DecoderConfig(width=128).hidden_width == 512
+    assert DecoderConfig(width=128, mlp_width=100).hidden_width == 100
+    assert DecoderConfig(width=128, activation="swiglu").hidden_width == 384
+    assert DecoderConfig(width=4096, activation="swiglu").hidden_width == 10_944
 
 
 @pytest.mark.parametrize("fields", SHAPES)
 def test_num_params_equals_the_abstract_models(fields: dict[str, Any]):
-    config = GPTConfig(num_layers=3, width=32, vocab_size=50, seq_len=7, **fields)
+    config = DecoderConfig(num_layers=3, width=32, vocab_size=50, seq_len=7, **fields)
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
-    params = jax.eval_shape(lambda: make_gpt(config).init(0, tokens).params)
+    params = jax.eval_shape(lambda: make_decoder(config).init(0, tokens).params)
     assert num_params(config) == sum(leaf.size for leaf in jax.tree.leaves(params))

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from tests.recipes.programs import logged_steps, small_run, start, told
 
-RECIPE = "recipes/gpt.py"
+RECIPE = "recipes/pretrain.py"
 STEPS = 8
 
 

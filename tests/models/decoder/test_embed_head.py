@@ -10,8 +10,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.mesh import MeshShape, make_mesh
-from jaxpar.models.gpt import embed_head
-from jaxpar.models.gpt.config import GPTConfig
+from jaxpar.models.decoder import embed_head
+from jaxpar.models.decoder.config import DecoderConfig
 from jaxpar.models.norms import LayerNorm, RMSNorm
 
 SMALL = {"vocab_size": 11, "seq_len": 6, "num_layers": 1, "num_heads": 2, "width": 8}
@@ -20,13 +20,13 @@ HIDDEN = np.random.default_rng(1).normal(size=(2, 5, 8)) * 3 + 1
 
 
 def make_embed(**fields: Any) -> embed_head.Embed:
-    config = GPTConfig(**SMALL, **fields)
+    config = DecoderConfig(**SMALL, **fields)
     return embed_head.Embed(config, rngs=nnx.Rngs(0, dropout=1))
 
 
 def make_head(**fields: Any) -> embed_head.Head:
     """A head whose norm is not at ones and zeros."""
-    head: Any = embed_head.Head(GPTConfig(**SMALL, **fields), rngs=nnx.Rngs(0))
+    head: Any = embed_head.Head(DecoderConfig(**SMALL, **fields), rngs=nnx.Rngs(0))
     head.final_norm.scale[...] = jnp.linspace(0.5, 2, 8)
     head.final_norm.bias[...] = jnp.linspace(-1, 1, 8)
     return head
@@ -88,10 +88,10 @@ def test_dropout_of_rate_zero_is_none():
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_norm_is_the_one_that_the_config_names(bias: bool):
-    norm = embed_head.make_norm(GPTConfig(**SMALL, bias=bias))
+    norm = embed_head.make_norm(DecoderConfig(**SMALL, bias=bias))
     assert isinstance(norm, LayerNorm)
     assert (norm.bias is not None) == bias
-    rms = embed_head.make_norm(GPTConfig(**SMALL, bias=bias, norm="rmsnorm"))
+    rms = embed_head.make_norm(DecoderConfig(**SMALL, bias=bias, norm="rmsnorm"))
     assert isinstance(rms, RMSNorm)
 
 
@@ -139,7 +139,7 @@ def test_logits_of_half_precision_are_the_product_in_fp32(sequence_parallel: boo
 def test_residual_is_split_over_tokens_where_asked_and_gathered_after_a_norm(
     sequence_parallel: bool, spec: P
 ):
-    config = GPTConfig(**SMALL, sequence_parallel=sequence_parallel)
+    config = DecoderConfig(**SMALL, sequence_parallel=sequence_parallel)
     mesh = make_mesh(MeshShape(data=2, tensor=2), jax.devices()[:4])
 
     def both(x: jax.Array) -> tuple[jax.Array, jax.Array]:

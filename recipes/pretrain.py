@@ -15,7 +15,13 @@ import optax
 import jaxpar
 from jaxpar.config import preset
 from jaxpar.data import DataConfig, Loader, batch_shapes, rows_of
-from jaxpar.models import PRESETS, GPTConfig, continue_text, gpt_loss, make_gpt
+from jaxpar.models import (
+    PRESETS,
+    DecoderConfig,
+    continue_text,
+    decoder_loss,
+    make_decoder,
+)
 from jaxpar.optim import OPTIMIZERS, OptimizerSettings
 
 
@@ -23,7 +29,7 @@ from jaxpar.optim import OPTIMIZERS, OptimizerSettings
 class Config(jaxpar.StartOptions, DataConfig):
     """One run of the GPT."""
 
-    model: GPTConfig = preset(PRESETS, "1m", without=("remat", "sequence_parallel"))
+    model: DecoderConfig = preset(PRESETS, "1m", without=("remat", "sequence_parallel"))
     """The GPT's shape."""
     mesh: jaxpar.MeshShape = dataclasses.field(default_factory=jaxpar.MeshShape)
     """Devices by axis; by default all accelerators on data, or data 2 x tensor 2."""
@@ -63,7 +69,7 @@ class Config(jaxpar.StartOptions, DataConfig):
     """What is done about bad numbers, failed saves and corrupt replicas."""
     seed: int = 0
     """Of the parameters and of the data's order."""
-    out: str = "runs/gpt"
+    out: str = "runs/pretrain"
     """The run's folder."""
 
 
@@ -74,8 +80,8 @@ def build(config: Config, mesh: jax.sharding.Mesh | None = None) -> jaxpar.Engin
     rate, steps = config.learning_rate, config.schedule_steps or config.steps
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps)
     return jaxpar.initialize(
-        model=make_gpt(model),
-        loss_fn=gpt_loss,
+        model=make_decoder(model),
+        loss_fn=decoder_loss,
         optimizer=config.optimizer.make(schedule),
         sample_batch=batch_shapes(config.batch_size, model.seq_len, pack=config.pack),
         mesh=mesh or choose_meshes(config)[0][0],

@@ -19,7 +19,7 @@ _CHOICES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GPTConfig:
+class DecoderConfig:
     """The shape of a GPT, and how its layers are run.
 
     Attributes:
@@ -55,7 +55,7 @@ class GPTConfig:
       ValueError: if a number is out of range, or a word is not one of its choices.
 
     Example:
-      >>> GPTConfig(num_layers=2, num_heads=4, width=64).head_size
+      >>> DecoderConfig(num_layers=2, num_heads=4, width=64).head_size
       16
     """
 
@@ -98,40 +98,40 @@ class GPTConfig:
         for field in (*fields, "num_kv_heads", "mlp_width"):
             value = getattr(self, field)
             if value is not None and value < 1:
-                raise ValueError(f"GPTConfig: {field}={value} must be at least 1.")
+                raise ValueError(f"DecoderConfig: {field}={value} must be at least 1.")
         if not self.rotary_base > 1:
             raise ValueError(
-                f"GPTConfig: rotary_base={self.rotary_base} must be above 1, such as "
-                "10,000."
+                f"DecoderConfig: rotary_base={self.rotary_base} must be above 1, such "
+                "as 10,000."
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(
-                f"GPTConfig: dropout={self.dropout} must be at least 0 and below 1; "
-                "it is the fraction that is zeroed."
+                f"DecoderConfig: dropout={self.dropout} must be at least 0 and below "
+                "1; it is the fraction that is zeroed."
             )
         if not 1 <= self.unroll <= self.num_layers:
             raise ValueError(
-                f"GPTConfig: unroll={self.unroll} must be between 1 and "
+                f"DecoderConfig: unroll={self.unroll} must be between 1 and "
                 f"num_layers={self.num_layers}, which unrolls the scan fully."
             )
 
     def _check_heads(self) -> None:
         if self.width % self.num_heads:
             raise ValueError(
-                f"GPTConfig: width={self.width} must be a multiple of "
+                f"DecoderConfig: width={self.width} must be a multiple of "
                 f"num_heads={self.num_heads}; the nearest is "
                 f"{max(1, round(self.width / self.num_heads)) * self.num_heads}."
             )
         if self.num_heads % self.kv_heads:
             raise ValueError(
-                f"GPTConfig: num_heads={self.num_heads} must be a multiple of "
+                f"DecoderConfig: num_heads={self.num_heads} must be a multiple of "
                 f"num_kv_heads={self.kv_heads}; every key head serves the same number "
                 "of query heads."
             )
         if self.positions == "rotary" and self.head_size % 2:
             raise ValueError(
-                f"GPTConfig: positions='rotary' rotates pairs of features, but width="
-                f"{self.width} over num_heads={self.num_heads} gives heads of "
+                f"DecoderConfig: positions='rotary' rotates pairs of features, but "
+                f"width={self.width} over num_heads={self.num_heads} gives heads of "
                 f"{self.head_size}; make that even, or use positions='learned'."
             )
 
@@ -139,13 +139,13 @@ class GPTConfig:
         kind = type(pattern).__name__
         if pattern.num_heads != self.num_heads:
             raise ValueError(
-                f"GPTConfig: attention={kind}(num_heads={pattern.num_heads}), but the "
-                f"model has num_heads={self.num_heads}; give the pattern as many."
+                f"DecoderConfig: attention={kind}(num_heads={pattern.num_heads}), but "
+                f"the model has num_heads={self.num_heads}; give the pattern as many."
             )
         if pattern.attention != "unidirectional":
             raise ValueError(
-                f"GPTConfig: attention={kind}(attention={pattern.attention!r}) sees "
-                "the tokens that a GPT should predict; give it "
+                f"DecoderConfig: attention={kind}(attention={pattern.attention!r}) "
+                "sees the tokens that a GPT should predict; give it "
                 "attention='unidirectional'."
             )
 
@@ -169,7 +169,7 @@ class GPTConfig:
         return -(-8 * self.width // (3 * 64)) * 64
 
 
-def num_params(config: GPTConfig) -> int:
+def num_params(config: DecoderConfig) -> int:
     """Count a model's parameters in closed form.
 
     Args:
@@ -179,7 +179,7 @@ def num_params(config: GPTConfig) -> int:
       The number of parameters, shared ones once.
 
     Example:
-      >>> num_params(GPTConfig(num_layers=1, num_heads=1, width=8, seq_len=4))
+      >>> num_params(DecoderConfig(num_layers=1, num_heads=1, width=8, seq_len=4))
       2960
     """
     width, hidden = config.width, config.hidden_width
@@ -197,6 +197,6 @@ def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
     if value in choices:
         return
     raise ValueError(
-        f"GPTConfig: {field}={value!r} must be one of "
+        f"DecoderConfig: {field}={value!r} must be one of "
         f"{', '.join(map(repr, choices))}.{near_match(value, choices)}"
     )

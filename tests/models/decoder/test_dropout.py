@@ -13,11 +13,11 @@ import pytest
 from flax import nnx
 
 from jaxpar.model.network import PipelineNetwork, WholeModel
-from jaxpar.models import GPTConfig, make_gpt
-from jaxpar.models.gpt.embed_head import Embed, Head
-from jaxpar.models.gpt.model import Block
+from jaxpar.models import DecoderConfig, make_decoder
+from jaxpar.models.decoder.embed_head import Embed, Head
+from jaxpar.models.decoder.model import Block
 
-CONFIG = GPTConfig(
+CONFIG = DecoderConfig(
     vocab_size=17, seq_len=6, num_layers=3, num_heads=4, width=16, dropout=0.5
 )
 TOKENS = jnp.arange(12).reshape(2, 6)
@@ -29,11 +29,13 @@ HALVES = [("attention", "output"), ("mlp", "down")]
 @functools.cache
 def evaluated() -> WholeModel:
     """The model as it is evaluated."""
-    return make_gpt(CONFIG).init(0, TOKENS)
+    return make_decoder(CONFIG).init(0, TOKENS)
 
 
 def make_network() -> PipelineNetwork:
-    return make_gpt(CONFIG).make_network(lambda model, tokens: model(tokens), TOKENS)
+    return make_decoder(CONFIG).make_network(
+        lambda model, tokens: model(tokens), TOKENS
+    )
 
 
 @functools.cache
@@ -110,7 +112,7 @@ def test_dropout_masks_differ_between_the_halves_of_a_layer():
 
 def test_dropout_is_off_under_eval():
     model = evaluated()
-    plain = make_gpt(dataclasses.replace(CONFIG, dropout=0.0)).init(1, TOKENS)
+    plain = make_decoder(dataclasses.replace(CONFIG, dropout=0.0)).init(1, TOKENS)
     plain = plain.with_params(model.params)
     right = plain(TOKENS)
     np.testing.assert_array_equal(model(TOKENS), right)

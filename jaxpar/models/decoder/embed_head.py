@@ -6,20 +6,20 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.losses import cross_entropy
 from jaxpar.mesh import DATA, TENSOR
-from jaxpar.models.gpt.config import GPTConfig
+from jaxpar.models.decoder.config import DecoderConfig
 from jaxpar.models.layers import Embedding, Linear, add_to_rows, project_to_logits
 from jaxpar.models.norms import LayerNorm, RMSNorm
 from jaxpar.sharding.constrain import constrain
 
 
-def make_norm(config: GPTConfig) -> LayerNorm | RMSNorm:
+def make_norm(config: DecoderConfig) -> LayerNorm | RMSNorm:
     """Make the normalisation that a config names."""
     if config.norm == "layernorm":
         return LayerNorm(config.width, bias=config.bias)
     return RMSNorm(config.width)
 
 
-def make_dropout(config: GPTConfig, rngs: nnx.Rngs) -> nnx.Dropout | None:
+def make_dropout(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.Dropout | None:
     """Make dropout; None if its rate is 0."""
     return nnx.Dropout(config.dropout, rngs=rngs) if config.dropout else None
 
@@ -32,7 +32,7 @@ class Embed(nnx.Module):
       rngs: for the ``params`` and ``dropout`` streams.
     """
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config = config
         vocab_size, width = config.vocab_size, config.width
         self.embedding = Embedding((vocab_size, width), ("vocab", "embed"), rngs=rngs)
@@ -75,7 +75,7 @@ class Embed(nnx.Module):
             else:
                 raise ValueError(
                     f"tokens_BT: a row of {length} tokens is longer than the "
-                    f"{config.seq_len} learned positions (GPTConfig.seq_len); "
+                    f"{config.seq_len} learned positions (DecoderConfig.seq_len); "
                     "cut the rows, raise seq_len, or use positions='rotary'."
                 )
         if self.dropout is not None:
@@ -91,7 +91,7 @@ class Head(nnx.Module):
       rngs: for the ``params`` stream.
     """
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.final_norm = make_norm(config)
         width, vocab = config.width, config.vocab_size
@@ -133,13 +133,13 @@ class Head(nnx.Module):
         return loss.total
 
 
-def constrain_residual(x_BTD: jax.Array, config: GPTConfig) -> jax.Array:
+def constrain_residual(x_BTD: jax.Array, config: DecoderConfig) -> jax.Array:
     """Constrain the residual stream between the halves of a block."""
     tokens_axis = TENSOR if config.sequence_parallel else None
     return constrain(x_BTD, DATA, tokens_axis, None)
 
 
-def gather_tokens(y_BTD: jax.Array, config: GPTConfig) -> jax.Array:
+def gather_tokens(y_BTD: jax.Array, config: DecoderConfig) -> jax.Array:
     """Undo sequence parallelism after a norm: its users share the one gather."""
     # Constrained twice, or the compiler gathers before the norm's last step, in fp32.
     return constrain(constrain_residual(y_BTD, config), DATA, None, None)

@@ -9,7 +9,7 @@ from jaxpar.step.weighted import Weighted
 from jaxpar.types import Batch
 
 
-def gpt_loss(model: Callable[..., jax.Array], batch: Batch) -> Weighted:
+def decoder_loss(model: Callable[..., jax.Array], batch: Batch) -> Weighted:
     """Sum the next-token cross entropy, in nats.
 
     The head computes it, a chunk of tokens at a time, so that logits are never held
@@ -17,7 +17,7 @@ def gpt_loss(model: Callable[..., jax.Array], batch: Batch) -> Weighted:
     `jaxpar.losses.next_token_loss`.
 
     Args:
-      model: of `make_gpt`.
+      model: of `make_decoder`.
       batch: "tokens", "weights" and, of a packed batch, "segment_ids" and "positions",
         as `jaxpar.losses.read_targets` takes them.
 

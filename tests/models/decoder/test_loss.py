@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpar.losses import next_token_loss
-from jaxpar.models import GPTConfig, gpt_loss, make_gpt
+from jaxpar.models import DecoderConfig, decoder_loss, make_decoder
 
 RNG = np.random.default_rng(0)
 SHAPE = {"vocab_size": 48, "seq_len": 12, "num_layers": 2, "num_heads": 2, "width": 16}
@@ -21,8 +21,8 @@ PACKED = BATCH | {"segment_ids": SEGMENTS, "positions": np.tile(np.arange(13), (
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("batch", [BATCH, PACKED], ids=["windows", "packs"])
 def test_loss_of_the_head_is_that_of_its_logits(tied: bool, batch: dict):
-    config = GPTConfig(**SHAPE, tied_embedding=tied)
-    model = make_gpt(config).init(0, jnp.zeros((2, 12), int))
+    config = DecoderConfig(**SHAPE, tied_embedding=tied)
+    model = make_decoder(config).init(0, jnp.zeros((2, 12), int))
     batch = jax.tree.map(jnp.asarray, batch)
 
     def mean(params: dict, loss_fn: object) -> jax.Array:
@@ -31,7 +31,7 @@ def test_loss_of_the_head_is_that_of_its_logits(tied: bool, batch: dict):
 
     of_both = [
         jax.value_and_grad(lambda p, f=f: mean(p, f))(model.params)
-        for f in (gpt_loss, next_token_loss)
+        for f in (decoder_loss, next_token_loss)
     ]
     (own, grads), (wanted, expected) = of_both
     assert float(own) == pytest.approx(float(wanted), rel=1e-6)

@@ -3,12 +3,12 @@
 import dataclasses
 from typing import Any
 
-from jaxpar.models.gpt.config import GPTConfig
+from jaxpar.models.decoder.config import DecoderConfig
 from jaxpar.tree import near_match
 
 
-def _megatron(width: int, num_layers: int, num_heads: int) -> GPTConfig:
-    return GPTConfig(
+def _megatron(width: int, num_layers: int, num_heads: int) -> DecoderConfig:
+    return DecoderConfig(
         vocab_size=51_200,
         seq_len=2048,
         num_layers=num_layers,
@@ -25,8 +25,8 @@ def _llama(
     *,
     mlp_width: int,
     num_kv_heads: int | None = None,
-) -> GPTConfig:
-    return GPTConfig(
+) -> DecoderConfig:
+    return DecoderConfig(
         vocab_size=32_000,
         seq_len=4096,
         num_layers=num_layers,
@@ -42,8 +42,8 @@ def _llama(
     )
 
 
-def _small(vocab_size: int, seq_len: int) -> GPTConfig:
-    return GPTConfig(
+def _small(vocab_size: int, seq_len: int) -> DecoderConfig:
+    return DecoderConfig(
         vocab_size=vocab_size,
         seq_len=seq_len,
         num_layers=4,
@@ -56,16 +56,16 @@ def _small(vocab_size: int, seq_len: int) -> GPTConfig:
     )
 
 
-PRESETS: dict[str, GPTConfig] = {
+PRESETS: dict[str, DecoderConfig] = {
     "tiny": _small(vocab_size=256, seq_len=256),
     "1m": _small(vocab_size=2048, seq_len=128),
-    "124m": GPTConfig(
+    "124m": DecoderConfig(
         vocab_size=50_304, seq_len=1024, num_layers=12, num_heads=12, width=768
     ),
-    "350m": GPTConfig(
+    "350m": DecoderConfig(
         vocab_size=50_304, seq_len=1024, num_layers=24, num_heads=16, width=1024
     ),
-    "1.3b": GPTConfig(
+    "1.3b": DecoderConfig(
         vocab_size=50_304, seq_len=2048, num_layers=24, num_heads=16, width=2048
     ),
     "7b": _llama(4096, 32, 32, mlp_width=11_008),
@@ -99,12 +99,12 @@ Clusters" (2021), table 1, for "1.7b" to "1008b".
 """
 
 
-def gpt_config(name: str, **overrides: Any) -> GPTConfig:
+def decoder_config(name: str, **overrides: Any) -> DecoderConfig:
     """Look up a preset, and replace fields.
 
     Args:
       name: one of `PRESETS`.
-      **overrides: fields of `GPTConfig` to replace.
+      **overrides: fields of `DecoderConfig` to replace.
 
     Returns:
       The config.
@@ -113,19 +113,19 @@ def gpt_config(name: str, **overrides: Any) -> GPTConfig:
       ValueError: if there is no such preset, or no such field.
 
     Example:
-      >>> gpt_config("124m", seq_len=2048).width
+      >>> decoder_config("124m", seq_len=2048).width
       768
     """
     if name not in PRESETS:
         raise ValueError(
-            f"gpt_config: name={name!r} must be one of "
+            f"decoder_config: name={name!r} must be one of "
             f"{', '.join(map(repr, PRESETS))}.{near_match(name, list(PRESETS))}"
         )
-    fields = [field.name for field in dataclasses.fields(GPTConfig)]
+    fields = [field.name for field in dataclasses.fields(DecoderConfig)]
     for field in overrides:
         if field not in fields:
             raise ValueError(
-                f"gpt_config: {field}={overrides[field]!r} is not a field of "
-                f"GPTConfig.{near_match(field, fields)}"
+                f"decoder_config: {field}={overrides[field]!r} is not a field of "
+                f"DecoderConfig.{near_match(field, fields)}"
             )
     return dataclasses.replace(PRESETS[name], **overrides)

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 from jaxpar.mesh import DATA, TENSOR
 from jaxpar.model.blocks import PipelineModel
 from jaxpar.models.attention import Attention, rotation_at
-from jaxpar.models.gpt.config import GPTConfig
-from jaxpar.models.gpt.embed_head import (
+from jaxpar.models.decoder.config import DecoderConfig
+from jaxpar.models.decoder.embed_head import (
     Embed,
     Head,
     constrain_residual,
@@ -35,7 +35,7 @@ _FORMER_NAMES = (
 )
 
 
-def make_gpt(config: GPTConfig) -> PipelineModel:
+def make_decoder(config: DecoderConfig) -> PipelineModel:
     """Make a decoder-only transformer with normalisation before each half of a block.
 
     ``model(tokens_BT)`` returns fp32 logits [B, T, V]. It takes by keyword
@@ -54,9 +54,9 @@ def make_gpt(config: GPTConfig) -> PipelineModel:
       makes one to call.
 
     Example:
-      >>> config = GPTConfig(num_layers=2, num_heads=2, width=16, seq_len=8)
+      >>> config = DecoderConfig(num_layers=2, num_heads=2, width=16, seq_len=8)
       >>> tokens_BT = jnp.zeros((1, 8), int)
-      >>> make_gpt(config).init(0, tokens_BT)(tokens_BT).shape
+      >>> make_decoder(config).init(0, tokens_BT)(tokens_BT).shape
       (1, 8, 256)
 
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners"
@@ -83,7 +83,7 @@ class Block(nnx.Module):
       rngs: for the ``params`` and ``dropout`` streams.
     """
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.attention_norm = make_norm(config)
         self.attention = Attention(
@@ -148,7 +148,7 @@ class MLP(nnx.Module):
     Source: Shazeer, "GLU Variants Improve Transformer" (2020), for "swiglu".
     """
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         dense = functools.partial(
             Linear, bias=config.bias, flatten=not config.sequence_parallel, rngs=rngs
         )
@@ -213,6 +213,6 @@ def _gated_silu(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
     return jax.nn.silu(gate_BTF) * up_BTF
 
 
-def _output_stddev(config: GPTConfig) -> float:
+def _output_stddev(config: DecoderConfig) -> float:
     """2 L matmuls add to the residual stream; their sum should not grow with L."""
     return 0.02 * (2 * config.num_layers) ** -0.5

@@ -13,13 +13,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.mesh import MeshShape, make_mesh
-from jaxpar.models import GPTConfig, gpt_loss, make_gpt
+from jaxpar.models import DecoderConfig, decoder_loss, make_decoder
 from jaxpar.models.layers import project_to_logits
 from jaxpar.tree import named_leaves
 
 # Sizes that no other dim has, so that a shape in the program tells what it is.
 VOCAB, HEAD, LENGTH = 88, 6, 20
-CONFIG = GPTConfig(
+CONFIG = DecoderConfig(
     vocab_size=VOCAB, seq_len=LENGTH, num_layers=2, num_heads=8, width=8 * HEAD
 )
 LLAMA = {
@@ -45,8 +45,8 @@ def four_devices() -> Mesh:
 
 def make_program(name: str) -> tuple[Any, list[jax.Array], list[NamedSharding]]:
     """Return loss and gradients as a function of flat leaves, leaves and shardings."""
-    model = make_gpt(dataclasses.replace(CONFIG, **OPTIONS[name]))
-    network = model.make_network(gpt_loss, {"tokens": TOKENS})
+    model = make_decoder(dataclasses.replace(CONFIG, **OPTIONS[name]))
+    network = model.make_network(decoder_loss, {"tokens": TOKENS})
     key = jax.random.key(0)
     params, _ = jax.jit(network.init)(key)
     names = network.dim_names()
@@ -58,7 +58,7 @@ def make_program(name: str) -> tuple[Any, list[jax.Array], list[NamedSharding]]:
 
     def mean_loss(leaves: list[jax.Array], tokens: jax.Array) -> jax.Array:
         variables, batch = (jax.tree.unflatten(treedef, leaves), {}), {"tokens": tokens}
-        loss, _ = network.run(gpt_loss, variables, key, batch, training=True)
+        loss, _ = network.run(decoder_loss, variables, key, batch, training=True)
         return loss.total / loss.weight
 
     shardings = [NamedSharding(four_devices(), spec) for spec in specs]
@@ -139,7 +139,7 @@ def test_logits_lie_over_the_vocabulary_whatever_the_kernel_does():
 def test_gpt_takes_a_batch_that_the_data_axis_does_not_divide():
     config = dataclasses.replace(CONFIG, sequence_parallel=True)
     tokens = jnp.asarray(TOKENS[:1, :7])
-    model = make_gpt(config).init(0, tokens)
+    model = make_decoder(config).init(0, tokens)
     want = jax.jit(lambda model: model(tokens))(model)
     with jax.set_mesh(four_devices()):
         got = jax.jit(lambda model: model(tokens))(model)

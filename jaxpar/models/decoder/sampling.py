@@ -42,7 +42,7 @@ def generate(
       model: ``engine.model()``, or a model that `PipelineModel.init` made.
       prompt_BT: tokens to continue, all rows of one length, at least one.
       num_tokens: tokens to add to each row.
-      seq_len: the longest row that the model takes (`GPTConfig.seq_len`).
+      seq_len: the longest row that the model takes (`DecoderConfig.seq_len`).
       key: of `jax.random`.
       temperature: divides the logits; 0 takes the most likely token each time.
 
@@ -53,9 +53,9 @@ def generate(
       ValueError: if the prompt is empty, or num_tokens or temperature is negative.
 
     Example:
-      >>> from jaxpar.models import gpt_config, make_gpt
+      >>> from jaxpar.models import decoder_config, make_decoder
       >>> prompt_BT = jnp.array([[72, 105]])
-      >>> model = make_gpt(gpt_config("tiny", num_layers=1)).init(0, prompt_BT)
+      >>> model = make_decoder(decoder_config("tiny", num_layers=1)).init(0, prompt_BT)
       >>> generate(model, prompt_BT, 3, seq_len=8, key=jax.random.key(0)).shape
       (1, 5)
     """

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jaxpar.model.network import WholeModel
-from jaxpar.models import GPTConfig, gpt_loss, make_gpt
+from jaxpar.models import DecoderConfig, decoder_loss, make_decoder
 from jaxpar.tree import named_leaves
 
-SMALL = GPTConfig(vocab_size=17, seq_len=6, num_layers=3, num_heads=4, width=16)
+SMALL = DecoderConfig(vocab_size=17, seq_len=6, num_layers=3, num_heads=4, width=16)
 VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": {
@@ -30,7 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "untied": {"tied_embedding": False, "norm": "rmsnorm"},
 }
 TOKENS = np.random.default_rng(0).integers(0, 17, size=(2, 6))
-MakeGPT = Callable[[GPTConfig], WholeModel]
+MakeGPT = Callable[[DecoderConfig], WholeModel]
 
 
 def tree_of(model: WholeModel) -> dict[str, Any]:
@@ -58,7 +58,10 @@ def turn(x_TNH: np.ndarray, positions_T: np.ndarray, base: float) -> np.ndarray:
 
 
 def attention(
-    x_TD: np.ndarray, layer: dict[str, Any], config: GPTConfig, segments_T: np.ndarray
+    x_TD: np.ndarray,
+    layer: dict[str, Any],
+    config: DecoderConfig,
+    segments_T: np.ndarray,
 ) -> np.ndarray:
     length, heads = len(x_TD), config.num_heads
     split = {
@@ -80,7 +83,7 @@ def attention(
     return product(out.reshape(length, -1), layer["output"])
 
 
-def mlp(x: np.ndarray, layer: dict[str, Any], config: GPTConfig) -> np.ndarray:
+def mlp(x: np.ndarray, layer: dict[str, Any], config: DecoderConfig) -> np.ndarray:
     up = product(x, layer["up"])
     if config.activation == "gelu":
         inner = np.sqrt(2 / np.pi) * (up + 0.044715 * up**3)
@@ -91,7 +94,7 @@ def mlp(x: np.ndarray, layer: dict[str, Any], config: GPTConfig) -> np.ndarray:
 
 def reference_logits(
     params: dict[str, Any],
-    config: GPTConfig,
+    config: DecoderConfig,
     tokens_BT: np.ndarray,
     segments_BT: np.ndarray | None = None,
 ) -> np.ndarray:
@@ -131,7 +134,7 @@ def loss_and_grads(model: WholeModel, tokens: jax.Array) -> tuple[jax.Array, dic
     """Return the mean loss and the gradients of the parameters."""
 
     def mean_loss(params: dict) -> jax.Array:
-        loss = gpt_loss(model.with_params(params), {"tokens": tokens})
+        loss = decoder_loss(model.with_params(params), {"tokens": tokens})
         return loss.total / loss.weight
 
     return jax.value_and_grad(mean_loss)(model.params)
@@ -148,9 +151,9 @@ def assert_trees_close(got: Any, want: Any, tolerance: float) -> None:
         assert error < tolerance, f"{jax.tree_util.keystr(path)}: {error}"
 
 
-def with_config(model: WholeModel, config: GPTConfig) -> WholeModel:
+def with_config(model: WholeModel, config: DecoderConfig) -> WholeModel:
     """The same weights under another config of the same shape."""
-    return make_gpt(config).init(1, TOKENS).with_params(model.params)
+    return make_decoder(config).init(1, TOKENS).with_params(model.params)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -205,7 +208,7 @@ def test_gpt_with_rotary_positions_may_be_longer(make_random_gpt: MakeGPT):
 
 def test_gpt_parameters_are_stacked_and_named():
     config = dataclasses.replace(SMALL, **VARIANTS["llama"])
-    network = make_gpt(config).make_network(lambda model, x: model(x), TOKENS)
+    network = make_decoder(config).make_network(lambda model, x: model(x), TOKENS)
     names = network.dim_names()
     assert names == {
         "embed/embedding/table": ("vocab", "embed"),
@@ -221,7 +224,7 @@ def test_gpt_parameters_are_stacked_and_named():
         "head/final_norm/scale": ("embed",),
         "head/logits/kernel": ("embed", "vocab"),
     }
-    leaves = named_leaves(make_gpt(config).init(0, TOKENS).params)
+    leaves = named_leaves(make_decoder(config).init(0, TOKENS).params)
     assert leaves.keys() == names.keys()
     for path, leaf in leaves.items():
         assert len(names[path]) == leaf.ndim
@@ -229,14 +232,14 @@ def test_gpt_parameters_are_stacked_and_named():
 
 
 def test_gpt_layers_start_different():
-    blocks = make_gpt(SMALL).init(0, TOKENS).params["blocks"]
+    blocks = make_decoder(SMALL).init(0, TOKENS).params["blocks"]
     kernel = blocks["mlp"]["up"]["kernel"]
     assert not jnp.allclose(kernel[0], kernel[1])
 
 
 def test_gpt_residual_products_start_smaller():
-    config = GPTConfig(num_layers=8, num_heads=4, width=64)
-    blocks = make_gpt(config).init(0, TOKENS).params["blocks"]
+    config = DecoderConfig(num_layers=8, num_heads=4, width=64)
+    blocks = make_decoder(config).init(0, TOKENS).params["blocks"]
     attention, mlp = blocks["attention"], blocks["mlp"]
     for layer in (attention["output"], mlp["down"]):
         assert float(layer["kernel"].std()) == pytest.approx(0.02 / 4, rel=0.05)
@@ -285,7 +288,7 @@ def test_gpt_program_options_change_no_gradient(
 
 def test_gpt_unroll_changes_the_compiled_loop():
     def num_loops(unroll: int) -> int:
-        model = make_gpt(dataclasses.replace(SMALL, unroll=unroll)).init(0, TOKENS)
+        model = make_decoder(dataclasses.replace(SMALL, unroll=unroll)).init(0, TOKENS)
         program = jax.jit(lambda params: model.with_params(params)(jnp.asarray(TOKENS)))
         return program.lower(model.params).as_text().count("stablehlo.while")
 
@@ -302,7 +305,7 @@ def test_gpt_remat_is_protected_where_no_loop_does(
     fields: dict[str, Any], prevents: bool
 ):
     config = dataclasses.replace(SMALL, remat="dots", **fields)
-    model = make_gpt(config).init(0, TOKENS)
+    model = make_decoder(config).init(0, TOKENS)
     jaxpr = jax.make_jaxpr(lambda model: model(jnp.asarray(TOKENS)))(model)
     assert ("prevent_cse=False" in str(jaxpr)) != prevents
 
