@@ -1,10 +1,11 @@
-"""Causal self-attention: grouped queries, rotary positions, cuDNN where available.
+"""Causal self-attention: grouped queries, windows and caps, cuDNN where available.
 
 The models call `Attention`; `attention_implementation` is the only place that chooses
 the program.
 """
 
-import functools
+import dataclasses
+from collections.abc import Callable, Collection
 from typing import Literal
 
 import jax
@@ -16,18 +17,23 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.mesh import DATA, TENSOR
 from jaxpar.models.attention_placeholder import attention_placeholder
-from jaxpar.models.causal_attention import causal_attention
+from jaxpar.models.causal_attention import PLAIN, Scoring, causal_attention
 from jaxpar.models.layers import Linear, multiply
+from jaxpar.models.rotary import Rotation, rotate
 from jaxpar.models.sparse_attention import sparse_attention
 from jaxpar.sharding.constrain import constrain, rows_are_automatic
 from jaxpar.sparse_attention import SparsityPattern
 
 Implementation = Literal["xla", "cudnn", "blocked", "planned"]
-Rotation = tuple[Float[Array, "#B T half"], Float[Array, "#B T half"]]
 
 
 def attention_implementation(
-    choice: str, *, dtype: jnp.dtype, head_size: int, masked: bool
+    choice: str,
+    *,
+    dtype: jnp.dtype,
+    head_size: int,
+    masked: bool,
+    scoring: Scoring = PLAIN,
 ) -> Implementation:
     """Choose the program that computes attention.
 
@@ -35,14 +41,16 @@ def attention_implementation(
     fused kernel where this process has an NVIDIA GPU of at least compute capability 8.0
     and the kernel supports the dtype and the head size; otherwise XLA. With a mask
     other than the causal one, a GPU means XLA: cuDNN needs such a mask as a bias, [T,
-    S] per row of the batch. Without a GPU, a placeholder call replaces cuDNN's kernel,
-    which only a GPU can compile (`jaxpar.models.attention_placeholder`).
+    S] per row of the batch. A cap of the scores always means blocks of queries. Without
+    a GPU, a placeholder call replaces cuDNN's kernel, which only a GPU can compile
+    (`jaxpar.models.attention_placeholder`).
 
     Args:
       choice: "auto", or the result itself.
       dtype: of queries, keys and values.
       head_size: features per head.
       masked: whether there is a mask besides the causal one.
+      scoring: how queries score keys.
 
     Returns:
       "blocked", "planned", or "xla" or "cudnn" as in `jax.nn.dot_product_attention`.
@@ -53,6 +61,8 @@ def attention_implementation(
       ... )
       'blocked'
     """
+    if scoring.softcap is not None:
+        return "blocked"
     if choice in ("cudnn", "xla", "blocked"):
         return choice
     if _device_kind() == "cpu":
@@ -89,49 +99,6 @@ def _compute_capability() -> float:
     return float(device.compute_capability)
 
 
-def rotation_at(
-    positions_BT: Int[Array, "B T"], head_size: int, base: float = 10_000.0
-) -> Rotation:
-    """Compute the angles by which rotary embedding rotates each pair of features.
-
-    Pair i of a head at position t rotates by ``t * base ** (-2 i / head_size)``.
-
-    Args:
-      positions_BT: position of each token; one row applies to a whole batch.
-      head_size: features per head; even.
-      base: of the geometric series of wavelengths.
-
-    Returns:
-      Cosines and sines, fp32, [B, T, head_size / 2] each.
-
-    Source: Su et al., "RoFormer" (2021), equation 15.
-    """
-    frequency = base ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
-    angle = positions_BT[..., None].astype(jnp.float32) * frequency
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(x_BTNH: Float[Array, "B T N H"], rotation: Rotation) -> jax.Array:
-    """Rotate each pair of features by its angle, in fp32.
-
-    Args:
-      x_BTNH: queries or keys.
-      rotation: the result of `rotation_at`.
-
-    Returns:
-      The same shape and dtype.
-
-    Differs: feature i pairs with i + H/2, not with its neighbour, as in most
-    published checkpoints; the two differ by a permutation of features.
-    """
-    cosine, sine = (part[:, :, None, :] for part in rotation)
-    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate(
-        [first * cosine - second * sine, second * cosine + first * sine], axis=-1
-    )
-    return turned.astype(x_BTNH.dtype)
-
-
 def attend(
     query_BTNH: Float[Array, "B T N H"],
     key_BSKH: Float[Array, "B T K H"],
@@ -139,6 +106,7 @@ def attend(
     mask_BNTS: Bool[Array, "B 1 T T"] | None,
     *,
     implementation: Implementation,
+    scoring: Scoring = PLAIN,
 ) -> Float[Array, "B T N H"]:
     """Attend causally, with softmax in fp32, and save only the arguments.
 
@@ -151,86 +119,122 @@ def attend(
       value_BSKH: values.
       mask_BNTS: which keys a query may see, besides the causal mask.
       implementation: the result of `attention_implementation`.
+      scoring: how queries score keys; a cap needs "blocked".
 
     Returns:
       The weighted sums of values.
     """
+    parts = query_BTNH, key_BSKH, value_BSKH
     if implementation == "blocked":
-        return causal_attention(query_BTNH, key_BSKH, value_BSKH, mask_BNTS)
+        return causal_attention(*parts, mask_BNTS, scoring)
     if implementation == "planned":
-        return attention_placeholder(query_BTNH, key_BSKH, value_BSKH)
-    attention = functools.partial(
-        jax.nn.dot_product_attention, is_causal=True, implementation=implementation
-    )
+        return attention_placeholder(*parts, window=scoring.window)
     if implementation == "cudnn":
-        return attention(query_BTNH, key_BSKH, value_BSKH, mask=mask_BNTS)
+        return _attend_dense(*parts, mask_BNTS, scoring, "cudnn")
 
     @jax.checkpoint
-    def attend_xla(
-        query_BTNH: jax.Array, key_BSKH: jax.Array, value_BSKH: jax.Array
-    ) -> jax.Array:
-        parts = query_BTNH, key_BSKH, value_BSKH
-        if query_BTNH.dtype == jnp.float16 and not _compute_capability():
+    def attend_xla(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        if query.dtype == jnp.float16 and not _compute_capability():
             # jax asks for fp16 matmuls with fp32 sums, which only GPUs have.
-            parts = tuple(part.astype(jnp.float32) for part in parts)
-        return attention(*parts, mask=mask_BNTS).astype(query_BTNH.dtype)
+            query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+        out = _attend_dense(query, key, value, mask_BNTS, scoring, "xla")
+        return out.astype(query_BTNH.dtype)
 
-    return attend_xla(query_BTNH, key_BSKH, value_BSKH)
+    return attend_xla(*parts)
+
+
+def _attend_dense(
+    query_BTNH: jax.Array,
+    key_BSKH: jax.Array,
+    value_BSKH: jax.Array,
+    mask_BNTS: jax.Array | None,
+    scoring: Scoring,
+    implementation: Literal["xla", "cudnn"],
+) -> jax.Array:
+    """`jax.nn.dot_product_attention`, causal."""
+    window = scoring.window
+    return jax.nn.dot_product_attention(
+        query_BTNH,
+        key_BSKH,
+        value_BSKH,
+        mask=mask_BNTS,
+        scale=scoring.scaled(query_BTNH.shape[-1]),
+        is_causal=True,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation=implementation,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """The heads of an attention.
+
+    Attributes:
+      num: query heads.
+      num_kv: key and value heads; divides `num`.
+      size: features of each.
+    """
+
+    num: int
+    num_kv: int
+    size: int
 
 
 class Attention(nnx.Module):
-    """Causal attention with `num_heads` query heads over `num_kv_heads` key heads.
+    """Causal attention with grouped queries.
 
     Args:
-      width: model width; num_heads divides it.
-      num_heads: query heads.
-      num_kv_heads: key and value heads; divides num_heads.
-      bias: whether the projections of queries, values and output have one.
+      width: model width.
+      heads: query heads, key heads, and their size.
+      biases: of which projections: of "query", "key", "value" and "output".
       output_stddev: of the output projection, which is added to the residual stream.
       flatten: as in `Linear`.
       implementation: "auto", "xla", "cudnn" or "blocked"; or a pattern of
         `jaxpar.sparse_attention`, to attend only to its blocks.
       pattern_len: tokens for which the pattern's block layout is made; a shorter
         sequence uses its first blocks. None for each sequence's own length.
+      scoring: how queries score keys.
+      make_norm: makes the norm of each query head and each key head, from its size;
+        None for no norms.
       rngs: for the ``params`` stream.
     """
 
     def __init__(
         self,
         width: int,
-        num_heads: int,
-        num_kv_heads: int,
+        heads: Heads,
         *,
-        bias: bool,
+        biases: Collection[str],
         output_stddev: float,
         flatten: bool = True,
         implementation: str | SparsityPattern = "auto",
         pattern_len: int | None = None,
+        scoring: Scoring = PLAIN,
+        make_norm: Callable[[int], nnx.Module] | None = None,
         rngs: nnx.Rngs,
     ):
-        self.head_size = width // num_heads
+        self.head_size = heads.size
         self.implementation = implementation
         self.pattern_len = pattern_len
-        kv_width = num_kv_heads * self.head_size
+        self.scoring = scoring
 
-        def projection(out: int, name: str, bias: bool) -> Linear:
-            names = ("embed", name)
-            return Linear((width, out), names, bias=bias, flatten=flatten, rngs=rngs)
+        def projection(name: str, num: int, dims: str) -> Linear:
+            shape, bias = (width, num * heads.size), name in biases
+            return Linear(shape, ("embed", dims), bias=bias, flatten=flatten, rngs=rngs)
 
-        self.query = projection(width, "heads", bias)
-        # Without rotary positions a key bias adds the same number to all scores of a
-        # query, which softmax ignores: its gradient is rounding noise, and Adam makes
-        # full steps of noise.
-        self.key = projection(kv_width, "kv_heads", bias=False)
-        self.value = projection(kv_width, "kv_heads", bias)
+        self.query = projection("query", heads.num, "heads")
+        self.key = projection("key", heads.num_kv, "kv_heads")
+        self.value = projection("value", heads.num_kv, "kv_heads")
         self.output = Linear(
-            (width, width),
+            (heads.num * heads.size, width),
             ("heads", "embed"),
-            bias=bias,
+            bias="output" in biases,
             stddev=output_stddev,
             flatten=flatten,
             rngs=rngs,
         )
+        self.query_norm = make_norm(heads.size) if make_norm else None
+        self.key_norm = make_norm(heads.size) if make_norm else None
 
     def __call__(
         self,
@@ -251,6 +255,9 @@ class Attention(nnx.Module):
           The update of the residual stream.
         """
         query_BTNH, key_BSKH, value_BSKH = map(self._heads, self._project(x_BTD))
+        if self.query_norm is not None and self.key_norm is not None:
+            query_BTNH = self.query_norm(query_BTNH)
+            key_BSKH = self.key_norm(key_BSKH)
         if rotation is not None:
             query_BTNH = rotate(query_BTNH, rotation)
             key_BSKH = rotate(key_BSKH, rotation)
@@ -284,7 +291,7 @@ class Attention(nnx.Module):
         kernel = constrain(jnp.concatenate(kernels, axis=2), None, TENSOR)
         product = multiply(x_BTD, kernel.reshape(width, -1), flatten=self.query.flatten)
         product = product.reshape(*x_BTD.shape[:2], groups, -1, size)
-        if self.query.bias is not None:
+        if any(part.bias is not None for part in parts):
             shapes = [kernel.shape[1:] for kernel in kernels]
             own = [
                 jnp.zeros(shape, product.dtype)
@@ -325,10 +332,10 @@ class Attention(nnx.Module):
             dtype=query_BTNH.dtype,
             head_size=self.head_size,
             masked=mask_BNTS is not None,
+            scoring=self.scoring,
         )
-        return attend(
-            query_BTNH, key_BSKH, value_BSKH, mask_BNTS, implementation=chosen
-        )
+        parts = query_BTNH, key_BSKH, value_BSKH, mask_BNTS
+        return attend(*parts, implementation=chosen, scoring=self.scoring)
 
     def _heads(self, x: jax.Array) -> jax.Array:
         x_BTNH = x.reshape(*x.shape[:2], -1, self.head_size)

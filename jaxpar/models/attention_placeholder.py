@@ -6,6 +6,7 @@ the same residuals (one number per head and token besides the result), and carri
 FLOPs for `jaxpar.jaxprs.evaluate.flops`. It can be compiled, but never run.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,11 +23,12 @@ Results = tuple[jax.Array, ...]
 Saved = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 
 
-@jax.custom_vjp
 def attention_placeholder(
     query_BTNH: Float[Array, "B T N H"],
     key_BSKH: Float[Array, "B S K H"],
     value_BSKH: Float[Array, "B S K H"],
+    *,
+    window: int | None = None,
 ) -> Float[Array, "B T N H"]:
     """Replace causal attention in a program that is compiled and never run.
 
@@ -37,20 +39,35 @@ def attention_placeholder(
       query_BTNH: queries.
       key_BSKH: keys; each head of them serves N / K query heads.
       value_BSKH: values.
+      window: keys that a query sees; None for all before it.
 
     Returns:
       An array of the result's shape.
     """
-    return _forward(query_BTNH, key_BSKH, value_BSKH)[0]
+    return _placeholder(window, query_BTNH, key_BSKH, value_BSKH)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _placeholder(
+    window: int | None,
+    query_BTNH: jax.Array,
+    key_BSKH: jax.Array,
+    value_BSKH: jax.Array,
+) -> jax.Array:
+    return _forward(window, query_BTNH, key_BSKH, value_BSKH)[0]
 
 
 def _forward(
-    query_BTNH: jax.Array, key_BSKH: jax.Array, value_BSKH: jax.Array
+    window: int | None,
+    query_BTNH: jax.Array,
+    key_BSKH: jax.Array,
+    value_BSKH: jax.Array,
 ) -> tuple[jax.Array, Saved]:
     def call(query: jax.Array, key: jax.Array, value: jax.Array) -> Results:
         batch, length, heads, _ = query.shape
         sums = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
-        return _call("forward", 2, query, key, value, results=(query, sums))
+        given = query, key, value
+        return _call("forward", 2, window, *given, results=(query, sums))
 
     split = split_of(query_BTNH, key_BSKH)
     spec, of_sums = P(split.rows, None, split.heads, None), P(split.rows, split.heads)
@@ -61,10 +78,10 @@ def _forward(
 
 
 def _backward(
-    saved: Saved, cotangent_BTNH: jax.Array
+    window: int | None, saved: Saved, cotangent_BTNH: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     def call(*args: jax.Array) -> Results:
-        return _call("backward", 5, *args, results=args[:3])
+        return _call("backward", 5, window, *args, results=args[:3])
 
     query, key, *_ = saved
     split = split_of(query, key)
@@ -74,15 +91,21 @@ def _backward(
     return grads[0], grads[1], grads[2]
 
 
-attention_placeholder.defvjp(_forward, _backward)
+_placeholder.defvjp(_forward, _backward)
 
 
 def _call(
-    name: str, products: int, *args: jax.Array, results: Sequence[Any]
+    name: str,
+    products: int,
+    window: int | None,
+    *args: jax.Array,
+    results: Sequence[Any],
 ) -> Results:
     batch, length, heads, size = args[0].shape
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
-    # Half of two FLOPs per score and feature.
-    flops = products * batch * heads * length * args[1].shape[1] * size
+    # Half of two FLOPs per score and feature; with a window, two of each that is seen.
+    keys = args[1].shape[1]
+    seen = keys if window is None or window >= keys else 2 * window
+    flops = products * batch * heads * length * min(seen, keys) * size
     call = jax.ffi.ffi_call(f"{PLACEHOLDER}.attention.{name}", shapes)
     return tuple(call(*args, flops=np.int64(flops)))

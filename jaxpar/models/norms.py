@@ -52,13 +52,24 @@ class RMSNorm(nnx.Module):
     Args:
       width: size of the last dim.
       epsilon: added to the mean square.
+      plus_one: whether one plus the parameter scales, as in Gemma: decay then pulls
+        towards 1.
+      name: logical name of the dim.
 
     Source: Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
 
-    def __init__(self, width: int, *, epsilon: float = 1e-5):
-        self.scale = named_param(jnp.ones(width), ("embed",))
-        self.epsilon = epsilon
+    def __init__(
+        self,
+        width: int,
+        *,
+        epsilon: float = 1e-5,
+        plus_one: bool = False,
+        name: str | None = "embed",
+    ):
+        value = jnp.zeros(width) if plus_one else jnp.ones(width)
+        self.scale = named_param(value, (name,))
+        self.epsilon, self.plus_one = epsilon, plus_one
 
     def __call__(self, x: Float[Array, "*dims D"]) -> Float[Array, "*dims D"]:
         """Normalise.
@@ -69,7 +80,8 @@ class RMSNorm(nnx.Module):
         Returns:
           The same shape and dtype.
         """
-        return _rms_norm(self.epsilon, x, self.scale[...])
+        scale = self.scale[...]
+        return _rms_norm(self.epsilon, x, _wide(scale) + 1 if self.plus_one else scale)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -7,7 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.models.causal_attention import BLOCK, MAX_BLOCKS, _blocks, causal_attention
+from jaxpar.models.causal_attention import (
+    BLOCK,
+    MAX_BLOCKS,
+    Scoring,
+    _blocks,
+    causal_attention,
+)
 
 
 def inputs(length: int, heads: int, kv_heads: int, dtype=jnp.float32):
@@ -43,6 +49,48 @@ def largest_difference(length, heads, kv_heads, mask=None) -> float:
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
 def test_values_and_gradients_are_those_of_attention_at_once(length, heads, kv_heads):
     assert largest_difference(length, heads, kv_heads) < 2e-5
+
+
+def scored_at_once(query, key, value, scoring: Scoring):
+    """The definition, with all scores."""
+    groups = query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(x, groups, axis=2) for x in (key, value))
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key)
+    scores = scores * (scoring.scale or query.shape[-1] ** -0.5)
+    if scoring.softcap:
+        scores = scoring.softcap * jnp.tanh(scores / scoring.softcap)
+    back = jnp.arange(query.shape[1])[:, None] - jnp.arange(query.shape[1])
+    seen = (back >= 0) & (back < (scoring.window or query.shape[1]))
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
+    return jnp.einsum("bnts,bsnh->btnh", weights, value)
+
+
+@pytest.mark.parametrize(
+    "scoring",
+    [
+        Scoring(window=1),
+        Scoring(window=BLOCK + 7),
+        Scoring(scale=0.7, softcap=2.0),
+        Scoring(window=20, softcap=1.5),
+    ],
+)
+def test_windows_scales_and_caps_are_as_defined(scoring):
+    arrays = inputs(2 * BLOCK + 5, 4, 2)
+    ours, theirs = (
+        result_and_gradients(fn, *arrays)
+        for fn in (
+            lambda *x: causal_attention(*x, None, scoring),
+            lambda *x: scored_at_once(*x, scoring),
+        )
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        assert float(jnp.abs(a - b).max()) < 2e-5
+
+
+def test_a_block_reads_no_key_before_its_window():
+    length, window = 8 * BLOCK, BLOCK // 2
+    widths = [b.keys.stop - b.keys.start for b in _blocks(length, window)]
+    assert max(widths) == BLOCK + window - 1
 
 
 def test_segments_do_not_see_each_other():
@@ -81,7 +129,7 @@ def test_half_precision_sums_in_fp32(dtype, error):
 def test_blocks_cover_every_row_once_and_are_not_too_many():
     for length in (1, BLOCK, 3 * BLOCK + 1, 100 * BLOCK):
         blocks = list(_blocks(length))
-        rows = [row for rows in blocks for row in range(rows.start, rows.stop)]
+        rows = [row for b in blocks for row in range(b.rows.start, b.rows.stop)]
         assert rows == list(range(length))
         assert len(blocks) <= MAX_BLOCKS
 

@@ -1,9 +1,11 @@
-"""What does a GPT's config contain, and which values are valid?"""
+"""What does a decoder's config contain, and which values are valid?"""
 
 import dataclasses
+import math
 from typing import Literal
 
 from jaxpar.model.remat import check_policy
+from jaxpar.models.rotary import RotaryScaling
 from jaxpar.sparse_attention import SparsityPattern
 from jaxpar.tree import near_match
 
@@ -11,16 +13,26 @@ ACTIVATION_NAMES = ("qkv", "attention", "mlp_hidden")
 """Labels of a block's activations, for ``remat="save-names"``."""
 
 _CHOICES = {
-    "activation": ("gelu", "swiglu"),
-    "norm": ("layernorm", "rmsnorm"),
+    "activation": ("gelu", "swiglu", "geglu"),
+    "norm": ("layernorm", "rmsnorm", "rmsnorm_plus_one"),
     "positions": ("learned", "rotary"),
     "attention": ("auto", "xla", "cudnn", "blocked"),
 }
 
 
+_AT_LEAST_ONE = (
+    *("vocab_size", "seq_len", "num_layers", "num_heads", "num_kv_heads"),
+    *("width", "head_width", "mlp_width", "window"),
+)
+_ABOVE_ZERO = (
+    *("norm_epsilon", "attention_scale", "attention_softcap"),
+    *("logits_softcap", "embedding_scale"),
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The shape of a GPT, and how its layers are run.
+    """The shape of a decoder, and how its layers are run.
 
     Attributes:
       vocab_size: tokens; make it a multiple of the tensor axis.
@@ -30,13 +42,30 @@ class DecoderConfig:
       num_kv_heads: key and value heads, each shared by num_heads / num_kv_heads
         query heads; None for num_heads.
       width: features of the residual stream.
+      head_width: features of a head; None for width / num_heads.
       mlp_width: features inside the MLP; None for 4 x width with "gelu", and for
-        8/3 x width, rounded up to a multiple of 64, with "swiglu".
-      activation: "gelu" or "swiglu".
-      norm: "layernorm" or "rmsnorm".
-      bias: whether projections and layer norms have a bias; key projections never do.
+        8/3 x width, rounded up to a multiple of 64, if it is gated.
+      activation: "gelu" (by tanh), or gated: "swiglu", "geglu".
+      norm: "layernorm", "rmsnorm", or "rmsnorm_plus_one", which scales by one plus its
+        parameter.
+      norm_epsilon: added to the variance, or the mean square.
+      post_norm: whether the updates of the residual stream are normalised too.
+      qk_norm: whether each query head and key head is normalised.
+      bias: whether the output projections, MLPs and layer norms have a bias.
+      qkv_bias: whether queries and values have one; None for `bias`.
+      key_bias: whether keys have one. Without rotary positions it has no gradient but
+        rounding noise, of which Adam makes full steps; published GPT-2 has it.
       positions: "learned" or "rotary".
       rotary_base: of the wavelengths of rotary positions; 500,000 in Llama 3.
+      rotary_scaling: how wavelengths are stretched; None for not at all.
+      window: tokens that a query sees, itself among them; None for all before it.
+      global_every: of so many blocks, the last sees all tokens; None for none of them.
+      local_rotary_base: of the blocks with a window; None for `rotary_base` and its
+        scaling.
+      attention_scale: of the scores; None for 1 / sqrt(head size).
+      attention_softcap: bound of the scores (`jaxpar.models.causal_attention.Scoring`).
+      logits_softcap: bound of the logits, likewise.
+      embedding_scale: embeddings are multiplied by it; None for 1.
       tied_embedding: whether the head is the transposed embedding table.
       dropout: fraction of features zeroed after the embedding and in each update of
         the residual stream.
@@ -65,12 +94,26 @@ class DecoderConfig:
     num_heads: int = 4
     num_kv_heads: int | None = None
     width: int = 128
+    head_width: int | None = None
     mlp_width: int | None = None
     activation: str = "gelu"
     norm: str = "layernorm"
+    norm_epsilon: float = 1e-5
+    post_norm: bool = False
+    qk_norm: bool = False
     bias: bool = True
+    qkv_bias: bool | None = None
+    key_bias: bool = False
     positions: str = "learned"
     rotary_base: float = 10_000.0
+    rotary_scaling: RotaryScaling | None = None
+    window: int | None = None
+    global_every: int | None = None
+    local_rotary_base: float | None = None
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
+    embedding_scale: float | None = None
     tied_embedding: bool = True
     dropout: float = 0.0
     remat: str = "none"
@@ -83,6 +126,7 @@ class DecoderConfig:
     def __post_init__(self):
         self._check_numbers()
         self._check_heads()
+        self._check_window()
         for field, choices in _CHOICES.items():
             value = getattr(self, field)
             if isinstance(value, str):
@@ -94,16 +138,20 @@ class DecoderConfig:
             _check_choice("remat_names", name, ACTIVATION_NAMES)
 
     def _check_numbers(self) -> None:
-        fields = ("vocab_size", "seq_len", "num_layers", "num_heads", "width")
-        for field in (*fields, "num_kv_heads", "mlp_width"):
+        for field in _AT_LEAST_ONE:
             value = getattr(self, field)
             if value is not None and value < 1:
                 raise ValueError(f"DecoderConfig: {field}={value} must be at least 1.")
-        if not self.rotary_base > 1:
-            raise ValueError(
-                f"DecoderConfig: rotary_base={self.rotary_base} must be above 1, such "
-                "as 10,000."
-            )
+        for field in _ABOVE_ZERO:
+            value = getattr(self, field)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"DecoderConfig: {field}={value} must be above 0.")
+        for field in ("rotary_base", "local_rotary_base"):
+            value = getattr(self, field)
+            if value is not None and not value > 1:
+                raise ValueError(
+                    f"DecoderConfig: {field}={value} must be above 1, such as 10,000."
+                )
         if not 0 <= self.dropout < 1:
             raise ValueError(
                 f"DecoderConfig: dropout={self.dropout} must be at least 0 and below "
@@ -116,11 +164,12 @@ class DecoderConfig:
             )
 
     def _check_heads(self) -> None:
-        if self.width % self.num_heads:
+        if self.head_width is None and self.width % self.num_heads:
             raise ValueError(
                 f"DecoderConfig: width={self.width} must be a multiple of "
-                f"num_heads={self.num_heads}; the nearest is "
-                f"{max(1, round(self.width / self.num_heads)) * self.num_heads}."
+                f"num_heads={self.num_heads} (the nearest is "
+                f"{max(1, round(self.width / self.num_heads)) * self.num_heads}), or "
+                "head_width given."
             )
         if self.num_heads % self.kv_heads:
             raise ValueError(
@@ -131,8 +180,30 @@ class DecoderConfig:
         if self.positions == "rotary" and self.head_size % 2:
             raise ValueError(
                 f"DecoderConfig: positions='rotary' rotates pairs of features, but "
-                f"width={self.width} over num_heads={self.num_heads} gives heads of "
-                f"{self.head_size}; make that even, or use positions='learned'."
+                f"heads have {self.head_size} (head_width, or width={self.width} / "
+                f"num_heads={self.num_heads}); make that even, or use "
+                "positions='learned'."
+            )
+
+    def _check_window(self) -> None:
+        for field in ("global_every", "local_rotary_base"):
+            if getattr(self, field) is not None and self.window is None:
+                raise ValueError(
+                    f"DecoderConfig: {field}={getattr(self, field)} is of blocks with "
+                    "a window, but window=None; give the window's tokens."
+                )
+        if self.window is not None and not isinstance(self.attention, str):
+            raise ValueError(
+                f"DecoderConfig: window={self.window} and a sparsity pattern as "
+                "attention both say what a query sees; give one of them."
+            )
+        if not self.global_every:
+            return
+        if not 2 <= self.global_every <= self.num_layers:
+            raise ValueError(
+                f"DecoderConfig: global_every={self.global_every} must be from 2 to "
+                f"num_layers={self.num_layers}; for blocks that all see everything "
+                "leave window out."
             )
 
     def _check_pattern(self, pattern: SparsityPattern) -> None:
@@ -151,13 +222,18 @@ class DecoderConfig:
 
     @property
     def head_size(self) -> int:
-        """Features per head."""
-        return self.width // self.num_heads
+        """Features per head, with None resolved."""
+        return self.head_width or self.width // self.num_heads
 
     @property
     def kv_heads(self) -> int:
         """Key and value heads, with None resolved."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether queries and values have a bias, with None resolved."""
+        return self.bias if self.qkv_bias is None else self.qkv_bias
 
     @property
     def hidden_width(self) -> int:
@@ -183,14 +259,20 @@ def num_params(config: DecoderConfig) -> int:
       2960
     """
     width, hidden = config.width, config.hidden_width
-    kv_width = config.kv_heads * config.head_size
+    q_width, kv_width = (
+        heads * config.head_size for heads in (config.num_heads, config.kv_heads)
+    )
     norm = width * (2 if config.norm == "layernorm" and config.bias else 1)
-    num_up = 2 if config.activation == "swiglu" else 1
-    products = 2 * width * (width + kv_width) + (num_up + 1) * width * hidden
-    biases = 3 * width + kv_width + num_up * hidden if config.bias else 0
+    norms = norm * (4 if config.post_norm else 2)
+    norms += 2 * config.head_size if config.qk_norm else 0
+    num_up = 1 if config.activation == "gelu" else 2
+    products = 2 * width * (q_width + kv_width) + (num_up + 1) * width * hidden
+    biases = 2 * width + num_up * hidden if config.bias else 0
+    biases += q_width + kv_width if config.has_qkv_bias else 0
+    biases += kv_width if config.key_bias else 0
     rows = config.vocab_size * (1 if config.tied_embedding else 2)
     rows += config.seq_len if config.positions == "learned" else 0
-    return config.num_layers * (products + biases + 2 * norm) + rows * width + norm
+    return config.num_layers * (products + biases + norms) + rows * width + norm
 
 
 def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:

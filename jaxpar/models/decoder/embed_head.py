@@ -1,6 +1,7 @@
-"""What comes before and after a GPT's blocks: the embedding, and the logits."""
+"""What comes before and after a decoder's blocks: the embedding, and the logits."""
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -14,9 +15,11 @@ from jaxpar.sharding.constrain import constrain
 
 def make_norm(config: DecoderConfig) -> LayerNorm | RMSNorm:
     """Make the normalisation that a config names."""
+    epsilon = config.norm_epsilon
     if config.norm == "layernorm":
-        return LayerNorm(config.width, bias=config.bias)
-    return RMSNorm(config.width)
+        return LayerNorm(config.width, bias=config.bias, epsilon=epsilon)
+    plus_one = config.norm == "rmsnorm_plus_one"
+    return RMSNorm(config.width, epsilon=epsilon, plus_one=plus_one)
 
 
 def make_dropout(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.Dropout | None:
@@ -65,6 +68,9 @@ class Embed(nnx.Module):
         # Replicated first: if sharded over tokens at once, the lookup would send
         # tokens.
         x_BTD = constrain(self.embedding(tokens_BT), DATA, None, None)
+        if config.embedding_scale is not None:
+            # Rounded as the published model rounds it.
+            x_BTD = x_BTD * jnp.asarray(config.embedding_scale, x_BTD.dtype)
         x_BTD = constrain_residual(x_BTD, config)
         if self.positions is not None:
             length = tokens_BT.shape[1]
@@ -124,9 +130,12 @@ class Head(nnx.Module):
         kernel_DV = logits.table[...].T if is_tied else logits.kernel[...]
         if targets_BT is None:
             flatten = not self.config.sequence_parallel
-            return project_to_logits(hidden_BTD, kernel_DV, flatten=flatten)
+            logits_BTV = project_to_logits(hidden_BTD, kernel_DV, flatten=flatten)
+            cap = self.config.logits_softcap
+            return logits_BTV if cap is None else cap * jnp.tanh(logits_BTV / cap)
         loss = cross_entropy(
             *(hidden_BTD, kernel_DV, targets_BT, weights_BT),
+            soft_cap=self.config.logits_softcap,
             logits_dtype=self.config.logits_dtype,
             tokens_axis=TENSOR if self.config.sequence_parallel else None,
         )

@@ -1,6 +1,8 @@
-"""What is the model that the recipes train: a GPT, as embedding, blocks and head."""
+"""What is a decoder: an embedding, blocks and a head, of every published family."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.mesh import DATA, TENSOR
 from jaxpar.model.blocks import PipelineModel
-from jaxpar.models.attention import Attention, rotation_at
+from jaxpar.models.attention import Attention, Heads
+from jaxpar.models.causal_attention import Scoring
 from jaxpar.models.decoder.config import DecoderConfig
 from jaxpar.models.decoder.embed_head import (
     Embed,
@@ -21,6 +24,8 @@ from jaxpar.models.decoder.embed_head import (
     make_norm,
 )
 from jaxpar.models.layers import Linear
+from jaxpar.models.norms import RMSNorm
+from jaxpar.models.rotary import Rotation, rotation_at
 from jaxpar.sharding.constrain import constrain
 
 _FORMER_NAMES = (
@@ -65,7 +70,7 @@ def make_decoder(config: DecoderConfig) -> PipelineModel:
     tie = (("embed", "embedding/table"), ("head", "logits/table"))
     return PipelineModel(
         embed=functools.partial(Embed, config),
-        sections=[(functools.partial(Block, config), config.num_layers)],
+        sections=_sections(config),
         head=functools.partial(Head, config),
         tied=(tie,) if config.tied_embedding else (),
         remat=config.remat,
@@ -75,30 +80,78 @@ def make_decoder(config: DecoderConfig) -> PipelineModel:
     )
 
 
+def _sections(config: DecoderConfig) -> dict[str, Any]:
+    """Blocks; in groups, where the last of so many sees everything."""
+    every, block = config.global_every, functools.partial(Block, config)
+    if every is None:
+        return {"blocks": (block, config.num_layers)}
+    groups, left = divmod(config.num_layers, every)
+    found: dict[str, Any] = {"blocks": (functools.partial(Group, config), groups)}
+    return {**found, "last_blocks": (block, left)} if left else found
+
+
+class Group(nnx.Module):
+    """Blocks with a window, and behind them one that sees everything.
+
+    Args:
+      config: the shape of the model; `global_every` blocks are a group.
+      rngs: for the ``params`` and ``dropout`` streams.
+    """
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        places = range(1, (config.global_every or 1) + 1)
+        self.layers = nnx.List(
+            Block(config, sees_all=place == len(places), rngs=rngs) for place in places
+        )
+
+    def __call__(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        *,
+        positions_BT: Int[Array, "#B T"] | None = None,
+        segment_ids_BT: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Run the blocks; see `Block`."""
+        for layer in self.layers:
+            x_BTD = layer(
+                x_BTD, positions_BT=positions_BT, segment_ids_BT=segment_ids_BT
+            )
+        return x_BTD
+
+
 class Block(nnx.Module):
     """Attention, then an MLP, each added to the residual stream.
 
     Args:
       config: the shape of the model.
+      sees_all: whether it attends to all tokens before, though others have a window.
       rngs: for the ``params`` and ``dropout`` streams.
     """
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+    def __init__(
+        self, config: DecoderConfig, *, sees_all: bool = False, rngs: nnx.Rngs
+    ):
         self.config = config
+        self.is_local = config.window is not None and not sees_all
+        window = config.window if self.is_local else None
+        scale, cap = config.attention_scale, config.attention_softcap
         self.attention_norm = make_norm(config)
         self.attention = Attention(
             config.width,
-            config.num_heads,
-            config.kv_heads,
-            bias=config.bias,
+            Heads(config.num_heads, config.kv_heads, config.head_size),
+            biases=_biases(config),
             output_stddev=_output_stddev(config),
             flatten=not config.sequence_parallel,
             implementation=config.attention,
             pattern_len=config.seq_len,
+            scoring=Scoring(scale, window, cap),
+            make_norm=_norm_of_heads(config),
             rngs=rngs,
         )
         self.mlp_norm = make_norm(config)
         self.mlp = MLP(config, rngs=rngs)
+        self.attention_post_norm = make_norm(config) if config.post_norm else None
+        self.mlp_post_norm = make_norm(config) if config.post_norm else None
         self.dropout = make_dropout(config, rngs)
 
     def __call__(
@@ -119,41 +172,52 @@ class Block(nnx.Module):
         Returns:
           Residual stream.
         """
-        rotation = None
-        if self.config.positions == "rotary":
-            if positions_BT is None:
-                positions_BT = jnp.arange(x_BTD.shape[1])[None]
-            own = self.config.head_size, self.config.rotary_base
-            rotation = rotation_at(positions_BT, *own)
+        rotation = self._rotation(x_BTD.shape[1], positions_BT)
         y_BTD = gather_tokens(self.attention_norm(x_BTD), self.config)
         y_BTD = self.attention(y_BTD, rotation=rotation, segment_ids_BT=segment_ids_BT)
-        x_BTD = self._add(x_BTD, y_BTD)
+        x_BTD = self._add(x_BTD, y_BTD, self.attention_post_norm)
         y_BTD = gather_tokens(self.mlp_norm(x_BTD), self.config)
-        return self._add(x_BTD, self.mlp(y_BTD))
+        return self._add(x_BTD, self.mlp(y_BTD), self.mlp_post_norm)
 
-    def _add(self, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
+    def _rotation(self, length: int, positions_BT: jax.Array | None) -> Rotation | None:
+        config = self.config
+        if config.positions != "rotary":
+            return None
+        if positions_BT is None:
+            positions_BT = jnp.arange(length)[None]
+        base, scaling = config.rotary_base, config.rotary_scaling
+        if self.is_local and config.local_rotary_base is not None:
+            base, scaling = config.local_rotary_base, None
+        return rotation_at(positions_BT, config.head_size, base, scaling)
+
+    def _add(
+        self, x_BTD: jax.Array, y_BTD: jax.Array, norm: nnx.Module | None
+    ) -> jax.Array:
         y_BTD = constrain_residual(y_BTD, self.config)
+        if norm is not None:
+            y_BTD = norm(y_BTD)
         if self.dropout is not None:
             y_BTD = self.dropout(y_BTD)
         return constrain_residual(x_BTD + y_BTD, self.config)
 
 
 class MLP(nnx.Module):
-    """Two matmuls around a gelu, or three around a gated silu.
+    """Two matmuls around a gelu, or three around a gated silu or gelu.
 
     Args:
       config: the shape of the model.
       rngs: for the ``params`` stream.
 
-    Source: Shazeer, "GLU Variants Improve Transformer" (2020), for "swiglu".
+    Source: Shazeer, "GLU Variants Improve Transformer" (2020), for the gates.
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.activation = config.activation
         dense = functools.partial(
             Linear, bias=config.bias, flatten=not config.sequence_parallel, rngs=rngs
         )
         width, hidden = config.width, config.hidden_width
-        is_gated = config.activation == "swiglu"
+        is_gated = config.activation != "gelu"
         self.gate = dense((width, hidden), ("embed", "mlp")) if is_gated else None
         self.up = dense((width, hidden), ("embed", "mlp"))
         stddev = _output_stddev(config)
@@ -174,7 +238,8 @@ class MLP(nnx.Module):
             return self.down(_gelu(up_BTF, bias_F))
         gate_BTF = self._labelled(self.gate(x_BTD))
         up_BTF = up_BTF if bias_F is None else up_BTF + bias_F
-        return self.down(_gated_silu(gate_BTF, up_BTF))
+        gated = _gated_silu if self.activation == "swiglu" else _gated_gelu
+        return self.down(gated(gate_BTF, up_BTF))
 
     @staticmethod
     def _labelled(hidden_BTF: jax.Array) -> jax.Array:
@@ -211,6 +276,31 @@ _gelu.defvjp(_gelu_forward, _gelu_backward)
 @jax.checkpoint
 def _gated_silu(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
     return jax.nn.silu(gate_BTF) * up_BTF
+
+
+@jax.checkpoint
+def _gated_gelu(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
+    return jax.nn.gelu(gate_BTF) * up_BTF
+
+
+def _biases(config: DecoderConfig) -> list[str]:
+    """The projections of attention that have a bias."""
+    has = {
+        "query": config.has_qkv_bias,
+        "key": config.key_bias,
+        "value": config.has_qkv_bias,
+        "output": config.bias,
+    }
+    return [name for name, flag in has.items() if flag]
+
+
+def _norm_of_heads(config: DecoderConfig) -> Callable[[int], RMSNorm] | None:
+    """Makes the norm of a query head or key head; None if there are none."""
+    if not config.qk_norm:
+        return None
+    plus_one = config.norm == "rmsnorm_plus_one"
+    how = {"epsilon": config.norm_epsilon, "plus_one": plus_one, "name": None}
+    return functools.partial(RMSNorm, **how)
 
 
 def _output_stddev(config: DecoderConfig) -> float:

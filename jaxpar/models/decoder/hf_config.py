@@ -1,0 +1,185 @@
+"""Which decoder does a published config describe, and how is ours published?"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxpar.models.decoder.config import DecoderConfig
+from jaxpar.models.rotary import RotaryScaling
+
+Published = Mapping[str, Any]
+
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+
+
+def read_gpt2(hf: Published) -> dict[str, Any]:
+    """The fields of a GPT-2."""
+    _require(hf, "activation_function", "gelu_new", "gelu_pytorch_tanh")
+    _require(hf, "scale_attn_weights", True)
+    _require(hf, "scale_attn_by_inverse_layer_idx", False)
+    return {
+        "vocab_size": hf["vocab_size"],
+        "seq_len": hf["n_positions"],
+        "num_layers": hf["n_layer"],
+        "num_heads": hf["n_head"],
+        "width": hf["n_embd"],
+        "mlp_width": hf.get("n_inner"),
+        "norm_epsilon": hf.get("layer_norm_epsilon", 1e-5),
+        "key_bias": True,
+        "tied_embedding": hf.get("tie_word_embeddings", True),
+    }
+
+
+def read_llama(hf: Published) -> dict[str, Any]:
+    """The fields of a Llama."""
+    _require(hf, "attention_bias", False)
+    _require(hf, "mlp_bias", False)
+    _require(hf, "hidden_act", "silu")
+    base, scaling = _rotary(hf)
+    return {**_shared(hf), "rotary_base": base, "rotary_scaling": scaling}
+
+
+def read_mistral(hf: Published) -> dict[str, Any]:
+    """The fields of a Mistral."""
+    return {**read_llama(hf), "window": hf.get("sliding_window")}
+
+
+def read_qwen2(hf: Published) -> dict[str, Any]:
+    """The fields of a Qwen 2: queries, keys and values have a bias."""
+    _require(hf, "use_sliding_window", False)
+    return {**read_llama(hf), "qkv_bias": True, "key_bias": True}
+
+
+def read_qwen3(hf: Published) -> dict[str, Any]:
+    """The fields of a Qwen 3: query and key heads are normalised."""
+    _require(hf, "use_sliding_window", False)
+    return {**read_llama(hf), "qk_norm": True}
+
+
+def read_gemma2(hf: Published) -> dict[str, Any]:
+    """The fields of a Gemma 2: caps, and a window in every other block."""
+    _require(hf, "attention_bias", False)
+    _require(hf, "hidden_activation", "gelu_pytorch_tanh")
+    base, scaling = _rotary(hf)
+    return {
+        **_shared(hf),
+        "activation": "geglu",
+        "norm": "rmsnorm_plus_one",
+        "post_norm": True,
+        "tied_embedding": hf.get("tie_word_embeddings", True),
+        "embedding_scale": math.sqrt(hf["hidden_size"]),
+        "attention_scale": hf["query_pre_attn_scalar"] ** -0.5,
+        "attention_softcap": hf.get("attn_logit_softcapping"),
+        "logits_softcap": hf.get("final_logit_softcapping"),
+        "window": hf["sliding_window"],
+        "global_every": _global_every(hf, 2),
+        "rotary_base": base,
+        "rotary_scaling": scaling,
+    }
+
+
+def read_gemma3(hf: Published) -> dict[str, Any]:
+    """The fields of a Gemma 3's text model: as Gemma 2, with other positions nearby."""
+    local = hf.get("rope_local_base_freq", 10_000.0)
+    found = hf.get("rope_parameters") or {}
+    if LOCAL in found:
+        local = found[LOCAL]["rope_theta"]
+    every = _global_every(hf, hf.get("sliding_window_pattern", 6))
+    fields = {"qk_norm": True, "local_rotary_base": local, "global_every": every}
+    return {**read_gemma2({"layer_types": None, **hf}), **fields}
+
+
+READERS: dict[str, Callable[[Published], dict[str, Any]]] = {
+    "gpt2": read_gpt2,
+    "llama": read_llama,
+    "mistral": read_mistral,
+    "qwen2": read_qwen2,
+    "qwen3": read_qwen3,
+    "gemma2": read_gemma2,
+    "gemma3_text": read_gemma3,
+}
+"""By model_type, what reads the fields of `DecoderConfig`."""
+
+
+def read_decoder(hf: Published, **overrides: Any) -> DecoderConfig:
+    """The config of a published decoder.
+
+    Args:
+      hf: the published config.
+      **overrides: fields of `DecoderConfig` to replace.
+
+    Raises:
+      ValueError: if it needs something that a decoder here does not have.
+    """
+    return DecoderConfig(**{**READERS[hf["model_type"]](hf), **overrides})
+
+
+def _shared(hf: Published) -> dict[str, Any]:
+    """What the configs of all but GPT-2 have in common."""
+    return {
+        "vocab_size": hf["vocab_size"],
+        "seq_len": hf["max_position_embeddings"],
+        "num_layers": hf["num_hidden_layers"],
+        "num_heads": hf["num_attention_heads"],
+        "num_kv_heads": hf.get("num_key_value_heads") or hf["num_attention_heads"],
+        "width": hf["hidden_size"],
+        "head_width": hf.get("head_dim"),
+        "mlp_width": hf["intermediate_size"],
+        "activation": "swiglu",
+        "norm": "rmsnorm",
+        "norm_epsilon": hf.get("rms_norm_eps", 1e-6),
+        "bias": False,
+        "positions": "rotary",
+        "tied_embedding": hf.get("tie_word_embeddings", False),
+    }
+
+
+def _rotary(hf: Published) -> tuple[float, RotaryScaling | None]:
+    """The base and the scaling, as versions 4 and 5 of transformers write them."""
+    found: Published = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    found = found.get(GLOBAL, found)
+    base = found.get("rope_theta") or hf.get("rope_theta", 10_000.0)
+    kind = found.get("rope_type", found.get("type", "default"))
+    if kind == "default":
+        return base, None
+    if kind == "linear":
+        return base, RotaryScaling(kind="linear", factor=found["factor"])
+    if kind == "llama3":
+        scaling = RotaryScaling(
+            kind="llama3",
+            factor=found["factor"],
+            low=found["low_freq_factor"],
+            high=found["high_freq_factor"],
+            original_len=found["original_max_position_embeddings"],
+        )
+        return base, scaling
+    raise ValueError(
+        f"{hf['model_type']}: rotary positions of type {kind!r} are not known here; "
+        "default, linear and llama3 are."
+    )
+
+
+def _global_every(hf: Published, usual: int) -> int | None:
+    """Of how many blocks the last sees everything, from ``layer_types``."""
+    kinds: Sequence[str] = hf.get("layer_types") or ()
+    if not kinds:
+        return usual
+    wholes = [place for place, kind in enumerate(kinds, 1) if kind == GLOBAL]
+    if not wholes:
+        return None
+    every = wholes[0]
+    if wholes != list(range(every, len(kinds) + 1, every)) or every < 2:
+        raise ValueError(
+            f"{hf['model_type']}: blocks {wholes} see everything; a decoder here needs "
+            "every n-th block to do so, from the n-th on."
+        )
+    return every
+
+
+def _require(hf: Published, field: str, *known: Any) -> None:
+    value = hf.get(field, known[0])
+    if value not in known:
+        raise ValueError(
+            f"{hf['model_type']}: {field}={value!r} is not known here; "
+            f"{' or '.join(map(repr, known))} is."
+        )

@@ -1,0 +1,146 @@
+"""Small models of Hugging Face's, at random, as the oracle of ours.
+
+`transformers` on torch's CPU, eager attention.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+GEMMA = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 8,
+    "tie_word_embeddings": True,
+}
+
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": (
+        "GPT2Config",
+        {
+            "vocab_size": 96,
+            "n_positions": 64,
+            "n_embd": 32,
+            "n_layer": 3,
+            "n_head": 4,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+    "llama": ("LlamaConfig", SIZES),
+    "llama3": ("LlamaConfig", {**SIZES, "rope_parameters": LLAMA3}),
+    "llama-tied": ("LlamaConfig", {**SIZES, "tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", {**SIZES, "sliding_window": 8, "head_dim": 16}),
+    "qwen2": ("Qwen2Config", SIZES),
+    "qwen3": ("Qwen3Config", {**SIZES, "head_dim": 16}),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            **SIZES,
+            **GEMMA,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            **SIZES,
+            **GEMMA,
+            "num_hidden_layers": 7,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "linear",
+                    "factor": 8.0,
+                    "rope_theta": 1_000_000.0,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """A model of theirs, and what it makes of tokens.
+
+    Attributes:
+      folder: that it is saved in.
+      logits: of `tokens`, [B, T, V].
+      loss: the mean of next-token cross entropies.
+      grads: tensor -> the loss's gradient.
+    """
+
+    folder: Path
+    tokens: np.ndarray
+    logits: np.ndarray
+    loss: float
+    grads: dict[str, np.ndarray]
+
+
+def tokens_of(vocab: int, length: int = 24) -> np.ndarray:
+    """Rows of tokens."""
+    return np.random.default_rng(0).integers(0, vocab, (4, length)).astype(np.int32)
+
+
+def publish(name: str, folder: Path, **saving: Any) -> Published:
+    """Make a model at random, save it, and run it."""
+    kind, fields = CONFIGS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**fields, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    )
+    with torch.no_grad():  # Norms and biases start at round numbers.
+        for param in model.parameters():
+            param.add_(0.05 * torch.randn_like(param))
+    model.save_pretrained(folder, **saving)
+    tokens = tokens_of(config.vocab_size)
+    return Published(folder, tokens, *run(model, tokens))
+
+
+def run(model: Any, tokens: np.ndarray) -> tuple[np.ndarray, float, dict]:
+    """Logits, loss and gradients."""
+    model.eval()
+    inputs = torch.tensor(tokens, dtype=torch.long)
+    logits = model(input_ids=inputs, use_cache=False).logits
+    rows = logits[:, :-1].flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(rows, inputs[:, 1:].flatten())
+    loss.backward()
+    grads = {n: p.grad.numpy() for n, p in model.named_parameters()}
+    return logits.detach().numpy(), float(loss.detach()), grads
+
+
+def reload(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    """The logits of a folder's model, loaded by them."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
+    return run(model, tokens)[0]
