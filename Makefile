@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help train gpu test test-more test-all test-foreign test-launch lint format setup compilers clean
+.PHONY: help train gpu test test-more test-all test-foreign test-oracle test-launch lint format setup compilers clean
 
 help: ## Print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -48,6 +48,10 @@ test-all: compilers ## Run every test, the long versions too (hours)
 
 test-foreign: setup ## Train public models from checkouts in FOREIGN, as one device does
 	@$(BIN)/python -m pytest tests/foreign/real $(if $(FOREIGN),--foreign $(FOREIGN)) $(ARGS)
+
+test-oracle: ## Compare published models with transformers, in an environment with torch
+	@$(MAKE) --no-print-directory test COMPILERS=no EXTRAS=dev,oracle \
+	  ARGS="tests/models/hf $(ARGS)"
 
 test-launch: setup ## Start real runs: supervisors, Slurm, MPI, network namespaces
 	@$(BIN)/python -m pytest $(LAUNCH_TESTS) $(ARGS)

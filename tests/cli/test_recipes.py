@@ -30,7 +30,8 @@ def test_recipes_are_listed_with_what_they_do(capsys):
     main(["recipes", "list"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(RECIPES)
-    assert lines[0].split(maxsplit=1)[1] == (
+    said = dict(line.split(maxsplit=1) for line in lines)
+    assert said["pretrain"] == (
         "Train a GPT on the source of Python's standard library, sharded."
     )
 

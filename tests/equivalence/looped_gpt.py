@@ -32,22 +32,21 @@ def batches() -> list[dict[str, np.ndarray]]:
 
 
 def train(
-    *, data: int = 4, tensor: int = 1, replica: int = 1, **given: Any
+    *, data: int = 4, pipe: int = 1, tensor: int = 1, replica: int = 1, **given: Any
 ) -> tuple[list[float], Any]:
     config = dataclasses.replace(
         CONFIG, **{name: x for name, x in given.items() if name in OF_CONFIG}
     )
     rest = {name: x for name, x in given.items() if name not in OF_CONFIG}
-    shape = jaxpar.MeshShape(data=data, tensor=tensor, replica=replica)
+    shape = jaxpar.MeshShape(data=data, pipe=pipe, tensor=tensor, replica=replica)
     engine = jaxpar.initialize(
         model=make_decoder(config),
         loss_fn=decoder_loss,
-        optimizer=optax.adamw(1e-3, eps=1e-6),
         sample_batch=batches()[0],
         mesh=jaxpar.make_mesh(shape, jax.devices()[: shape.num_devices]),
         clip_norm=1.0,
         check_loss=False,
-        **rest,
+        **{"optimizer": optax.adamw(1e-3, eps=1e-6), **rest},
     )
     said = "two_batch_overlap: each device computes the two halves"
     is_halved = any(line.startswith(said) for line in engine.spec.remarks)

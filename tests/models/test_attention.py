@@ -11,11 +11,11 @@ from jaxpar.mesh import MeshShape, make_mesh
 from jaxpar.models import attention
 from jaxpar.models.attention import (
     Attention,
+    Heads,
     attend,
     attention_implementation,
-    rotate,
-    rotation_at,
 )
+from jaxpar.models.causal_attention import Scoring
 
 # compute capability (0: no NVIDIA GPU), dtype, head size, masked, answer to "auto"
 DECISIONS = [
@@ -71,31 +71,29 @@ def test_a_named_implementation_is_taken_at_its_word(choice: str):
     assert decide(choice, "float32", 60, True) == choice
 
 
-def test_rotate_turns_pairs_as_complex_numbers():
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(2, 5, 3, 8)).astype(np.float32)
-    positions = rng.integers(0, 1000, size=(2, 5))
-    frequency = 10_000.0 ** (-2 * np.arange(4) / 8)
-    turn = np.exp(1j * positions[..., None] * frequency)[:, :, None]
-    pairs = (x[..., :4] + 1j * x[..., 4:]) * turn
-    want = np.concatenate([pairs.real, pairs.imag], -1)
-    got = rotate(jnp.asarray(x), rotation_at(jnp.asarray(positions), 8))
-    np.testing.assert_allclose(got, want, atol=2e-4)
-
-
-def test_rotate_makes_scores_depend_on_distance_only():
-    rng = np.random.default_rng(0)
-    query, key = (jnp.asarray(rng.normal(size=(1, 1, 1, 16))) for _ in range(2))
-
-    def score(query_position: int, key_position: int) -> float:
-        turned = (
-            rotate(x, rotation_at(jnp.array([[position]]), 16))
-            for x, position in ((query, query_position), (key, key_position))
+def test_a_cap_of_scores_means_blocks_of_queries():
+    for choice in ("auto", "cudnn", "xla"):
+        found = attention_implementation(
+            choice,
+            dtype=jnp.dtype("bfloat16"),
+            head_size=64,
+            masked=False,
+            scoring=Scoring(softcap=50.0),
         )
-        return float(jnp.vdot(*turned))
+        assert found == "blocked"
 
-    assert score(7, 3) == pytest.approx(score(107, 103), abs=1e-4)
-    assert score(7, 3) != pytest.approx(score(7, 4), abs=1e-2)
+
+def test_xla_has_windows_and_scales():
+    rng = np.random.default_rng(0)
+    query, key, value = (
+        jnp.asarray(rng.normal(size=(2, 9, 4, 8)), jnp.float32) for _ in range(3)
+    )
+    scoring = Scoring(window=3, scale=0.4)
+    one, other = (
+        attend(query, key, value, None, implementation=choice, scoring=scoring)
+        for choice in ("xla", "blocked")
+    )
+    np.testing.assert_allclose(one, other, atol=1e-5)
 
 
 def test_attend_equals_numpy_with_grouped_heads():
@@ -127,10 +125,17 @@ def test_attend_saves_no_scores_for_the_backward_pass():
     assert max(leaf.size for leaf in jax.tree.leaves(vjp)) == query.size
 
 
-def test_key_projection_never_has_a_bias():
+def test_projections_have_the_biases_and_widths_that_are_asked_for():
     layer = Attention(
-        8, 2, 1, bias=True, output_stddev=0.02, implementation="xla", rngs=nnx.Rngs(0)
+        8,
+        Heads(2, 1, 6),
+        biases=("query", "value", "output"),
+        output_stddev=0.02,
+        implementation="xla",
+        rngs=nnx.Rngs(0),
     )
+    assert layer.query.kernel.shape == (8, 12)
+    assert layer.output.kernel.shape == (12, 8)
     biases = {
         name: getattr(layer, name).bias is not None
         for name in ("query", "key", "value", "output")
@@ -143,7 +148,11 @@ def test_key_projection_never_has_a_bias():
 def test_one_matmul_projects_as_three_would(kv_heads: int, bias: bool, tensor: int):
     """Also where a device has no whole group of heads: then it is three."""
     module: Any = Attention(
-        32, 4, kv_heads, bias=bias, output_stddev=0.02, rngs=nnx.Rngs(0)
+        32,
+        Heads(4, kv_heads, 8),
+        biases=("query", "value", "output") if bias else (),
+        output_stddev=0.02,
+        rngs=nnx.Rngs(0),
     )
     parts = module.query, module.key, module.value
     if bias:

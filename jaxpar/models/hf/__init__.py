@@ -1,0 +1,1 @@
+"""Published models of Hugging Face: read, sharded, and written."""

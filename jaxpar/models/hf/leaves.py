@@ -74,8 +74,18 @@ class Leaf:
     padded: int | None = None
 
     def shape(self, tensors: Readable) -> tuple[int, ...]:
-        """The shape of what the tensors hold of it."""
+        """The shape of what the tensors hold of it.
+
+        Raises:
+          ValueError: if a layer's tensor has another shape than the first layer's.
+        """
         one = self.pieces[0].shape(tensors)
+        for piece in self.pieces[1:]:
+            if piece.shape(tensors) != one:
+                raise ValueError(
+                    f"{piece.name}: has the shape {piece.shape(tensors)}, but "
+                    f"{self.pieces[0].name} has {one}."
+                )
         return (len(self.pieces), *one) if self.stacked else one
 
     def read(self, tensors: Readable, index: Index) -> np.ndarray:

@@ -1,6 +1,5 @@
 """What does a Hugging Face folder hold: its config, and slices of its tensors?"""
 
-import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,10 +31,11 @@ class Tensors:
             )
         self._files: dict[str, Any] = {}
         for path in files:
-            for name in _open(path).keys():  # noqa: SIM118 - it is not a dict
+            file = _open(path)
+            for name in file.keys():  # noqa: SIM118 - it is not a dict
                 if name in self._files:
                     raise ValueError(f"{str(path)!r}: {name!r} is in another file too.")
-                self._files[name] = _open(path)
+                self._files[name] = file
 
     @property
     def names(self) -> frozenset[str]:
@@ -57,7 +57,6 @@ class Tensors:
         return np.asarray(found[index] if index else found[...])
 
 
-@functools.lru_cache(maxsize=512)
 def _open(path: Path) -> Any:
     try:
         return safe_open(path, "np")
