@@ -18,6 +18,7 @@ import tyro
 from rich.console import Console
 
 from jaxpar.cli.ckpt import Ckpt, run_ckpt
+from jaxpar.cli.hf import Hf, run_hf
 from jaxpar.cli.launch import StartRun, start_run
 from jaxpar.cli.layout import ShowLayout, show_layout
 from jaxpar.cli.plan import ShowPlan, show_plan
@@ -106,6 +107,7 @@ def show_environment(args: ShowEnvironment) -> None:
 COMMANDS: dict[str, tuple[type, Callable[[Any], None]]] = {
     "ckpt": (Ckpt, run_ckpt),
     "env": (ShowEnvironment, show_environment),
+    "hf": (Hf, run_hf),
     "launch": (StartRun, start_run),
     "layout": (ShowLayout, show_layout),
     "plan": (ShowPlan, show_plan),

@@ -11,6 +11,7 @@ from jaxpar.models.decoder import (
     make_decoder,
     num_params,
 )
+from jaxpar.models.hf.pretrained import from_huggingface, to_huggingface
 from jaxpar.models.sparse_attention import (
     SparseSelfAttention,
     sparse_attention,
@@ -24,11 +25,13 @@ __all__ = [
     "continue_text",
     "decoder_config",
     "decoder_loss",
+    "from_huggingface",
     "generate",
     "make_decoder",
     "num_params",
     "sparse_attention",
     "tile_work_of",
+    "to_huggingface",
 ]
 
 load_modules(globals())

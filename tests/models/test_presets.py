@@ -56,20 +56,20 @@ def test_preset_splits_over_eight_tensor_shards(name: str):
         assert config.kv_heads % 8 == 0
 
 
-def test_gpt_config_replaces_fields():
+def test_decoder_config_replaces_fields():
     config = decoder_config("tiny", num_layers=2, dropout=0.1)
     assert (config.num_layers, config.dropout) == (2, 0.1)
     assert config.width == decoder_config("tiny").width
 
 
-def test_gpt_config_unknown_preset_names_the_near_one():
+def test_decoder_config_unknown_preset_names_the_near_one():
     with pytest.raises(
         ValueError, match=r"name='125m' must be one of 'tiny', .*Did you mean '124m'\?"
     ):
         decoder_config("125m")
 
 
-def test_gpt_config_unknown_field_names_the_near_one():
+def test_decoder_config_unknown_field_names_the_near_one():
     with pytest.raises(
         ValueError, match=r"num_layer=2 is not a field .*Did you mean 'num_layers'\?"
     ):

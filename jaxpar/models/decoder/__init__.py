@@ -1,4 +1,4 @@
-"""A GPT with stacked layers, its loss, presets and sampling."""
+"""A decoder with stacked layers, its loss, presets and sampling."""
 
 from jaxpar.lazy import load_modules
 from jaxpar.models.decoder.config import DecoderConfig, num_params

@@ -87,7 +87,7 @@ PRESETS: dict[str, DecoderConfig] = {
     "529.6b": _megatron(20_480, 105, 128),
     "1008b": _megatron(25_600, 128, 160),
 }
-"""GPT configs by name.
+"""Decoder configs by name.
 
 "tiny" reads bytes, "1m" byte pairs; both train on a CPU. "124m", "350m" and "1.3b" are
 GPT-2's and GPT-3's shapes, with the vocabulary rounded up so that a tensor axis divides

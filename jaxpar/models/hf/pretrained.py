@@ -1,15 +1,12 @@
 """How is a published model read into an engine, and an engine's written as one?"""
 
 import dataclasses
-import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save_file
 
 from jaxpar import tree
 from jaxpar.models.decoder.config import DecoderConfig
@@ -18,11 +15,10 @@ from jaxpar.models.decoder.hf_leaves import is_parameter, leaves_of
 from jaxpar.models.decoder.loss import decoder_loss
 from jaxpar.models.decoder.model import make_decoder
 from jaxpar.models.hf.leaves import Leaf
-from jaxpar.models.hf.tensors import CONFIG, INDEX, Tensors, read_config
+from jaxpar.models.hf.tensors import Tensors, read_config
+from jaxpar.models.hf.writing import FILE_BYTES, write_folder
 from jaxpar.tree import near_match
 from jaxpar.types import Params
-
-FILE_BYTES = 4 << 30
 
 
 @runtime_checkable
@@ -68,14 +64,37 @@ class Pretrained:
         Raises:
           ValueError: if a leaf or a tensor is missing, left over, or of another shape.
         """
-        tensors = Tensors(self.folder)
-        leaves = leaves_of(self.config, self.hf["model_type"], tensors.names)
+        tensors, leaves = self._opened()
         like = engine.state.params
-        _check_complete(leaves, tree.named_leaves(like), tensors)
+        _check_names(leaves, tree.named_leaves(like))
         found = jax.tree_util.tree_map_with_path(
             lambda path, x: _read(leaves, tensors, tree.path_name(path), x), like
         )
         engine.load_params(found)
+
+    def check(self) -> None:
+        """Raise a ValueError if a leaf has no tensor, or a tensor no leaf."""
+        self._opened()
+
+    def read(self) -> dict[str, np.ndarray]:
+        """All parameters by their paths, on the host, in fp32.
+
+        Raises:
+          ValueError: as `load`.
+        """
+        tensors, leaves = self._opened()
+        return {
+            name: leaf.read(
+                tensors, tuple(slice(0, n) for n in leaf.shape(tensors))
+            ).astype(np.float32)
+            for name, leaf in leaves.items()
+        }
+
+    def _opened(self) -> tuple[Tensors, dict[str, Leaf]]:
+        tensors = Tensors(self.folder)
+        leaves = leaves_of(self.config, self.hf["model_type"], tensors.names)
+        _check_tensors(leaves, tensors)
+        return tensors, leaves
 
     def save(self, params: Params, out: Path, *, dtype: str = "float32") -> None:
         """Write parameters as this model is published, for `transformers` to load.
@@ -140,70 +159,17 @@ def to_huggingface(
       file_bytes: largest size of a file; a larger tensor gets a file of its own.
 
     Raises:
-      ValueError: if `out` exists.
+      ValueError: if `out` exists, or the parameters are not the config's.
     """
-    out = Path(out)
-    if out.exists():
-        raise ValueError(f"out={str(out)!r} exists already; name a new folder.")
-    out.mkdir(parents=True)
-    leaves = leaves_of(config, hf["model_type"])
-    writer = _Writer(out, file_bytes)
-    joined: dict[str, dict[int, np.ndarray]] = {}
-    for name, value in tree.named_leaves(params).items():
-        whole = np.asarray(jax.device_get(value)).astype(jnp.dtype(dtype))
-        for piece, part in leaves[name].split(whole, hf["vocab_size"]):
-            number, of = piece.part
-            parts = joined.setdefault(piece.name, {})
-            parts[number] = part
-            if len(parts) == of:
-                own = [each for _, each in sorted(joined.pop(piece.name).items())]
-                writer.add(piece.name, np.concatenate(own, -1) if of > 1 else own[0])
-    writer.close()
-    published = {**hf, "torch_dtype": dtype, "dtype": dtype}
-    (out / CONFIG).write_text(json.dumps(published, indent=2) + "\n", encoding="utf-8")
-
-
-class _Writer:
-    """Writes tensors into files of bounded size, and their index."""
-
-    def __init__(self, out: Path, file_bytes: int):
-        self._out, self._most = out, file_bytes
-        self._held: dict[str, np.ndarray] = {}
-        self._files: list[list[str]] = []
-        self._total = 0
-
-    def add(self, name: str, tensor: np.ndarray) -> None:
-        """Take a tensor, and write a file if it is full."""
-        held = sum(each.nbytes for each in self._held.values())
-        if self._held and held + tensor.nbytes > self._most:
-            self._flush()
-        self._held[name] = np.ascontiguousarray(tensor)
-        self._total += tensor.nbytes
-
-    def close(self) -> None:
-        """Write what is held, name the files, and write their index."""
-        self._flush()
-        count = len(self._files)
-        weight_map = {}
-        for number, names in enumerate(self._files, 1):
-            final = f"model-{number:05d}-of-{count:05d}.safetensors"
-            final = final if count > 1 else "model.safetensors"
-            (self._out / f"part-{number}").rename(self._out / final)
-            weight_map |= dict.fromkeys(names, final)
-        if count > 1:
-            content = {
-                "metadata": {"total_size": self._total},
-                "weight_map": weight_map,
-            }
-            text = json.dumps(content, indent=1) + "\n"
-            (self._out / INDEX).write_text(text, encoding="utf-8")
-
-    def _flush(self) -> None:
-        self._files.append(list(self._held))
-        path = self._out / f"part-{len(self._files)}"
-        save_file(self._held, path, metadata={"format": "pt"})
-        path.chmod(0o644)
-        self._held = {}
+    named = tree.named_leaves(params).items()
+    write_folder(
+        ((name, np.asarray(jax.device_get(value))) for name, value in named),
+        leaves_of(config, hf["model_type"]),
+        hf,
+        Path(out),
+        dtype=dtype,
+        file_bytes=file_bytes,
+    )
 
 
 def _read(
@@ -232,16 +198,18 @@ def _read(
     return jax.make_array_from_callback(like.shape, like.sharding, read)
 
 
-def _check_complete(
-    leaves: Mapping[str, Leaf], ours: Collection[str], tensors: Tensors
-) -> None:
-    """Raise if a leaf has no tensor, or a tensor no leaf."""
+def _check_names(leaves: Mapping[str, Leaf], ours: Collection[str]) -> None:
+    """Raise if the engine's parameters are not the config's."""
     strange = sorted(set(ours) ^ set(leaves))
     if strange:
         raise ValueError(
             f"parameters {', '.join(strange[:5])} are not those of the config; give "
             "the engine the model of from_huggingface."
         )
+
+
+def _check_tensors(leaves: Mapping[str, Leaf], tensors: Tensors) -> None:
+    """Raise if a leaf has no tensor, or a tensor no leaf."""
     used = {piece.name for leaf in leaves.values() for piece in leaf.pieces}
     missing = sorted(used - tensors.names)
     if missing:

@@ -1,0 +1,133 @@
+"""What does ``jaxpar hf`` do: look at published models, take them in, write them."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+_FOLDER = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER")]
+_OUT = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
+
+
+@dataclasses.dataclass(frozen=True)
+class InspectModel:
+    """Say which model a Hugging Face folder holds, and whether it can be read.
+
+    Attributes:
+      folder: with config.json and .safetensors files.
+    """
+
+    folder: _FOLDER
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportModel:
+    """Make a checkpoint of a Hugging Face folder, for ``--init-from``.
+
+    Attributes:
+      folder: with config.json and .safetensors files.
+      out: the checkpoint's folder.
+    """
+
+    folder: _FOLDER
+    out: _OUT
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportModel:
+    """Write a checkpoint as a Hugging Face folder that transformers loads.
+
+    Attributes:
+      run: the folder of a run, or of its checkpoints.
+      out: a new folder.
+      like: the Hugging Face folder whose config the model has.
+      step: of the checkpoint; the newest if not given.
+      dtype: of the tensors.
+    """
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    out: _OUT
+    like: Path
+    step: int | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Hf:
+    """Models of Hugging Face: inspect, import, export.
+
+    Attributes:
+      action: what to do.
+    """
+
+    action: (
+        Annotated[InspectModel, tyro.conf.subcommand("inspect")]
+        | Annotated[ImportModel, tyro.conf.subcommand("import")]
+        | Annotated[ExportModel, tyro.conf.subcommand("export")]
+    )
+
+
+def run_hf(args: Hf) -> None:
+    """Do what is asked."""
+    action: Any = args.action
+    actions = {InspectModel: _inspect, ImportModel: _import, ExportModel: _export}
+    actions[type(action)](action)
+
+
+def _inspect(args: InspectModel) -> None:
+    from jaxpar.models.decoder.config import num_params  # noqa: PLC0415 - imports jax
+    from jaxpar.models.hf.pretrained import from_huggingface  # noqa: PLC0415
+
+    ours = from_huggingface(args.folder)
+    ours.check()
+    table = Table(title=f"{args.folder}: {ours.hf['model_type']}", box=None)
+    table.add_column("field")
+    table.add_column("value", overflow="fold")
+    for field in dataclasses.fields(ours.config):
+        value = getattr(ours.config, field.name)
+        if value != field.default:
+            table.add_row(field.name, str(value))
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(f"{num_params(ours.config):,} parameters; every tensor has its leaf")
+
+
+def _import(args: ImportModel) -> None:
+    from jaxpar.checkpoint.store import Checkpoints  # noqa: PLC0415 - imports jax
+    from jaxpar.models.hf.pretrained import from_huggingface  # noqa: PLC0415
+
+    found = from_huggingface(args.folder).read()
+    tree: dict[str, Any] = {}
+    for name, array in found.items():
+        *above, last = name.split("/")
+        place = tree
+        for part in above:
+            place = place.setdefault(part, {})
+        place[last] = array
+    checkpoints = Checkpoints(args.out)
+    checkpoints.save(0, {"params": tree}, meta={"imported": [args.folder.name]})
+    checkpoints.close()
+    print(f"{args.out}: step 0, {len(found)} leaves; begin with it by --init-from")
+
+
+def _export(args: ExportModel) -> None:
+    from jaxpar.checkpoint import folder as files  # noqa: PLC0415 - imports jax
+    from jaxpar.checkpoint.arrays import read_whole  # noqa: PLC0415
+    from jaxpar.models.decoder.hf_leaves import leaves_of  # noqa: PLC0415
+    from jaxpar.models.hf.pretrained import from_huggingface  # noqa: PLC0415
+    from jaxpar.models.hf.writing import write_folder  # noqa: PLC0415
+    from jaxpar.training.origin import find_parameters  # noqa: PLC0415
+
+    checkpoints = find_parameters(args.run)
+    number = files.choose(checkpoints, args.step)["step"]
+    path = files.step_path(checkpoints, number)
+    stored = files.verified(path, number).leaves
+    params = [n for n in stored if n.startswith(("params/", "frozen/"))]
+    ours = from_huggingface(args.like)
+    leaves = leaves_of(ours.config, ours.hf["model_type"])
+    arrays = ((name.partition("/")[2], read_whole(path, name)) for name in params)
+    write_folder(arrays, leaves, ours.hf, args.out, dtype=args.dtype)
+    print(f"{args.out}: {len(params)} leaves of step {number}")
