@@ -14,15 +14,9 @@ import optax
 from jax.sharding import Mesh
 
 import jaxpar
+from jaxpar import models
 from jaxpar.config import preset
 from jaxpar.data import DataConfig, Loader, batch_shapes, rows_of
-from jaxpar.models import (
-    PRESETS,
-    DecoderConfig,
-    decoder_loss,
-    make_decoder,
-    tile_work_of,
-)
 from jaxpar.sparse_attention import SparsityPattern, causal_pattern
 
 CPU_MESH = jaxpar.MeshShape(data=2, tensor=2)
@@ -33,7 +27,7 @@ OWN = ("seq_len", "remat", "attention")  # Flags of the recipe's own.
 class Config(jaxpar.StartOptions, DataConfig):
     """One run of the GPT on long text."""
 
-    model: DecoderConfig = preset(PRESETS, "tiny", without=OWN)
+    model: models.DecoderConfig = preset(models.PRESETS, "tiny", without=OWN)
     """The GPT's shape."""
     seq_len: int = 2048
     """Tokens that the model is trained on at once."""
@@ -73,7 +67,7 @@ class Config(jaxpar.StartOptions, DataConfig):
     """The run's folder."""
 
 
-def model_of(config: Config) -> tuple[DecoderConfig, SparsityPattern]:
+def model_of(config: Config) -> tuple[models.DecoderConfig, SparsityPattern]:
     """The model, and the pattern that it has in place of dense attention."""
     own, length = config.model, config.seq_len
     model = dataclasses.replace(own, seq_len=length, remat=config.remat)
@@ -94,8 +88,8 @@ def build(config: Config, mesh: Mesh | None = None) -> jaxpar.Engine:
     rate, steps = config.learning_rate, config.schedule_steps or config.steps
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps)
     return jaxpar.initialize(
-        model=make_decoder(model),
-        loss_fn=decoder_loss,
+        model=models.make_decoder(model),
+        loss_fn=models.decoder_loss,
         optimizer=optax.inject_hyperparams(optax.adamw)(schedule, weight_decay=0.1),
         sample_batch=batch_shapes(config.batch_size, config.seq_len),
         mesh=mesh or jaxpar.choose_mesh(config.mesh, on_cpu=CPU_MESH),
@@ -126,7 +120,7 @@ def main(config: Config) -> None:
     engine = build(run.config, mesh)
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     print(f"mesh     {shape} on {mesh.devices.flat[0].device_kind} devices")
-    work = tile_work_of(pattern, model.seq_len, model.num_heads)
+    work = models.tile_work_of(pattern, model.seq_len, model.num_heads)
     print(f"pattern  {config.pattern}: {work.active_tiles:.1%} of tiles active")
     loss = jaxpar.train(
         engine,

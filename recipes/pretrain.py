@@ -13,15 +13,10 @@ import jax
 import optax
 
 import jaxpar
+from jaxpar import models
 from jaxpar.config import preset
 from jaxpar.data import DataConfig, Loader, batch_shapes, rows_of
-from jaxpar.models import (
-    PRESETS,
-    DecoderConfig,
-    continue_text,
-    decoder_loss,
-    make_decoder,
-)
+from jaxpar.models import PRESETS, DecoderConfig
 from jaxpar.optim import OPTIMIZERS, OptimizerSettings
 
 
@@ -80,8 +75,8 @@ def build(config: Config, mesh: jax.sharding.Mesh | None = None) -> jaxpar.Engin
     rate, steps = config.learning_rate, config.schedule_steps or config.steps
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps)
     return jaxpar.initialize(
-        model=make_decoder(model),
-        loss_fn=decoder_loss,
+        model=models.make_decoder(model),
+        loss_fn=models.decoder_loss,
         optimizer=config.optimizer.make(schedule),
         sample_batch=batch_shapes(config.batch_size, model.seq_len, pack=config.pack),
         mesh=mesh or choose_meshes(config)[0][0],
@@ -143,9 +138,8 @@ def main(config: Config) -> None:
         print(f"held-out {loss * len(heldout) / heldout.num_bytes:.3f} nats a byte")
     if jax.process_count() > 1:
         return  # A sample needs the whole model in one process.
-    prompt = heldout.read(len(heldout) // 2, len(heldout) // 2 + 64)
-    sample = functools.partial(continue_text, engine.model(), seq_len=model.seq_len)
-    text = sample(prompt, 400, tokenizer=tokenizer)
+    given = engine.model(), heldout.read(at := len(heldout) // 2, at + 64), 400
+    text = models.continue_text(*given, seq_len=model.seq_len, tokenizer=tokenizer)
     print(f"{' 400 tokens by the model ':─^80}\n{text}\n{'─' * 80}")
     (run.folder / "sample.txt").write_text(text, encoding="utf-8")
     with contextlib.suppress(ModuleNotFoundError):  # It needs matplotlib.

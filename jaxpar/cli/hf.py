@@ -1,6 +1,7 @@
 """What does ``jaxpar hf`` do: look at published models, take them in, write them."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -55,26 +56,37 @@ class ExportModel:
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
+_Command = (
+    Annotated[InspectModel, tyro.conf.subcommand("inspect")]
+    | Annotated[ImportModel, tyro.conf.subcommand("import")]
+    | Annotated[ExportModel, tyro.conf.subcommand("export")]
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Hf:
     """Models of Hugging Face: inspect, import, export.
 
     Attributes:
-      action: what to do.
+      command: the subcommand.
     """
 
-    action: (
-        Annotated[InspectModel, tyro.conf.subcommand("inspect")]
-        | Annotated[ImportModel, tyro.conf.subcommand("import")]
-        | Annotated[ExportModel, tyro.conf.subcommand("export")]
-    )
+    command: Annotated[
+        _Command, tyro.conf.arg(name=""), tyro.conf.OmitSubcommandPrefixes
+    ]
 
 
 def run_hf(args: Hf) -> None:
-    """Do what is asked."""
-    action: Any = args.action
-    actions = {InspectModel: _inspect, ImportModel: _import, ExportModel: _export}
-    actions[type(action)](action)
+    """Run ``jaxpar hf``."""
+    import jax  # noqa: PLC0415 - slow to import
+
+    jax.config.update("jax_platforms", "cpu")  # No accelerator is needed.
+    run: dict[type, Callable[[Any], None]] = {
+        InspectModel: _inspect,
+        ImportModel: _import,
+        ExportModel: _export,
+    }
+    run[type(args.command)](args.command)
 
 
 def _inspect(args: InspectModel) -> None:
@@ -83,19 +95,20 @@ def _inspect(args: InspectModel) -> None:
 
     ours = from_huggingface(args.folder)
     ours.check()
-    table = Table(title=f"{args.folder}: {ours.hf['model_type']}", box=None)
-    table.add_column("field")
-    table.add_column("value", overflow="fold")
+    table = Table(box=None, show_header=False)
     for field in dataclasses.fields(ours.config):
         value = getattr(ours.config, field.name)
         if value != field.default:
             table.add_row(field.name, str(value))
     console = Console(highlight=False)
+    console.print(f"{args.folder}: {ours.hf['model_type']}", soft_wrap=True)
     console.print(table)
     console.print(f"{num_params(ours.config):,} parameters; every tensor has its leaf")
 
 
 def _import(args: ImportModel) -> None:
+    import jax.numpy as jnp  # noqa: PLC0415 - slow to import
+
     from jaxpar.checkpoint.store import Checkpoints  # noqa: PLC0415 - imports jax
     from jaxpar.models.hf.pretrained import from_huggingface  # noqa: PLC0415
 
@@ -106,7 +119,7 @@ def _import(args: ImportModel) -> None:
         place = tree
         for part in above:
             place = place.setdefault(part, {})
-        place[last] = array
+        place[last] = jnp.asarray(array)
     checkpoints = Checkpoints(args.out)
     checkpoints.save(0, {"params": tree}, meta={"imported": [args.folder.name]})
     checkpoints.close()

@@ -78,7 +78,7 @@ def test_command_that_there_is_not_is_named(given, guess, capsys):
     said = refused(capsys, given, "--flag", "value")
     assert said == (
         f"jaxpar: there is no command '{given}'.{guess} The commands are ckpt, env, "
-        "launch, layout, plan, recipes, report, schedule."
+        "hf, launch, layout, plan, recipes, report, schedule."
     )
 
 

@@ -42,7 +42,7 @@ def test_insecure_hosts_are_reached_by_their_own_address():
     local, flags = told(INSECURE, 1)
     assert (local.address, local.insecure, local.tls) == ("10.0.0.1", True, None)
     assert (local.hosts, local.host, local.processes) == (2, 1, 3)
-    assert (local.out, local.gpus, flags) == (Path("/runs/pretrain"), (), [])
+    assert (local.out, local.gpus, flags) == (Path("/runs/gpt"), (), [])
 
 
 def test_single_host_listens_to_itself_alone():

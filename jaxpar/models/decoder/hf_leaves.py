@@ -3,10 +3,10 @@
 from collections.abc import Collection, Iterator, Sequence
 
 from jaxpar.models.decoder.config import DecoderConfig
-from jaxpar.models.hf.leaves import Leaf, Piece, per_layer
+from jaxpar.models.hf.leaves import Leaf, TensorPart, per_layer
 
 _PROJECTIONS = ("query", "key", "value")
-_IGNORED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
+_IGNORED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Ends of the names of tensors that are no parameters."""
 
 
@@ -111,4 +111,4 @@ def _gpt2_block(config: DecoderConfig, model_type: str) -> dict[str, tuple[str, 
 
 
 def _one(name: str, *, transposed: bool = False, padded: int | None = None) -> Leaf:
-    return Leaf((Piece(name, transposed),), padded=padded)
+    return Leaf((TensorPart(name, transposed),), padded=padded)

@@ -86,11 +86,11 @@ def _sections(config: DecoderConfig) -> dict[str, Any]:
     if every is None:
         return {"blocks": (block, config.num_layers)}
     groups, left = divmod(config.num_layers, every)
-    found: dict[str, Any] = {"blocks": (functools.partial(Group, config), groups)}
+    found: dict[str, Any] = {"blocks": (functools.partial(BlockGroup, config), groups)}
     return {**found, "last_blocks": (block, left)} if left else found
 
 
-class Group(nnx.Module):
+class BlockGroup(nnx.Module):
     """Blocks with a window, and behind them one that sees everything.
 
     Args:

@@ -28,7 +28,7 @@ class Readable(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class TensorPart:
     """A matrix or a vector of a leaf, as a part of a tensor.
 
     Attributes:
@@ -69,7 +69,7 @@ class Leaf:
         tensor, which are zeros; the dim, or None.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPart, ...]
     stacked: bool = False
     padded: int | None = None
 
@@ -107,7 +107,7 @@ class Leaf:
         ]
         return np.stack(own)
 
-    def _padded(self, piece: Piece, tensors: Readable, index: Index) -> np.ndarray:
+    def _padded(self, piece: TensorPart, tensors: Readable, index: Index) -> np.ndarray:
         if self.padded is None:
             return piece.read(tensors, index)
         size, dim = piece.shape(tensors)[self.padded], self.padded
@@ -120,13 +120,21 @@ class Leaf:
 
     def split(
         self, leaf: np.ndarray, rows: int | None
-    ) -> Iterator[tuple[Piece, np.ndarray]]:
+    ) -> Iterator[tuple[TensorPart, np.ndarray]]:
         """The pieces of a whole leaf, without the rows that were added.
 
         Args:
           leaf: the leaf.
           rows: of the published tensor, along `padded`; None for all.
+
+        Raises:
+          ValueError: if a stack has another number of layers.
         """
+        if self.stacked and len(leaf) != len(self.pieces):
+            raise ValueError(
+                f"{self.pieces[0].name}: the model has {len(self.pieces)} of these "
+                f"layers, but the parameters have {len(leaf)}."
+            )
         for number, piece in enumerate(self.pieces):
             own = leaf[number] if self.stacked else leaf
             if self.padded is not None and rows is not None:
@@ -142,8 +150,8 @@ def per_layer(
     Args:
       template: of the tensors' names, with ``{}`` for the layer.
       layers: the layers of the stack, in order.
-      transposed: as in `Piece`.
-      part: as in `Piece`.
+      transposed: as in `TensorPart`.
+      part: as in `TensorPart`.
     """
-    pieces = (Piece(template.format(i), transposed, part) for i in layers)
+    pieces = (TensorPart(template.format(i), transposed, part) for i in layers)
     return Leaf(tuple(pieces), stacked=True)

@@ -132,7 +132,7 @@ def from_huggingface(folder: str | Path, **overrides: Any) -> Pretrained:
     kind = hf["model_type"]
     if kind not in READERS:
         raise ValueError(
-            f"{str(folder)!r}: model_type={kind!r} is not known; known are "
+            f"{str(folder)!r}: the model type {kind!r} is not known; known are "
             f"{', '.join(READERS)}.{near_match(kind, list(READERS))}"
         )
     config = read_decoder(hf, **overrides)
@@ -188,11 +188,10 @@ def _read(
             f"{like.shape}. Its config and its tensors do not fit each other."
         )
 
-    def read(index: tuple[slice, ...]) -> np.ndarray:
-        bounds = [
-            each.indices(size) for each, size in zip(index, like.shape, strict=True)
-        ]
-        own = tuple(slice(start, stop) for start, stop, _ in bounds)
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None, "a process is asked for what its devices store"
+        pairs = zip(index, like.shape, strict=True)
+        own = tuple(slice(*each.indices(size)[:2]) for each, size in pairs)
         return leaf.read(tensors, own).astype(like.dtype)
 
     return jax.make_array_from_callback(like.shape, like.sharding, read)

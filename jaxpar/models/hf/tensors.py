@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 
@@ -58,6 +57,9 @@ class Tensors:
 
 
 def _open(path: Path) -> Any:
+    # Not at the top: machines that only measure may lack it, and import the models.
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415
+
     try:
         return safe_open(path, "np")
     except SafetensorError as error:

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save_file
 
 from jaxpar.models.hf.leaves import Leaf
 from jaxpar.models.hf.tensors import CONFIG, INDEX
@@ -98,6 +97,9 @@ class _Writer:
             (self._out / INDEX).write_text(text, encoding="utf-8")
 
     def _flush(self) -> None:
+        # Not at the top: machines that only measure may lack it, and import the models.
+        from safetensors.numpy import save_file  # noqa: PLC0415
+
         self._files.append(list(self._held))
         path = self._out / f"part-{len(self._files)}"
         save_file(self._held, path, metadata={"format": "pt"})

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxpar.models.hf.leaves import Index, Leaf, Piece, per_layer
+from jaxpar.models.hf.leaves import Index, Leaf, TensorPart, per_layer
 
 
 class Held:
@@ -42,11 +42,11 @@ LEAVES: dict[str, tuple[Leaf, np.ndarray]] = {
         np.stack([TENSORS[f"layer.{i}.fused"][:, 3:6] for i in range(3)]),
     ),
     "with rows": (
-        Leaf((Piece("table"),), padded=0),
+        Leaf((TensorPart("table"),), padded=0),
         np.pad(TENSORS["table"], ((0, 3), (0, 0))),
     ),
     "with columns of a head": (
-        Leaf((Piece("table", transposed=True),), padded=1),
+        Leaf((TensorPart("table", transposed=True),), padded=1),
         np.pad(TENSORS["table"].T, ((0, 0), (0, 3))),
     ),
 }
