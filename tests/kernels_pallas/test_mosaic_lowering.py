@@ -77,6 +77,28 @@ def lowered(
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+def test_items_are_the_outermost_dim_of_every_grid(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that the longest items of all heads start first: GPUs start grids in order."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: PLC0415
+
+    make, grids = plgpu.kernel, []
+
+    def watched(*args: Any, **options: Any) -> Any:
+        grids.append(dict(zip(options["grid_names"], options["grid"], strict=True)))
+        return make(*args, **options)
+
+    monkeypatch.setattr(plgpu, "kernel", watched)
+    lowered(jnp.bfloat16, 64, 128, "", None, 1)
+    assert [tuple(grid) for grid in grids] == 3 * [("item", "head", "row")]
+    assert [tuple(grid.values())[1:] for grid in grids] == [
+        (HEADS, 2),
+        (HEADS, 2),
+        (HEADS // 2, 2),
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
 def test_configuration_lowers(configuration: tuple) -> None:
