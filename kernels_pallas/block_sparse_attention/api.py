@@ -93,8 +93,7 @@ def block_sparse_attention(  # noqa: PLR0913 - what, by 7, and how, by 4
         first, a multiple of N / K; None if it has all.
       deterministic: whether the gradient is the same to the bit in every run. False
         allows the kernels to compute it in one pass, of five matmuls for seven, in
-        which the gradient of `q` is summed in the order in which programs finish; that
-        pass exists for heads of 65 to 128.
+        which the gradient of `q` is summed in the order in which programs finish.
       return_lse: also return the logarithm of each softmax's sum.
       implementation: the name of one; None for the fastest that runs here.
 

@@ -89,6 +89,9 @@ CASES = {
     "one pass, lengths": lambda: Case(
         causal("longformer", 128), lens=(LENGTH, 1000), deterministic=False
     ),
+    "one pass, heads of 64": lambda: Case(
+        causal("bigbird", 64), 64, has_segments=True, deterministic=False
+    ),
     "some heads": lambda: Case(
         both_ways(BigBird(2 * HEADS, **DIFFER)), first_head=HEADS
     ),

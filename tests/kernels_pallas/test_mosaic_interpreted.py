@@ -125,6 +125,17 @@ CASES = {
     "one pass, limits": Case(
         64, 250, size=128, has_segments=True, lens=(0, 210), deterministic=False
     ),
+    "one pass, head 64": Case(
+        32,
+        250,
+        layout_heads=4,
+        first_head=2,
+        longest=1,
+        kv_heads=1,
+        has_segments=True,
+        dtype=jnp.bfloat16,
+        deterministic=False,
+    ),
 }
 
 

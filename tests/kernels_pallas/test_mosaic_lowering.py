@@ -142,13 +142,12 @@ def test_operations_are_those_of_the_active_tiles() -> None:
     assert flops(at_once.eqns) == (2 + 5) * of_a_product + of_delta
 
 
-def test_backward_is_one_pass_where_order_is_free_and_there_is_one() -> None:
+@pytest.mark.parametrize("size", [64, 128])
+def test_backward_is_one_pass_where_order_is_free(size: int) -> None:
     fits = (128, "", None, 1)
-    text = lowered(jnp.bfloat16, 128, *fits, deterministic=False)
+    text = lowered(jnp.bfloat16, size, *fits, deterministic=False)
     assert text.count("mosaic_gpu_v2") == 2
     assert "block_sparse_attention_dk_dv_dq" in text
-    text = lowered(jnp.bfloat16, 64, *fits, deterministic=False)
-    assert text.count("mosaic_gpu_v2") == 3
 
 
 def test_kernels_have_names_in_profiles() -> None:

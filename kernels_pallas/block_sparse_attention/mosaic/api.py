@@ -24,9 +24,6 @@ from kernels_pallas.block_sparse_attention.tile_work import TileWork
 
 LN2 = math.log(2)
 
-ONE_PASS = (128,)
-"""Head sizes whose backward pass can be one."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -34,7 +31,7 @@ class Options:
 
     Attributes:
       deterministic: whether cotangents are the same to the bit in every run; otherwise
-        they are computed in one pass where there is one.
+        they are computed in one pass.
       interpret: how to run without a GPU; None for a GPU.
     """
 
@@ -86,7 +83,7 @@ def backward(
     given["of_rows"] = jnp.pad(of_rows, padding)
     build = _build(q_BTNH, k_BSKH, limits, work, scale, options.interpret, stages=3)
     by_keys, columns = _by_keys(build, limits)
-    if options.deterministic or build.size not in ONE_PASS:
+    if options.deterministic:
         found = backward_pass.of_queries(build, given)
         (of_q,) = _joined(found, work.rows, limits.first_head)
         found = backward_pass.of_keys(by_keys, given)

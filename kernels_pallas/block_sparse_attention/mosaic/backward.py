@@ -108,9 +108,12 @@ def _pass_of_keys(build: Build, products: int) -> Pass:
     shared = {"q": build.dtype, "of_rows": jnp.float32, "do": build.dtype}
     shared |= {"segments_q": jnp.int32}
     results = {"dk": "k", "dv": "v"}
-    held = ("k", "v") if build.size == 64 else ("v",)
-    held = () if products == 5 else held
-    memory = {"wg": plgpu.SMEM((WARPGROUPS,), jnp.int32)} if build.size == 128 else {}
+    # In one pass, keys of 64 must be in registers: in shared memory their tiles are
+    # narrower than the queries', and a matmul reads equal ones.
+    of_128 = ("v",) if products == 4 else ()
+    held = ("k", "v") if build.size == 64 else of_128
+    is_tight = build.size == 128 or products == 5
+    memory = {"wg": plgpu.SMEM((WARPGROUPS,), jnp.int32)} if is_tight else {}
     return Pass(own, shared, results, build.work.tile.k, products, held, memory)
 
 

@@ -237,11 +237,17 @@ def accumulator(rows: int, columns: int) -> Any:
     return plgpu.ACC((rows, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def tiled_smem(*shape: int, dtype: Any) -> Any:
-    """Shared memory in the layout that TMA writes and wgmma reads."""
+def tiled_smem(*shape: int, dtype: Any, width: int = 128) -> Any:
+    """Shared memory in the layout that TMA writes and wgmma reads.
+
+    Args:
+      shape: of the array.
+      dtype: its dtype.
+      width: bytes of a row of its tiles; columns can only be cut between tiles.
+    """
     tiling: Any = plgpu.TilingTransform
     swizzle: Any = plgpu.SwizzleTransform
-    transforms = (tiling((8, 128 // jnp.dtype(dtype).itemsize)), swizzle(128))
+    transforms = (tiling((8, width // jnp.dtype(dtype).itemsize)), swizzle(width))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 

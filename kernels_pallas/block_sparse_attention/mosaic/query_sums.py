@@ -7,6 +7,7 @@ fp32 result to dq, in the order in which programs get there.
 Source: Shah et al., "FlashAttention-3" (2024), section B.1.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -46,10 +47,17 @@ class QuerySums:
     @classmethod
     def memory(cls, build: Build) -> dict[str, Any]:
         """Make its shared memory."""
-        shape = (WARPGROUPS, OTHERS, cls.width(build))
+        columns = cls.width(build)
+        halved = functools.partial(
+            tiled_smem,
+            dtype=build.dtype,
+            # A tile of keys is no wider than half of them; ds must be tiled alike.
+            width=min(128, columns * jnp.dtype(build.dtype).itemsize),
+        )
         return {
-            "ds": tiled_smem(WARPGROUPS, ROWS, OTHERS, dtype=build.dtype),
-            "dq": tiled_smem(*shape, dtype=jnp.float32),
+            "k": halved(WARPGROUPS, ROWS, build.size),
+            "ds": halved(WARPGROUPS, ROWS, OTHERS),
+            "dq": tiled_smem(WARPGROUPS, OTHERS, columns, dtype=jnp.float32),
         }
 
     @staticmethod
