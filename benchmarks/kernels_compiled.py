@@ -41,7 +41,7 @@ SEQ_LEN, WINDOW, HEADS = 8192, 2048, 16
 class Config:
     """What to compile."""
 
-    sizes: tuple[int, ...] = (64, 128)
+    sizes: tuple[int, ...] = (64, 128, 256)
     """Of an attention head."""
     kv_heads: int = 4
     """Key heads of 16 query heads."""

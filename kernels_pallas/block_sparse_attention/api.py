@@ -17,7 +17,7 @@ from kernels_pallas.block_sparse_attention.vjp import Implementation, attend
 Segments = Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]]
 """One array for all tokens, or a pair for queries and keys."""
 
-SIZES = (64, 128)
+SIZES = (64, 128, 256)
 """Head sizes of the kernels; smaller heads are padded."""
 
 KERNEL_TILE, LEAST_BLOCK = Tile(128, 128), 16
@@ -93,7 +93,8 @@ def block_sparse_attention(  # noqa: PLR0913 - what, by 7, and how, by 4
         first, a multiple of N / K; None if it has all.
       deterministic: whether the gradient is the same to the bit in every run. False
         allows the kernels to compute it in one pass, of five matmuls for seven, in
-        which the gradient of `q` is summed in the order in which programs finish.
+        which the gradient of `q` is summed in the order in which programs finish; that
+        pass exists for heads up to 128.
       return_lse: also return the logarithm of each softmax's sum.
       implementation: the name of one; None for the fastest that runs here.
 

@@ -92,6 +92,10 @@ CASES = {
     "one pass, heads of 64": lambda: Case(
         causal("bigbird", 64), 64, has_segments=True, deterministic=False
     ),
+    "heads of 256": lambda: Case(causal("bigbird", 64), 256, has_segments=True),
+    "heads of 160, lengths": lambda: Case(
+        causal("fixed", 128), 160, jnp.float16, lens=(LENGTH, 1000)
+    ),
     "some heads": lambda: Case(
         both_ways(BigBird(2 * HEADS, **DIFFER)), first_head=HEADS
     ),

@@ -112,6 +112,17 @@ CASES = {
     "split groups": Case(
         64, 256, layout_heads=4, first_head=2, causal=False, longest=1, kv_heads=1
     ),
+    "head 256": Case(64, 256, size=256, kv_heads=1, dtype=jnp.bfloat16),
+    "head 256, limits": Case(
+        16,
+        250,
+        layout_heads=4,
+        first_head=2,
+        longest=1,
+        size=256,
+        has_segments=True,
+        lens=(210,),
+    ),
     "one pass": Case(
         32,
         250,

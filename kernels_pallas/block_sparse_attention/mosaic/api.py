@@ -31,7 +31,7 @@ class Options:
 
     Attributes:
       deterministic: whether cotangents are the same to the bit in every run; otherwise
-        they are computed in one pass.
+        they are computed in one pass where there is one.
       interpret: how to run without a GPU; None for a GPU.
     """
 
@@ -82,8 +82,10 @@ def backward(
     given["do"] = _padded(do_BTNH, work.tile.q)
     given["of_rows"] = jnp.pad(of_rows, padding)
     build = _build(q_BTNH, k_BSKH, limits, work, scale, options.interpret, stages=3)
+    if build.is_large:
+        build = dataclasses.replace(build, stages=1)
     by_keys, columns = _by_keys(build, limits)
-    if options.deterministic:
+    if options.deterministic or build.is_large:
         found = backward_pass.of_queries(build, given)
         (of_q,) = _joined(found, work.rows, limits.first_head)
         found = backward_pass.of_keys(by_keys, given)

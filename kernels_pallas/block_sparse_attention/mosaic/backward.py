@@ -1,11 +1,13 @@
 """The backward pass: queries by the tile work's rows, keys and values by its columns.
 
-Both recompute the weights from the sums that the forward pass saved. A step computes 64
-tokens of the other side of a tile, so that all sums stay in registers.
+All recompute the weights from the sums that the forward pass saved. A step computes 64
+tokens of the other side of a tile, so that all sums stay in registers. For heads of 256
+these have room for one result only: keys and values have a pass each.
 
 Source: Dao et al., "FlashAttention" (2022), algorithm 4.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -58,6 +60,7 @@ def of_queries(build: Build, given: Arrays) -> list[jax.Array]:
         build.work.tile.q,
         products=3,
         held=_held(build, given),
+        memory=_wg_memory() if build.is_large else {},
     )
     return call(build, given, what, lambda parts: _OfQueries(parts).run())
 
@@ -73,8 +76,24 @@ def of_keys(build: Build, given: Arrays) -> list[jax.Array]:
       dk and dv [B, S, K, H]; if columns are split also partial sums of both
       [B, K, P, tile, H].
     """
-    what = _pass_of_keys(build, products=4)
-    return call(build, given, what, lambda parts: _OfKeys(parts, None).run())
+    if build.is_large:
+        return _of_keys_apart(build, given)
+    what = _pass_of_keys(build, {"dk": "k", "dv": "v"}, products=4)
+    return call(build, given, what, lambda parts: _OfKeys(parts, what, None).run())
+
+
+def _of_keys_apart(build: Build, given: Arrays) -> list[jax.Array]:
+    """Compute dk in a pass of three matmuls, and dv in one of two.
+
+    There are registers for the sums of one of them.
+    """
+    of_dk = _pass_of_keys(build, {"dk": "k"}, products=3)
+    dk = call(build, given, of_dk, lambda parts: _OfKeys(parts, of_dk, None).run())
+    # Without values there is memory for a second buffer.
+    build = dataclasses.replace(build, stages=2)
+    of_dv = _pass_of_keys(build, {"dv": "k"}, products=2)
+    dv = call(build, given, of_dv, lambda parts: _OfKeys(parts, of_dv, None).run())
+    return [x for pair in zip(dk, dv, strict=True) for x in pair]
 
 
 def of_all(build: Build, given: Arrays) -> list[jax.Array]:
@@ -87,12 +106,12 @@ def of_all(build: Build, given: Arrays) -> list[jax.Array]:
     Returns:
       What `of_keys` returns, and dq [B, T, N, H] in fp32, summed in no fixed order.
     """
-    what = _pass_of_keys(build, products=5)
+    what = _pass_of_keys(build, {"dk": "k", "dv": "v"}, products=5)
     what.memory.update(QuerySums.memory(build))
     what.barriers.update(QuerySums.barriers())
 
     def run(parts: Parts) -> None:
-        _OfKeys(parts, QuerySums(parts)).run()
+        _OfKeys(parts, what, QuerySums(parts)).run()
 
     shape = given["q"].shape
     if build.interprets:
@@ -103,22 +122,29 @@ def of_all(build: Build, given: Arrays) -> list[jax.Array]:
     return [*call(build, given | {"dq": dq}, what, run), dq[...]]
 
 
-def _pass_of_keys(build: Build, products: int) -> Pass:
+def _pass_of_keys(build: Build, results: dict[str, str], products: int) -> Pass:
     own = {"k": build.dtype, "v": build.dtype, "segments_k": jnp.int32}
+    if "dk" not in results:
+        del own["v"]
     shared = {"q": build.dtype, "of_rows": jnp.float32, "do": build.dtype}
     shared |= {"segments_q": jnp.int32}
-    results = {"dk": "k", "dv": "v"}
     # In one pass, keys of 64 must be in registers: in shared memory their tiles are
     # narrower than the queries', and a matmul reads equal ones.
     of_128 = ("v",) if products == 4 else ()
     held = ("k", "v") if build.size == 64 else of_128
-    is_tight = build.size == 128 or products == 5
-    memory = {"wg": plgpu.SMEM((WARPGROUPS,), jnp.int32)} if is_tight else {}
+    is_tight = build.size > 64 or products == 5
+    memory = _wg_memory() if is_tight else {}
     return Pass(own, shared, results, build.work.tile.k, products, held, memory)
+
+
+def _wg_memory() -> dict[str, Any]:
+    return {"wg": plgpu.SMEM((WARPGROUPS,), jnp.int32)}
 
 
 def _held(build: Build, given: Arrays) -> tuple[str, ...]:
     """What of the pass of queries fits the registers: less beside a mask's numbers."""
+    if build.is_large:
+        return ()
     has_mask = build.work.masks.shape[0] > 1 or "lens" in given or "segments_q" in given
     return ("do",) if build.size == 128 and has_mask else ("q", "do")
 
@@ -175,21 +201,31 @@ class _OfQueries:
         ring.wait("k", slot)
         ring.wait("v", slot)
 
-        def multiply(scores: Any, dp: Any) -> tuple[jax.Array, jax.Array]:
-            plgpu.wgmma(scores, parts.left("q", held), ring.at("k", slot).T)
-            plgpu.wgmma(dp, parts.left("do", held), ring.at("v", slot).T)
+        def multiply(*accs: Any, names: tuple[str, ...]) -> tuple[jax.Array, ...]:
+            for acc, name in zip(accs, names, strict=True):
+                other = ring.at({"q": "k", "do": "v"}[name], slot).T
+                plgpu.wgmma(acc, parts.left(name, held), other)
             plgpu.wgmma_wait(0)
-            ring.free("v", slot)
-            return scores[...], dp[...]
+            if "do" in names:
+                ring.free("v", slot)
+            return tuple(acc[...] for acc in accs)
+
+        def weights(scores: jax.Array) -> jax.Array:
+            lse = lax.broadcast_in_dim(of_row[LSE], shape, [0])
+            p = jnp.exp2(scores * self.build.scale - lse)
+            return jnp.where(self._visible(slot), p, 0.0) if masked else p
 
         shape = (ROWS, OTHERS)
         square = accumulator(*shape)
-        scores, dp = pl.run_scoped(multiply, square, square)
-        p = jnp.exp2(
-            scores * self.build.scale - lax.broadcast_in_dim(of_row[LSE], shape, [0])
-        )
-        if masked:
-            p = jnp.where(self._visible(slot), p, 0.0)
+        if masked and self.build.is_large:
+            # Beside a mask there are no registers for two matmuls at a time.
+            (scores,) = pl.run_scoped(functools.partial(multiply, names=("q",)), square)
+            p = weights(scores)
+            (dp,) = pl.run_scoped(functools.partial(multiply, names=("do",)), square)
+        else:
+            both = functools.partial(multiply, names=("q", "do"))
+            scores, dp = pl.run_scoped(both, square, square)
+            p = weights(scores)
         ds = p * (dp - lax.broadcast_in_dim(of_row[DELTA], shape, [0]))
         parts.add_product(acc, ds, ring.at("k", slot))
         plgpu.wgmma_wait(0)
@@ -215,15 +251,16 @@ class _OfQueries:
 
 
 class _OfKeys:
-    """A program that computes dk and dv of a tile of keys, from transposed scores.
+    """A program that computes dk, dv or both of a tile, from transposed scores.
 
     Args:
       parts: of the program.
+      what: the pass.
       queries: adds to dq in the same pass; None where another pass computes it.
     """
 
-    def __init__(self, parts: Parts, queries: QuerySums | None):
-        self.queries = queries
+    def __init__(self, parts: Parts, what: Pass, queries: QuerySums | None):
+        self.what, self.queries = what, queries
         self.parts, self.item, self.ring = parts, parts.item, parts.ring
         self.build, self.work = parts.build, parts.work
 
@@ -249,21 +286,29 @@ class _OfKeys:
         if self.queries is not None:
             self.queries.start()
 
-        def run(of_k: Any, of_v: Any) -> tuple[jax.Array, jax.Array]:
-            held = self.parts.load_held()
-            step = functools.partial(self._step, of_k=of_k, of_v=of_v, held=held)
-            self.parts.loop(step, self.work.tile.q)
-            return of_k[...] * (self.build.scale * math.log(2)), of_v[...]
+        by_way_of = self.what.results
+        scale = self.build.scale * math.log(2)
 
-        sums = accumulator(ROWS, self.build.size)
-        dk, dv = pl.run_scoped(run, sums, sums)
+        def run(*sums: Any) -> list[jax.Array]:
+            held = self.parts.load_held()
+            accs = dict(zip(by_way_of, sums, strict=True))
+            step = functools.partial(self._step, accs=accs, held=held)
+            self.parts.loop(step, self.work.tile.q)
+            return [
+                acc[...] * scale if name == "dk" else acc[...]
+                for name, acc in accs.items()
+            ]
+
+        sums = [accumulator(ROWS, self.build.size)] * len(by_way_of)
+        found = pl.run_scoped(run, *sums)
         if self.queries is not None:
             self.queries.finish()
-        results = {"dk": (dk, "k"), "dv": (dv, "v")}
+        pairs = zip(found, by_way_of.values(), strict=True)
+        results = dict(zip(by_way_of, pairs, strict=True))
         self.parts.write(results, pl.ds(self.first_k, ROWS))
 
     def _step(
-        self, slot: Any, *, of_k: Any, of_v: Any, held: Arrays, masked: bool
+        self, slot: Any, *, accs: dict[str, Any], held: Arrays, masked: bool
     ) -> None:
         ring, parts, shape = self.ring, self.parts, (ROWS, OTHERS)
         square = accumulator(*shape)
@@ -283,15 +328,21 @@ class _OfKeys:
         ring.wait("do", slot)
         # Masks of several blocks leave no registers for two matmuls at a time, nor do
         # values that are held in some.
-        is_tight = self.work.masks.shape[0] > 1 or self.build.size == 128
-        if is_tight:
-            parts.add_product(of_v, p, ring.at("do", slot))
+        is_tight = self.work.masks.shape[0] > 1 or self.build.size > 64
+        if is_tight and "dv" in accs:
+            parts.add_product(accs["dv"], p, ring.at("do", slot))
             plgpu.wgmma_wait(0)
+        if "dk" not in accs:
+            # Read by threads, and written next by the copy engine.
+            plgpu.commit_smem()
+            for name in ("of_rows", "do", "q"):
+                ring.free(name, slot)
+            return
 
         def multiply(acc: Any) -> jax.Array:
             plgpu.wgmma(acc, parts.left("v", held), ring.at("do", slot).T)
             if not is_tight:
-                parts.add_product(of_v, p, ring.at("do", slot))
+                parts.add_product(accs["dv"], p, ring.at("do", slot))
             plgpu.wgmma_wait(0)
             return acc[...]
 
@@ -304,7 +355,7 @@ class _OfKeys:
         ds = p * (dp - lax.broadcast_in_dim(delta, shape, [1]))
         if self.queries is not None:
             self.queries.put(ds)
-        parts.add_product(of_k, ds, ring.at("q", slot))
+        parts.add_product(accs["dk"], ds, ring.at("q", slot))
         if self.queries is not None:
             self.queries.add(slot)
         plgpu.wgmma_wait(0)

@@ -201,6 +201,9 @@ class Parts:
 
         def run(masked: bool) -> Callable[[Any, Any], Any]:
             def body(_: Any, slot: Any) -> Any:
+                if self.build.stages == 1:
+                    # Of a known 0, all addresses would be held over the loop.
+                    slot = self.wg - self.item.wg
                 step(slot, masked=masked)
                 return self.ring.next(slot)
 

@@ -69,6 +69,11 @@ class Build:
         return self.interpret is not None
 
     @property
+    def is_large(self) -> bool:
+        """Whether the sums of 64 rows, [64, size], take half of the registers."""
+        return self.size > 128
+
+    @property
     def grid_heads(self) -> int:
         """Heads of the grid and of the lists."""
         return self.heads // self.group if self.by_keys else self.heads

@@ -54,6 +54,7 @@ def forward(build: Build, given: dict[str, jax.Array]) -> list[jax.Array]:
       [B, N, P, tile].
     """
     work, num_parts = build.work, build.lists.num_parts
+    keys = keys_of_step(build)
     batch, seq_q, heads, size = given["q"].shape
     fp32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     outs = {
@@ -67,14 +68,16 @@ def forward(build: Build, given: dict[str, jax.Array]) -> list[jax.Array]:
     shared = tuple(name for name in ("k", "segments_k", "v") if name in given)
     memory = {
         "q": tiled_smem(WARPGROUPS, ROWS, size, dtype=build.dtype),
-        "k": tiled_smem(build.stages, work.tile.k, size, dtype=build.dtype),
-        "v": tiled_smem(build.stages, work.tile.k, size, dtype=build.dtype),
+        "k": tiled_smem(build.stages, keys, size, dtype=build.dtype),
+        "v": tiled_smem(build.stages, keys, size, dtype=build.dtype),
         "lse": plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
         "segments_q": plgpu.SMEM((WARPGROUPS, ROWS), jnp.int32),
-        "segments_k": plgpu.SMEM((build.stages, work.tile.k), jnp.int32),
-        "p": plgpu.SMEM((WARPGROUPS, ROWS, work.tile.k), build.dtype),
+        "segments_k": plgpu.SMEM((build.stages, keys), jnp.int32),
+        "p": plgpu.SMEM((WARPGROUPS, ROWS, keys), build.dtype),
     }
+    memory["wg"] = plgpu.SMEM((WARPGROUPS,), jnp.int32)
     used = {*own, *shared, "lse", *(("p",) if build.interprets else ())}
+    used |= {"wg"} if build.is_large else set()
     memory = {name: ref for name, ref in memory.items() if name in used}
     memory |= Ring.listed_memory(build.stages)
     barriers = {
@@ -88,6 +91,11 @@ def forward(build: Build, given: dict[str, jax.Array]) -> list[jax.Array]:
         _Program(build, refs, memory, barriers, own, ring).run()
 
     return build.call("forward", 2, given, outs, memory, barriers, program)
+
+
+def keys_of_step(build: Build) -> int:
+    """Keys of a step: fewer where the sums of larger heads leave less room."""
+    return 64 if build.is_large else build.work.tile.k
 
 
 class _Program:
@@ -105,9 +113,20 @@ class _Program:
         self.build, self.work = build, build.work
         self.refs, self.memory, self.barriers = refs, memory, barriers
         self.own, self.ring = own, ring
+        self.keys = keys_of_step(build)
+        self.per_tile = build.work.tile.k // self.keys
         self.item = Item.read(refs, build)
-        first = self.item.place * self.work.tile.q + self.item.wg * ROWS
-        self.first_q, self.queries = first, pl.ds(first, ROWS)
+        self.first_q = self._first_query(self.item.wg)
+        self.queries = pl.ds(self.first_q, ROWS)
+
+    def _first_query(self, wg: Any) -> Any:
+        return self.item.place * self.work.tile.q + wg * ROWS
+
+    @property
+    def wg(self) -> Any:
+        """This warpgroup; read back where the loop needs the registers of addresses."""
+        wg = self.item.wg
+        return self.memory["wg"][wg] if "wg" in self.memory else wg
 
     def run(self) -> None:
         """Run this warpgroup's role."""
@@ -119,16 +138,26 @@ class _Program:
         item, tile = self.item, self.work.tile.k
 
         def sources(step: Any) -> dict[str, Any]:
-            other, _, mask = item.other(step)
-            keys = pl.ds(other * tile, tile)
-            listed = Listed(other * tile, jnp.int32(0), item.head, mask, item.length)
+            number, in_tile = step, jnp.int32(0)
+            if self.per_tile > 1:
+                number = lax.div(step, jnp.int32(self.per_tile))
+                in_tile = lax.rem(step, jnp.int32(self.per_tile)) * self.keys
+            other, _, mask = item.other(number)
+            first = other * tile + in_tile
+            keys = pl.ds(first, self.keys)
+            listed = Listed(first, in_tile, item.head, mask, item.length)
             found: dict[str, Any] = {LISTED: listed}
             found["k"] = self.refs["k"].at[item.row, keys, item.kv_head]
             if "segments_k" in self.refs:
                 found["segments_k"] = self.refs["segments_k"].at[item.row, keys]
             return found | {"v": self.refs["v"].at[item.row, keys, item.kv_head]}
 
-        self.ring.fetch(item.count, sources)
+        self.ring.fetch(self.num_steps, sources)
+
+    @property
+    def num_steps(self) -> Any:
+        """Steps of the item."""
+        return self.item.count * self.per_tile
 
     def _take_turn(self) -> None:
         """Give the other warpgroup the tensor cores."""
@@ -148,15 +177,18 @@ class _Program:
         pl.when(item.wg == 1)(self._take_turn)
         carry, full = (state, jnp.int32(0)), 0
         if not item.has_limits:
-            unmasked, full = functools.partial(self._step, masked=False), item.full
+            full = item.full * self.per_tile
+            unmasked = functools.partial(self._step, masked=False)
             carry = lax.fori_loop(0, full, unmasked, carry)
         masked = functools.partial(self._step, masked=True)
-        state, _ = lax.fori_loop(full, item.count, masked, carry)
+        state, _ = lax.fori_loop(full, self.num_steps, masked, carry)
         pl.when(item.wg == 0)(self._take_turn)
         self._write(*state)
 
     def _fetch_own(self) -> None:
         wg, row = self.item.wg, self.item.row
+        if "wg" in self.memory:
+            self.memory["wg"][wg] = wg
         sources = {"q": self.refs["q"].at[row, self.queries, self.item.head]}
         if "segments_q" in self.own:
             sources["segments_q"] = self.refs["segments_q"].at[row, self.queries]
@@ -171,14 +203,14 @@ class _Program:
     ) -> tuple[State, Any]:
         """Process a tile of keys, in a buffer of the ring."""
         (sums, top, total), slot = carry
-        queries, keys = self.memory["q"].at[self.item.wg], self.ring.at("k", slot)
+        queries, keys = self.memory["q"].at[self.wg], self.ring.at("k", slot)
 
         def multiply(acc: Any) -> jax.Array:
             plgpu.wgmma(acc, queries, keys.T)
             self._take_turn()
             return acc[...]
 
-        shape = (ROWS, self.work.tile.k)
+        shape = (ROWS, self.keys)
         scores = pl.run_scoped(multiply, accumulator(*shape))
         self.ring.free("k", slot)
         shown = self._visible(slot) if masked else None
@@ -208,26 +240,26 @@ class _Program:
         return (sums, new_top, total), following
 
     def _visible(self, slot: Any) -> jax.Array:
-        item, work, refs = self.item, self.work, self.refs
+        item, work, refs, wg = self.item, self.work, self.refs, self.wg
         self.ring.wait("v", slot)
         listed = self.ring.listed(slot)
         segments = None
         if "segments_q" in self.own:
             self.ring.wait("segments_k", slot)
             segments = (
-                plgpu.load(self.memory["segments_q"].at[item.wg], layout=OF_ROWS),
+                plgpu.load(self.memory["segments_q"].at[wg], layout=OF_ROWS),
                 plgpu.load(self.ring.at("segments_k", slot), layout=OF_COLUMNS),
             )
             # Read by threads, and written next by the copy engine.
             plgpu.commit_smem()
             self.ring.free("segments_k", slot)
         piece = Piece(
-            shape=(ROWS, work.tile.k),
+            shape=(ROWS, self.keys),
             q_dim=0,
-            first_q=self.first_q,
+            first_q=self._first_query(wg) if self.build.is_large else self.first_q,
             first_k=listed.first,
-            q_in_tile=item.wg * ROWS,
-            k_in_tile=jnp.int32(0),
+            q_in_tile=wg * ROWS,
+            k_in_tile=listed.in_tile if self.per_tile > 1 else jnp.int32(0),
         )
         length = listed.length if item.has_limits else work.seq_k
         return visible(
@@ -240,7 +272,7 @@ class _Program:
         values = self.ring.at("v", slot)
 
         def wait_for_next_keys() -> None:
-            is_more = step + 1 < self.item.count
+            is_more = step + 1 < self.num_steps
             pl.when(is_more)(lambda: self.ring.wait("k", following))
 
         if self.build.interprets:  # It has no matmuls of registers.
