@@ -144,7 +144,8 @@ class Profile:
         self._wait()
         self._stop()
         self._traced = []
-        (file,) = self._files() - before
+        # By their times too: two traces that end in one second have the same name.
+        ((file, _),) = self._files() - before
         trace = read_trace(ProfileData.from_file(str(file)), map(name_of, PHASES), STEP)
         self._report(trace)
 
@@ -162,8 +163,9 @@ class Profile:
         self._console.print(summary.text(), markup=False)
         self._console.print(f"profile  {self._folder}: open it with xprof or Perfetto")
 
-    def _files(self) -> set[Path]:
-        return set(self._folder.glob("plugins/profile/*/*.xplane.pb"))
+    def _files(self) -> set[tuple[Path, int]]:
+        found = self._folder.glob("plugins/profile/*/*.xplane.pb")
+        return {(file, file.stat().st_mtime_ns) for file in found}
 
 
 def _write(summary: Summary, folder: Path) -> None:
