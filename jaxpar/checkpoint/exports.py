@@ -114,7 +114,7 @@ def import_safetensors(paths: Sequence[Path], folder: Path) -> list[str]:
             leaves[name] = jnp.asarray(array, jnp.float32 if floating else None)
     checkpoints = Checkpoints(folder)
     checkpoints.save(
-        0, _under_params(leaves), meta={"imported": [p.name for p in found]}
+        0, under_params(leaves), meta={"imported": [p.name for p in found]}
     )
     checkpoints.close()
     return [PARAMS + name.replace(".", "/") for name in leaves]
@@ -216,7 +216,7 @@ def _read(path: Path) -> Iterator[tuple[str, np.ndarray]]:
         raise DamagedError(f"{str(path)!r} is not safetensors ({error})") from error
 
 
-def _under_params(leaves: Mapping[str, Any]) -> dict[str, Any]:
+def under_params(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Leaves by dotted names as a tree under "params"."""
     tree: dict[str, Any] = {}
     for name, leaf in leaves.items():

@@ -109,19 +109,14 @@ def _inspect(args: InspectModel) -> None:
 def _import(args: ImportModel) -> None:
     import jax.numpy as jnp  # noqa: PLC0415 - slow to import
 
-    from jaxpar.checkpoint.store import Checkpoints  # noqa: PLC0415 - imports jax
+    from jaxpar.checkpoint.exports import under_params  # noqa: PLC0415 - imports jax
+    from jaxpar.checkpoint.store import Checkpoints  # noqa: PLC0415
     from jaxpar.models.hf.pretrained import from_huggingface  # noqa: PLC0415
 
     found = from_huggingface(args.folder).read()
-    tree: dict[str, Any] = {}
-    for name, array in found.items():
-        *above, last = name.split("/")
-        place = tree
-        for part in above:
-            place = place.setdefault(part, {})
-        place[last] = jnp.asarray(array)
+    leaves = {name.replace("/", "."): jnp.asarray(x) for name, x in found.items()}
     checkpoints = Checkpoints(args.out)
-    checkpoints.save(0, {"params": tree}, meta={"imported": [args.folder.name]})
+    checkpoints.save(0, under_params(leaves), meta={"imported": [args.folder.name]})
     checkpoints.close()
     print(f"{args.out}: step 0, {len(found)} leaves; begin with it by --init-from")
 

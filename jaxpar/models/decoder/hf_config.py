@@ -1,4 +1,4 @@
-"""Which decoder does a published config describe, and how is ours published?"""
+"""Which decoder does a published config describe?"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -84,9 +84,10 @@ def read_gemma3(hf: Published) -> dict[str, Any]:
     found = hf.get("rope_parameters") or {}
     if LOCAL in found:
         local = found[LOCAL]["rope_theta"]
+    _require(hf, "use_bidirectional_attention", False, None)
     every = _global_every(hf, hf.get("sliding_window_pattern", 6))
     fields = {"qk_norm": True, "local_rotary_base": local, "global_every": every}
-    return {**read_gemma2({"layer_types": None, **hf}), **fields}
+    return {**read_gemma2(hf), **fields}
 
 
 READERS: dict[str, Callable[[Published], dict[str, Any]]] = {
@@ -109,9 +110,18 @@ def read_decoder(hf: Published, **overrides: Any) -> DecoderConfig:
       **overrides: fields of `DecoderConfig` to replace.
 
     Raises:
-      ValueError: if it needs something that a decoder here does not have.
+      ValueError: if it needs something that a decoder here does not have, or lacks a
+        field.
     """
-    return DecoderConfig(**{**READERS[hf["model_type"]](hf), **overrides})
+    kind = hf["model_type"]
+    try:
+        fields = READERS[kind](hf)
+    except KeyError as error:
+        raise ValueError(
+            f"{kind}: the published config has no field {error}, which says how large "
+            "the model is or how it computes; add it to config.json."
+        ) from None
+    return DecoderConfig(**{**fields, **overrides})
 
 
 def _shared(hf: Published) -> dict[str, Any]:

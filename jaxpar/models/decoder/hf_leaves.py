@@ -29,7 +29,7 @@ def leaves_of(
     found = dict(_ends(config, model_type, prefix))
     block = _gpt2_block if model_type == "gpt2" else _block
     for section, layers in _sections(config).items():
-        for path, (template, how) in block(config, model_type).items():
+        for path, (template, how) in block(config).items():
             name = f"{prefix}{template}"
             found[f"{section}/{path}"] = per_layer(name, layers, **how)
     return found
@@ -67,7 +67,7 @@ def _sections(config: DecoderConfig) -> dict[str, Sequence[int]]:
     return {**found, "last_blocks": range(whole, count)} if count % every else found
 
 
-def _block(config: DecoderConfig, model_type: str) -> dict[str, tuple[str, dict]]:
+def _block(config: DecoderConfig) -> dict[str, tuple[str, dict]]:
     """Path in a block -> a template of the tensor's name, and how it is read."""
     matrix = {"transposed": True}
     at = "layers.{}."
@@ -93,7 +93,7 @@ def _block(config: DecoderConfig, model_type: str) -> dict[str, tuple[str, dict]
     return found
 
 
-def _gpt2_block(config: DecoderConfig, model_type: str) -> dict[str, tuple[str, dict]]:
+def _gpt2_block(config: DecoderConfig) -> dict[str, tuple[str, dict]]:
     """As `_block`; kernels are [in, out], queries, keys and values are one."""
     found: dict[str, tuple[str, dict]] = {}
     for number, ours in enumerate(_PROJECTIONS):

@@ -27,7 +27,7 @@ class Loads(Protocol):
 
     @property
     def state(self) -> Any:
-        """The state, whose ``params`` say names, shapes and shardings."""
+        """The state, whose ``weights`` are the trained and the frozen parameters."""
         ...
 
     def load_params(self, params: Params) -> None:
@@ -65,7 +65,7 @@ class Pretrained:
           ValueError: if a leaf or a tensor is missing, left over, or of another shape.
         """
         tensors, leaves = self._opened()
-        like = engine.state.params
+        like = tree.merged(*engine.state.weights)
         _check_names(leaves, tree.named_leaves(like))
         found = jax.tree_util.tree_map_with_path(
             lambda path, x: _read(leaves, tensors, tree.path_name(path), x), like
@@ -96,14 +96,20 @@ class Pretrained:
         _check_tensors(leaves, tensors)
         return tensors, leaves
 
-    def save(self, params: Params, out: Path, *, dtype: str = "float32") -> None:
-        """Write parameters as this model is published, for `transformers` to load.
+    def save(self, engine: Loads, out: str | Path, *, dtype: str = "float32") -> None:
+        """Write an engine's parameters as this model is published.
+
+        `transformers` loads the folder.
 
         Args:
-          params: as ``engine.state.params``.
+          engine: of this model; its frozen parameters are written too.
           out: a new folder.
           dtype: of the tensors: "float32" or "bfloat16".
+
+        Raises:
+          ValueError: if `out` exists.
         """
+        params = tree.merged(*engine.state.weights)
         to_huggingface(params, self.config, self.hf, out, dtype=dtype)
 
 
@@ -151,7 +157,7 @@ def to_huggingface(
     """Write parameters as a published model.
 
     Args:
-      params: as ``engine.state.params``; a leaf at a time is gathered to the host.
+      params: all of the model's; a leaf at a time is gathered to the host.
       config: of the model.
       hf: the published config; its vocab_size says how many rows are written.
       out: a new folder.
@@ -159,8 +165,14 @@ def to_huggingface(
       file_bytes: largest size of a file; a larger tensor gets a file of its own.
 
     Raises:
-      ValueError: if `out` exists, or the parameters are not the config's.
+      ValueError: if `out` exists, the parameters are not the config's, or the run has
+        several processes.
     """
+    if jax.process_count() > 1:
+        raise ValueError(
+            "to_huggingface: a run of several processes saves a checkpoint, of which "
+            "`jaxpar hf export` writes the model in one process."
+        )
     named = tree.named_leaves(params).items()
     write_folder(
         ((name, np.asarray(jax.device_get(value))) for name, value in named),

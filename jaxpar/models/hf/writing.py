@@ -1,6 +1,7 @@
 """How is a model written as others publish it: files of bounded size, and an index."""
 
 import json
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,11 @@ def write_folder(
     """
     if out.exists():
         raise ValueError(f"out={str(out)!r} exists already; name a new folder.")
-    out.mkdir(parents=True)
-    writer, missing = _Writer(out, file_bytes), set(leaves)
+    # What can't be written whole leaves no folder of that name.
+    unfinished = out.with_name(f"{out.name}.part")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    writer, missing = _Writer(unfinished, file_bytes), set(leaves)
     joined: dict[str, dict[int, np.ndarray]] = {}
     for name, value in arrays:
         if name not in missing:
@@ -58,7 +62,9 @@ def write_folder(
         raise ValueError(f"{', '.join(sorted(missing)[:5])}: missing parameters.")
     writer.close()
     published = {**hf, "torch_dtype": dtype, "dtype": dtype}
-    (out / CONFIG).write_text(json.dumps(published, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(published, indent=2) + "\n"
+    (unfinished / CONFIG).write_text(text, encoding="utf-8")
+    unfinished.rename(out)
 
 
 class _Writer:

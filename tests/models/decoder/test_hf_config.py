@@ -76,6 +76,13 @@ def test_gemma_2_caps_and_scales() -> None:
     assert config.embedding_scale == pytest.approx(32**0.5)
 
 
+def test_an_encoder_in_the_shape_of_gemma_3_is_refused() -> None:
+    hf = {**GEMMA, "model_type": "gemma3_text"}
+    assert read_decoder({**hf, "use_bidirectional_attention": None}).window == 8
+    with pytest.raises(ValueError, match="use_bidirectional_attention=True is not"):
+        read_decoder({**hf, "use_bidirectional_attention": True})
+
+
 def test_a_pattern_of_windows_that_is_not_known_is_refused() -> None:
     kinds = [GLOBAL, LOCAL, LOCAL, LOCAL, LOCAL, GLOBAL]
     with pytest.raises(ValueError, match=r"gemma2: blocks \[1, 6\] see everything"):

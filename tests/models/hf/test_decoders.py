@@ -10,14 +10,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jaxpar
 from jaxpar.models.decoder.hf_leaves import leaves_of
-from jaxpar.models.hf.pretrained import Pretrained, from_huggingface
+from jaxpar.models.hf.pretrained import from_huggingface
 from jaxpar.tree import named_leaves
 from tests.models.hf.published import CONFIGS, Published, publish, reload
+from tests.models.hf.test_pretrained import engine_of
+
+ONE = jaxpar.MeshShape(data=1)
 
 
 @pytest.fixture(scope="module")
@@ -29,25 +31,11 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
-def engine_of(ours: Pretrained, tokens: np.ndarray, **given: Any) -> jaxpar.Engine:
-    mesh = given.pop("mesh", jaxpar.MeshShape(data=1))
-    return jaxpar.initialize(
-        model=ours.model,
-        loss_fn=ours.loss_fn,
-        optimizer=optax.sgd(1.0),
-        sample_batch={"tokens": tokens},
-        mesh=mesh,
-        devices=jax.devices()[: mesh.num_devices],
-        check_loss=False,
-        **given,
-    )
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_and_gradients_are_theirs(name: str, theirs: Any) -> None:
     right = theirs(name)
     ours = from_huggingface(right.folder)
-    engine = engine_of(ours, right.tokens)
+    engine = engine_of(ours, ONE, right.tokens, rate=1.0)
     ours.load(engine)
     params = jax.tree.map(jnp.copy, engine.state.params)
     logits = jax.jit(lambda m, t: m(t))(engine.model(), right.tokens)
@@ -75,9 +63,9 @@ def test_logits_and_gradients_are_theirs(name: str, theirs: Any) -> None:
 def test_what_is_written_they_load(name: str, theirs: Any, tmp_path: Path) -> None:
     right = theirs(name)
     ours = from_huggingface(right.folder)
-    engine = engine_of(ours, right.tokens)
+    engine = engine_of(ours, ONE, right.tokens, rate=1.0)
     ours.load(engine)
-    ours.save(engine.state.params, tmp_path / "out")
+    ours.save(engine, tmp_path / "out")
     np.testing.assert_allclose(
         reload(tmp_path / "out", right.tokens), right.logits, atol=1e-5
     )

@@ -39,16 +39,23 @@ def write(folder: Path, hf: dict[str, Any] = LLAMA, **how: Any) -> Path:
     return folder
 
 
-def engine_of(ours: Any, shape: jaxpar.MeshShape, zero: int = 3) -> jaxpar.Engine:
+def engine_of(
+    ours: Any,
+    shape: jaxpar.MeshShape,
+    tokens: np.ndarray = TOKENS,
+    rate: float = 0.1,
+    **given: Any,
+) -> jaxpar.Engine:
     return jaxpar.initialize(
         model=ours.model,
         loss_fn=ours.loss_fn,
-        optimizer=optax.sgd(0.1),
-        sample_batch={"tokens": TOKENS},
+        optimizer=optax.sgd(rate),
+        sample_batch={"tokens": tokens},
         mesh=shape,
         devices=jax.devices()[: shape.num_devices],
-        zero=zero,
+        zero=3,
         check_loss=False,
+        **given,
     )
 
 
@@ -75,14 +82,14 @@ def test_what_is_written_has_their_rows_names_and_dtype(tmp_path: Path) -> None:
     ours = from_huggingface(first, vocab_size=64)
     engine = engine_of(ours, jaxpar.MeshShape(data=2))
     ours.load(engine)
-    ours.save(engine.state.params, tmp_path / "again")
+    ours.save(engine, tmp_path / "again")
     one, other = (
         load_file(each / "model.safetensors") for each in (first, tmp_path / "again")
     )
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         np.testing.assert_array_equal(tensor, other[name])
-    ours.save(engine.state.params, tmp_path / "half", dtype="bfloat16")
+    ours.save(engine, tmp_path / "half", dtype="bfloat16")
     half = load_file(tmp_path / "half" / "model.safetensors")
     assert {x.dtype for x in half.values()} == {jnp.dtype("bfloat16")}
     assert (
@@ -95,7 +102,35 @@ def test_what_is_written_has_their_rows_names_and_dtype(tmp_path: Path) -> None:
         jnp.dtype("float32")
     }
     with pytest.raises(ValueError, match="exists already"):
-        ours.save(engine.state.params, tmp_path / "half")
+        ours.save(engine, tmp_path / "half")
+
+
+def test_frozen_parameters_are_loaded_and_written_too(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model")
+    ours = from_huggingface(folder)
+    shape = jaxpar.MeshShape(data=2)
+    engine = engine_of(ours, shape, trainable=["*attention*"])
+    ours.load(engine)
+    engine.step({"tokens": TOKENS})
+    ours.save(engine, tmp_path / "out")
+    before, after = (
+        load_file(x / "model.safetensors") for x in (folder, tmp_path / "out")
+    )
+    changed = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert changed == {
+        name for name in before if "attn" in name or "input_layer" in name
+    }
+
+
+def test_what_can_not_be_written_leaves_no_folder(tmp_path: Path) -> None:
+    other = {**LLAMA, "num_hidden_layers": 3}
+    model = jaxpar.models.make_decoder(read_decoder(other)).init(0, TOKENS)
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match=r"has 4 of these layers, .* have 3"):
+        to_huggingface(model.params, read_decoder(LLAMA), LLAMA, out)
+    assert not out.exists()
+    to_huggingface(model.params, read_decoder(other), other, out)
+    assert (out / "config.json").exists()
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
@@ -135,6 +170,10 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
             {"hidden_act": "relu"},
             "llama: hidden_act='relu' is not known here; 'silu' is",
         ),
+        (
+            {"hidden_size": None},
+            "llama: the published config has no field 'hidden_size'",
+        ),
         ({"attention_bias": True}, "attention_bias=True is not known"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rotary positions of type 'yarn'"),
     ],
@@ -142,7 +181,8 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
 def test_models_that_are_not_known_are_named(
     tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **change}))
+    hf = {k: v for k, v in {**LLAMA, **change}.items() if v is not None}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
     with pytest.raises(ValueError, match=message):
         from_huggingface(tmp_path)
 
