@@ -164,7 +164,7 @@ step "what became of it"
 .venv/bin/jaxpar ckpt export runs/mine runs/exported
 .venv/bin/jaxpar report runs/mine --out mine.html
 grep -q "<svg" mine.html
-.venv/bin/jaxpar recipes copy gpt copied
+.venv/bin/jaxpar recipes copy pretrain copied
 .venv/bin/python copied/pretrain.py --model tiny --model.num-layers 2 --data notes.jsonl --steps 4 \
   --optimizer lion --optimizer.bits 8 --eval-batches 1 --out runs/pretrain
 logged runs/pretrain 4
