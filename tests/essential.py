@@ -143,7 +143,11 @@ ESSENTIAL: dict[str, tuple[str, ...]] = {
         "*causal*[[]gpt2]",
     ),
     "tests/models/decoder/test_sharded.py": ("*[[]sequence]",),
-    "tests/models/test_causal_attention.py": ("*[[]4-2-1]", "*later_key", "*no_scores"),
+    "tests/models/test_blocked_attention.py": (
+        "*[[]4-2-1]",
+        "*later_key",
+        "*no_scores",
+    ),
     "tests/models/test_layers.py": ("*numpy*", "*looks_rows_up", "*fp32_sums"),
     "tests/models/test_sampling.py": ("*zero_temperature*[[]3]", "*bad_input*"),
     "tests/models/test_sparse_attention.py": ("*[[]BigBird]",),

@@ -90,11 +90,12 @@ def run_hf(args: Hf) -> None:
 
 
 def _inspect(args: InspectModel) -> None:
-    from jaxpar.models.decoder.config import num_params  # noqa: PLC0415 - imports jax
-    from jaxpar.models.hf.pretrained import from_huggingface  # noqa: PLC0415
+    from jaxpar.models.hf.pretrained import (  # noqa: PLC0415 - imports jax
+        from_huggingface,
+    )
 
     ours = from_huggingface(args.folder)
-    ours.check()
+    missing = ours.check()
     table = Table(box=None, show_header=False)
     for field in dataclasses.fields(ours.config):
         value = getattr(ours.config, field.name)
@@ -103,7 +104,9 @@ def _inspect(args: InspectModel) -> None:
     console = Console(highlight=False)
     console.print(f"{args.folder}: {ours.hf['model_type']}", soft_wrap=True)
     console.print(table)
-    console.print(f"{num_params(ours.config):,} parameters; every tensor has its leaf")
+    console.print(f"{ours.num_params:,} parameters; every tensor has its leaf")
+    if missing:
+        console.print(f"not in the folder, and drawn anew: {', '.join(missing)}")
 
 
 def _import(args: ImportModel) -> None:
@@ -124,7 +127,6 @@ def _import(args: ImportModel) -> None:
 def _export(args: ExportModel) -> None:
     from jaxpar.checkpoint import folder as files  # noqa: PLC0415 - imports jax
     from jaxpar.checkpoint.arrays import read_whole  # noqa: PLC0415
-    from jaxpar.models.decoder.hf_leaves import leaves_of  # noqa: PLC0415
     from jaxpar.models.hf.pretrained import from_huggingface  # noqa: PLC0415
     from jaxpar.models.hf.writing import write_folder  # noqa: PLC0415
     from jaxpar.training.origin import find_parameters  # noqa: PLC0415
@@ -135,7 +137,6 @@ def _export(args: ExportModel) -> None:
     stored = files.verified(path, number).leaves
     params = [n for n in stored if n.startswith(("params/", "frozen/"))]
     ours = from_huggingface(args.like)
-    leaves = leaves_of(ours.config, ours.hf["model_type"])
     arrays = ((name.partition("/")[2], read_whole(path, name)) for name in params)
-    write_folder(arrays, leaves, ours.hf, args.out, dtype=args.dtype)
+    write_folder(arrays, ours.leaves(), ours.hf, args.out, dtype=args.dtype)
     print(f"{args.out}: {len(params)} leaves of step {number}")

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jaxpar.jaxprs.evaluate import PLACEHOLDER
+from jaxpar.models.blocked_attention import PLAIN, Scoring
 from jaxpar.models.shard_kernel import on_pieces, split_of
 
 Results = tuple[jax.Array, ...]
@@ -27,38 +28,37 @@ def attention_placeholder(
     query_BTNH: Float[Array, "B T N H"],
     key_BSKH: Float[Array, "B S K H"],
     value_BSKH: Float[Array, "B S K H"],
-    *,
-    window: int | None = None,
+    scoring: Scoring = PLAIN,
 ) -> Float[Array, "B T N H"]:
-    """Replace causal attention in a program that is compiled and never run.
+    """Replace attention in a program that is compiled and never run.
 
-    Two matmuls forward and five backward, over half of the scores: blocks above the
-    diagonal are skipped.
+    Two matmuls forward and five backward; under the causal mask over half of the
+    scores, because blocks above the diagonal are skipped.
 
     Args:
       query_BTNH: queries.
       key_BSKH: keys; each head of them serves N / K query heads.
       value_BSKH: values.
-      window: keys that a query sees; None for all before it.
+      scoring: which keys a query sees.
 
     Returns:
       An array of the result's shape.
     """
-    return _placeholder(window, query_BTNH, key_BSKH, value_BSKH)
+    return _placeholder(scoring, query_BTNH, key_BSKH, value_BSKH)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _placeholder(
-    window: int | None,
+    scoring: Scoring,
     query_BTNH: jax.Array,
     key_BSKH: jax.Array,
     value_BSKH: jax.Array,
 ) -> jax.Array:
-    return _forward(window, query_BTNH, key_BSKH, value_BSKH)[0]
+    return _forward(scoring, query_BTNH, key_BSKH, value_BSKH)[0]
 
 
 def _forward(
-    window: int | None,
+    scoring: Scoring,
     query_BTNH: jax.Array,
     key_BSKH: jax.Array,
     value_BSKH: jax.Array,
@@ -67,7 +67,7 @@ def _forward(
         batch, length, heads, _ = query.shape
         sums = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
         given = query, key, value
-        return _call("forward", 2, window, *given, results=(query, sums))
+        return _call("forward", 2, scoring, *given, results=(query, sums))
 
     split = split_of(query_BTNH, key_BSKH)
     spec, of_sums = P(split.rows, None, split.heads, None), P(split.rows, split.heads)
@@ -78,10 +78,10 @@ def _forward(
 
 
 def _backward(
-    window: int | None, saved: Saved, cotangent_BTNH: jax.Array
+    scoring: Scoring, saved: Saved, cotangent_BTNH: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     def call(*args: jax.Array) -> Results:
-        return _call("backward", 5, window, *args, results=args[:3])
+        return _call("backward", 5, scoring, *args, results=args[:3])
 
     query, key, *_ = saved
     split = split_of(query, key)
@@ -97,15 +97,17 @@ _placeholder.defvjp(_forward, _backward)
 def _call(
     name: str,
     products: int,
-    window: int | None,
+    scoring: Scoring,
     *args: jax.Array,
     results: Sequence[Any],
 ) -> Results:
     batch, length, heads, size = args[0].shape
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
-    # Half of two FLOPs per score and feature; with a window, two of each that is seen.
-    keys = args[1].shape[1]
-    seen = keys if window is None or window >= keys else 2 * window
-    flops = products * batch * heads * length * min(seen, keys) * size
+    # Two FLOPs per score and feature, of the scores that are computed.
+    keys, window = args[1].shape[1], scoring.window
+    halves = keys if scoring.causal else 2 * keys
+    if window is not None and window < keys:
+        halves = min(2 * window, keys)
+    flops = products * batch * heads * length * halves * size
     call = jax.ffi.ffi_call(f"{PLACEHOLDER}.attention.{name}", shapes)
     return tuple(call(*args, flops=np.int64(flops)))

@@ -66,6 +66,5 @@ def test_a_run_of_another_model_is_refused(tmp_path: Path, capsys) -> None:
     with pytest.raises(SystemExit):
         main(["hf", "export", *given])
     assert (
-        "the model has 4 of these layers, but the parameters have 1"
-        in capsys.readouterr().err
+        "the model has 4 of these, but the parameters have 1" in capsys.readouterr().err
     )

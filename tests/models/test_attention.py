@@ -1,4 +1,5 @@
-from types import SimpleNamespace
+"""Does attention as a module project, mask and attend as it says?"""
+
 from typing import Any
 
 import jax
@@ -8,121 +9,8 @@ import pytest
 from flax import nnx
 
 from jaxpar.mesh import MeshShape, make_mesh
-from jaxpar.models import attention
-from jaxpar.models.attention import (
-    Attention,
-    Heads,
-    attend,
-    attention_implementation,
-)
-from jaxpar.models.causal_attention import Scoring
-
-# compute capability (0: no NVIDIA GPU), dtype, head size, masked, answer to "auto"
-DECISIONS = [
-    (9.0, "bfloat16", 128, False, "cudnn"),
-    (9.0, "float16", 256, False, "cudnn"),
-    (8.0, "bfloat16", 128, False, "cudnn"),
-    (8.0, "bfloat16", 256, False, "xla"),
-    (7.5, "float16", 64, False, "xla"),
-    (9.0, "float32", 64, False, "xla"),
-    (9.0, "bfloat16", 60, False, "xla"),
-    (9.0, "bfloat16", 64, True, "xla"),
-    (0.0, "bfloat16", 64, False, "blocked"),
-    (0.0, "float32", 64, True, "blocked"),
-]
-
-
-def decide(choice: str, dtype: str, head_size: int, masked: bool) -> str:
-    return attention_implementation(
-        choice, dtype=jnp.dtype(dtype), head_size=head_size, masked=masked
-    )
-
-
-@pytest.mark.parametrize(
-    ("capability", "dtype", "head_size", "masked", "answer"), DECISIONS
-)
-def test_auto_means_cudnn_where_its_kernel_takes_the_inputs_and_blocks_on_cpu(
-    monkeypatch: pytest.MonkeyPatch,
-    capability: float,
-    dtype: str,
-    head_size: int,
-    masked: bool,
-    answer: str,
-):
-    kind = f"NVIDIA GPU {capability}" if capability else "cpu"
-    device = SimpleNamespace(device_kind=kind, compute_capability=str(capability))
-    monkeypatch.setattr(attention.jax, "devices", lambda: [device])
-    assert decide("auto", dtype, head_size, masked) == answer
-
-
-def test_auto_under_a_cpu_mesh_means_blocks_beside_a_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
-    device = SimpleNamespace(device_kind="NVIDIA GPU", compute_capability="9.0")
-    monkeypatch.setattr(attention.jax, "devices", lambda: [device])
-    assert decide("auto", "bfloat16", 64, False) == "cudnn"
-    with jax.set_mesh(mesh):
-        assert decide("auto", "bfloat16", 64, False) == "blocked"
-
-
-@pytest.mark.parametrize("choice", ["xla", "cudnn"])
-def test_a_named_implementation_is_taken_at_its_word(choice: str):
-    assert decide(choice, "float32", 60, True) == choice
-
-
-def test_a_cap_of_scores_means_blocks_of_queries():
-    for choice in ("auto", "cudnn", "xla"):
-        found = attention_implementation(
-            choice,
-            dtype=jnp.dtype("bfloat16"),
-            head_size=64,
-            masked=False,
-            scoring=Scoring(softcap=50.0),
-        )
-        assert found == "blocked"
-
-
-def test_xla_has_windows_and_scales():
-    rng = np.random.default_rng(0)
-    query, key, value = (
-        jnp.asarray(rng.normal(size=(2, 9, 4, 8)), jnp.float32) for _ in range(3)
-    )
-    scoring = Scoring(window=3, scale=0.4)
-    one, other = (
-        attend(query, key, value, None, implementation=choice, scoring=scoring)
-        for choice in ("xla", "blocked")
-    )
-    np.testing.assert_allclose(one, other, atol=1e-5)
-
-
-def test_attend_equals_numpy_with_grouped_heads():
-    rng = np.random.default_rng(0)
-    B, T, N, K, H = 2, 5, 4, 2, 3
-    query = rng.normal(size=(B, T, N, H)).astype(np.float32)
-    key, value = rng.normal(size=(2, B, T, K, H)).astype(np.float32)
-    mask = rng.random((B, 1, T, T)) < 0.7
-    mask |= np.eye(T, dtype=bool)
-    want = np.empty_like(query)
-    for b, t, n in np.ndindex(B, T, N):
-        seen = [s for s in range(t + 1) if mask[b, 0, t, s]]
-        scores = key[b, seen, n // (N // K)] @ query[b, t, n] / np.sqrt(H)
-        probability = np.exp(scores - scores.max())
-        probability /= probability.sum()
-        want[b, t, n] = probability @ value[b, seen, n // (N // K)]
-    got = attend(*map(jnp.asarray, (query, key, value, mask)), implementation="xla")
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
-
-
-def test_attend_saves_no_scores_for_the_backward_pass():
-    query = jnp.ones((1, 16, 2, 4))
-    _, vjp = jax.vjp(
-        lambda q, k, v: attend(q, k, v, None, implementation="xla"),
-        query,
-        query + 1,
-        query + 2,
-    )
-    assert max(leaf.size for leaf in jax.tree.leaves(vjp)) == query.size
+from jaxpar.models.attention import Attention, Heads
+from jaxpar.models.blocked_attention import Scoring
 
 
 def test_projections_have_the_biases_and_widths_that_are_asked_for():
@@ -181,3 +69,32 @@ def test_one_matmul_projects_as_three_would(kv_heads: int, bias: bool, tensor: i
         np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-5)
     # Equal inner programs are printed once.
     assert (program.count("dot_general") == 1) == (kv_heads % tensor == 0)
+
+
+def test_a_memory_is_attended_to_whole_and_by_its_segments():
+    layer = Attention(
+        8,
+        Heads(2, 2, 4),
+        biases=(),
+        output_stddev=0.3,
+        scoring=Scoring(causal=False),
+        rngs=nnx.Rngs(0),
+    )
+    rng = np.random.default_rng(0)
+    x, memory = (
+        jnp.asarray(rng.normal(size=(2, length, 8)), jnp.float32) for length in (3, 5)
+    )
+    ids = jnp.array([[1, 1, 2], [1, 1, 1]])
+    of_memory = jnp.array([[1, 1, 2, 2, 0], [1, 1, 1, 1, 1]])
+    out = layer(
+        x, memory_BSD=memory, segment_ids_BT=ids, memory_segment_ids_BS=of_memory
+    )
+    for row, token in np.ndindex(2, 3):
+        seen = np.asarray(of_memory[row] == ids[row, token])
+        own = layer(
+            x[row : row + 1, token : token + 1],
+            memory_BSD=memory[:1, :0]
+            if not seen.any()
+            else memory[row : row + 1, seen],
+        )
+        np.testing.assert_allclose(out[row, token], own[0, 0], atol=1e-6)

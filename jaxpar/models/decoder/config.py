@@ -5,6 +5,7 @@ import math
 from typing import Literal
 
 from jaxpar.model.remat import check_policy
+from jaxpar.models.mlp import ACTIVATIONS, is_gated
 from jaxpar.models.rotary import RotaryScaling
 from jaxpar.sparse_attention import SparsityPattern
 from jaxpar.tree import near_match
@@ -13,7 +14,7 @@ ACTIVATION_NAMES = ("qkv", "attention", "mlp_hidden")
 """Labels of a block's activations, for ``remat="save-names"``."""
 
 _CHOICES = {
-    "activation": ("gelu", "swiglu", "geglu"),
+    "activation": ACTIVATIONS,
     "norm": ("layernorm", "rmsnorm", "rmsnorm_plus_one"),
     "positions": ("learned", "rotary"),
     "attention": ("auto", "xla", "cudnn", "blocked"),
@@ -43,9 +44,9 @@ class DecoderConfig:
         query heads; None for num_heads.
       width: features of the residual stream.
       head_width: features of a head; None for width / num_heads.
-      mlp_width: features inside the MLP; None for 4 x width with "gelu", and for
-        8/3 x width, rounded up to a multiple of 64, if it is gated.
-      activation: "gelu" (by tanh), or gated: "swiglu", "geglu".
+      mlp_width: features inside the MLP; None for 4 x width, and for 8/3 x width,
+        rounded up to a multiple of 64, if it is gated.
+      activation: one of `jaxpar.models.mlp.ACTIVATIONS`.
       norm: "layernorm", "rmsnorm", or "rmsnorm_plus_one", which scales by one plus its
         parameter.
       norm_epsilon: added to the variance, or the mean square.
@@ -63,7 +64,8 @@ class DecoderConfig:
       local_rotary_base: of the blocks with a window; None for `rotary_base` and its
         scaling.
       attention_scale: of the scores; None for 1 / sqrt(head size).
-      attention_softcap: bound of the scores (`jaxpar.models.causal_attention.Scoring`).
+      attention_softcap: bound of the scores
+        (`jaxpar.models.blocked_attention.Scoring`).
       logits_softcap: bound of the logits, likewise.
       embedding_scale: embeddings are multiplied by it; None for 1.
       tied_embedding: whether the head is the transposed embedding table.
@@ -240,7 +242,7 @@ class DecoderConfig:
         """Features inside the MLP, with None resolved."""
         if self.mlp_width is not None:
             return self.mlp_width
-        if self.activation == "gelu":
+        if not is_gated(self.activation):
             return 4 * self.width
         return -(-8 * self.width // (3 * 64)) * 64
 
@@ -265,7 +267,7 @@ def num_params(config: DecoderConfig) -> int:
     norm = width * (2 if config.norm == "layernorm" and config.bias else 1)
     norms = norm * (4 if config.post_norm else 2)
     norms += 2 * config.head_size if config.qk_norm else 0
-    num_up = 1 if config.activation == "gelu" else 2
+    num_up = 2 if is_gated(config.activation) else 1
     products = 2 * width * (q_width + kv_width) + (num_up + 1) * width * hidden
     biases = 2 * width + num_up * hidden if config.bias else 0
     biases += q_width + kv_width if config.has_qkv_bias else 0

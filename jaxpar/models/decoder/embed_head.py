@@ -1,12 +1,12 @@
 """What comes before and after a decoder's blocks: the embedding, and the logits."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxpar.losses import cross_entropy
 from jaxpar.mesh import DATA, TENSOR
+from jaxpar.models.block import constrain_residual, gather_tokens, make_dropout
 from jaxpar.models.decoder.config import DecoderConfig
 from jaxpar.models.layers import Embedding, Linear, add_to_rows, project_to_logits
 from jaxpar.models.norms import LayerNorm, RMSNorm
@@ -20,11 +20,6 @@ def make_norm(config: DecoderConfig) -> LayerNorm | RMSNorm:
         return LayerNorm(config.width, bias=config.bias, epsilon=epsilon)
     plus_one = config.norm == "rmsnorm_plus_one"
     return RMSNorm(config.width, epsilon=epsilon, plus_one=plus_one)
-
-
-def make_dropout(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.Dropout | None:
-    """Make dropout; None if its rate is 0."""
-    return nnx.Dropout(config.dropout, rngs=rngs) if config.dropout else None
 
 
 class Embed(nnx.Module):
@@ -44,7 +39,7 @@ class Embed(nnx.Module):
             if config.positions == "learned"
             else None
         )
-        self.dropout = make_dropout(config, rngs)
+        self.dropout = make_dropout(config.dropout, rngs)
 
     def __call__(
         self,
@@ -71,7 +66,7 @@ class Embed(nnx.Module):
         if config.embedding_scale is not None:
             # Rounded as the published model rounds it.
             x_BTD = x_BTD * jnp.asarray(config.embedding_scale, x_BTD.dtype)
-        x_BTD = constrain_residual(x_BTD, config)
+        x_BTD = constrain_residual(x_BTD, config.sequence_parallel)
         if self.positions is not None:
             length = tokens_BT.shape[1]
             if positions_BT is not None:
@@ -86,7 +81,7 @@ class Embed(nnx.Module):
                 )
         if self.dropout is not None:
             x_BTD = self.dropout(x_BTD)
-        return constrain_residual(x_BTD, config)
+        return constrain_residual(x_BTD, config.sequence_parallel)
 
 
 class Head(nnx.Module):
@@ -124,31 +119,19 @@ class Head(nnx.Module):
         Returns:
           Logits, fp32; with targets, the weighted sum of their cross entropies.
         """
-        hidden_BTD = gather_tokens(self.final_norm(x_BTD), self.config)
+        tokens = self.config.sequence_parallel
+        hidden_BTD = gather_tokens(self.final_norm(x_BTD), tokens)
         logits = self.logits
         is_tied = isinstance(logits, Embedding)
         kernel_DV = logits.table[...].T if is_tied else logits.kernel[...]
         if targets_BT is None:
-            flatten = not self.config.sequence_parallel
-            logits_BTV = project_to_logits(hidden_BTD, kernel_DV, flatten=flatten)
+            logits_BTV = project_to_logits(hidden_BTD, kernel_DV, flatten=not tokens)
             cap = self.config.logits_softcap
             return logits_BTV if cap is None else cap * jnp.tanh(logits_BTV / cap)
         loss = cross_entropy(
             *(hidden_BTD, kernel_DV, targets_BT, weights_BT),
             soft_cap=self.config.logits_softcap,
             logits_dtype=self.config.logits_dtype,
-            tokens_axis=TENSOR if self.config.sequence_parallel else None,
+            tokens_axis=TENSOR if tokens else None,
         )
         return loss.total
-
-
-def constrain_residual(x_BTD: jax.Array, config: DecoderConfig) -> jax.Array:
-    """Constrain the residual stream between the halves of a block."""
-    tokens_axis = TENSOR if config.sequence_parallel else None
-    return constrain(x_BTD, DATA, tokens_axis, None)
-
-
-def gather_tokens(y_BTD: jax.Array, config: DecoderConfig) -> jax.Array:
-    """Undo sequence parallelism after a norm: its users share the one gather."""
-    # Constrained twice, or the compiler gathers before the norm's last step, in fp32.
-    return constrain(constrain_residual(y_BTD, config), DATA, None, None)

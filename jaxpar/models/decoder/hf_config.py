@@ -1,22 +1,20 @@
 """Which decoder does a published config describe?"""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxpar.models.decoder.config import DecoderConfig
+from jaxpar.models.hf.families import Published, require
 from jaxpar.models.rotary import RotaryScaling
-
-Published = Mapping[str, Any]
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
 def read_gpt2(hf: Published) -> dict[str, Any]:
     """The fields of a GPT-2."""
-    _require(hf, "activation_function", "gelu_new", "gelu_pytorch_tanh")
-    _require(hf, "scale_attn_weights", True)
-    _require(hf, "scale_attn_by_inverse_layer_idx", False)
+    require(hf, "activation_function", "gelu_new", "gelu_pytorch_tanh")
+    require(hf, "scale_attn_weights", True)
+    require(hf, "scale_attn_by_inverse_layer_idx", False)
     return {
         "vocab_size": hf["vocab_size"],
         "seq_len": hf["n_positions"],
@@ -32,9 +30,9 @@ def read_gpt2(hf: Published) -> dict[str, Any]:
 
 def read_llama(hf: Published) -> dict[str, Any]:
     """The fields of a Llama."""
-    _require(hf, "attention_bias", False)
-    _require(hf, "mlp_bias", False)
-    _require(hf, "hidden_act", "silu")
+    require(hf, "attention_bias", False)
+    require(hf, "mlp_bias", False)
+    require(hf, "hidden_act", "silu")
     base, scaling = _rotary(hf)
     return {**_shared(hf), "rotary_base": base, "rotary_scaling": scaling}
 
@@ -46,20 +44,20 @@ def read_mistral(hf: Published) -> dict[str, Any]:
 
 def read_qwen2(hf: Published) -> dict[str, Any]:
     """The fields of a Qwen 2: queries, keys and values have a bias."""
-    _require(hf, "use_sliding_window", False)
+    require(hf, "use_sliding_window", False)
     return {**read_llama(hf), "qkv_bias": True, "key_bias": True}
 
 
 def read_qwen3(hf: Published) -> dict[str, Any]:
     """The fields of a Qwen 3: query and key heads are normalised."""
-    _require(hf, "use_sliding_window", False)
+    require(hf, "use_sliding_window", False)
     return {**read_llama(hf), "qk_norm": True}
 
 
 def read_gemma2(hf: Published) -> dict[str, Any]:
     """The fields of a Gemma 2: caps, and a window in every other block."""
-    _require(hf, "attention_bias", False)
-    _require(hf, "hidden_activation", "gelu_pytorch_tanh")
+    require(hf, "attention_bias", False)
+    require(hf, "hidden_activation", "gelu_pytorch_tanh")
     base, scaling = _rotary(hf)
     return {
         **_shared(hf),
@@ -84,7 +82,7 @@ def read_gemma3(hf: Published) -> dict[str, Any]:
     found = hf.get("rope_parameters") or {}
     if LOCAL in found:
         local = found[LOCAL]["rope_theta"]
-    _require(hf, "use_bidirectional_attention", False, None)
+    require(hf, "use_bidirectional_attention", False, None)
     every = _global_every(hf, hf.get("sliding_window_pattern", 6))
     fields = {"qk_norm": True, "local_rotary_base": local, "global_every": every}
     return {**read_gemma2(hf), **fields}
@@ -100,28 +98,6 @@ READERS: dict[str, Callable[[Published], dict[str, Any]]] = {
     "gemma3_text": read_gemma3,
 }
 """By model_type, what reads the fields of `DecoderConfig`."""
-
-
-def read_decoder(hf: Published, **overrides: Any) -> DecoderConfig:
-    """The config of a published decoder.
-
-    Args:
-      hf: the published config.
-      **overrides: fields of `DecoderConfig` to replace.
-
-    Raises:
-      ValueError: if it needs something that a decoder here does not have, or lacks a
-        field.
-    """
-    kind = hf["model_type"]
-    try:
-        fields = READERS[kind](hf)
-    except KeyError as error:
-        raise ValueError(
-            f"{kind}: the published config has no field {error}, which says how large "
-            "the model is or how it computes; add it to config.json."
-        ) from None
-    return DecoderConfig(**{**fields, **overrides})
 
 
 def _shared(hf: Published) -> dict[str, Any]:
@@ -184,12 +160,3 @@ def _global_every(hf: Published, usual: int) -> int | None:
             "every n-th block to do so, from the n-th on."
         )
     return every
-
-
-def _require(hf: Published, field: str, *known: Any) -> None:
-    value = hf.get(field, known[0])
-    if value not in known:
-        raise ValueError(
-            f"{hf['model_type']}: {field}={value!r} is not known here; "
-            f"{' or '.join(map(repr, known))} is."
-        )

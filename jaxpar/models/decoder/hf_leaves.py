@@ -3,7 +3,8 @@
 from collections.abc import Collection, Iterator, Sequence
 
 from jaxpar.models.decoder.config import DecoderConfig
-from jaxpar.models.hf.leaves import Leaf, TensorPart, per_layer
+from jaxpar.models.hf.families import Published
+from jaxpar.models.hf.leaves import MATRIX, Leaf, one, per_layer
 
 _PROJECTIONS = ("query", "key", "value")
 _IGNORED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
@@ -11,18 +12,19 @@ _IGNORED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 def leaves_of(
-    config: DecoderConfig, model_type: str, names: Collection[str] = ()
+    config: DecoderConfig, hf: Published, names: Collection[str] = ()
 ) -> dict[str, Leaf]:
     """The leaves of a decoder.
 
     Args:
       config: of the decoder.
-      model_type: of the published model.
+      hf: the published config.
       names: the tensors that there are; older files leave out the first part of names.
 
     Returns:
       Path of a parameter -> what it is made of.
     """
+    model_type = hf["model_type"]
     prefix = "transformer." if model_type == "gpt2" else "model."
     if names and not any(name.startswith(prefix) for name in names):
         prefix = ""
@@ -45,14 +47,14 @@ def _ends(
 ) -> Iterator[tuple[str, Leaf]]:
     is_gpt2 = model_type == "gpt2"
     table, norm = ("wte", "ln_f") if is_gpt2 else ("embed_tokens", "norm")
-    yield "embed/embedding/table", _one(f"{prefix}{table}.weight", padded=0)
+    yield "embed/embedding/table", one(f"{prefix}{table}.weight", padded=0)
     if config.positions == "learned":
-        yield "embed/positions/table", _one(f"{prefix}wpe.weight")
-    yield "head/final_norm/scale", _one(f"{prefix}{norm}.weight")
+        yield "embed/positions/table", one(f"{prefix}wpe.weight")
+    yield "head/final_norm/scale", one(f"{prefix}{norm}.weight")
     if config.norm == "layernorm" and config.bias:
-        yield "head/final_norm/bias", _one(f"{prefix}{norm}.bias")
+        yield "head/final_norm/bias", one(f"{prefix}{norm}.bias")
     if not config.tied_embedding:
-        yield "head/logits/kernel", _one("lm_head.weight", transposed=True, padded=1)
+        yield "head/logits/kernel", one("lm_head.weight", MATRIX, padded=1)
 
 
 def _sections(config: DecoderConfig) -> dict[str, Sequence[int]]:
@@ -69,7 +71,7 @@ def _sections(config: DecoderConfig) -> dict[str, Sequence[int]]:
 
 def _block(config: DecoderConfig) -> dict[str, tuple[str, dict]]:
     """Path in a block -> a template of the tensor's name, and how it is read."""
-    matrix = {"transposed": True}
+    matrix = {"axes": MATRIX}
     at = "layers.{}."
     found: dict[str, tuple[str, dict]] = {}
     for ours, theirs in zip((*_PROJECTIONS, "output"), "qkvo", strict=True):
@@ -108,7 +110,3 @@ def _gpt2_block(config: DecoderConfig) -> dict[str, tuple[str, dict]]:
         found[f"{ours}/scale"] = (f"h.{{}}.{theirs}.weight", {})
         found[f"{ours}/bias"] = (f"h.{{}}.{theirs}.bias", {})
     return found
-
-
-def _one(name: str, *, transposed: bool = False, padded: int | None = None) -> Leaf:
-    return Leaf((TensorPart(name, transposed),), padded=padded)

@@ -7,26 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxpar.mesh import DATA, TENSOR
 from jaxpar.model.blocks import PipelineModel
 from jaxpar.models.attention import Attention, Heads
-from jaxpar.models.causal_attention import Scoring
+from jaxpar.models.block import TransformerBlock
+from jaxpar.models.blocked_attention import Scoring
 from jaxpar.models.decoder.config import DecoderConfig
-from jaxpar.models.decoder.embed_head import (
-    Embed,
-    Head,
-    constrain_residual,
-    gather_tokens,
-    make_dropout,
-    make_norm,
-)
-from jaxpar.models.layers import Linear
+from jaxpar.models.decoder.embed_head import Embed, Head, make_norm
+from jaxpar.models.mlp import MLP
 from jaxpar.models.norms import RMSNorm
 from jaxpar.models.rotary import Rotation, rotation_at
-from jaxpar.sharding.constrain import constrain
 
 _FORMER_NAMES = (
     # Before they were the same on every mesh: on one stage, ...
@@ -119,7 +110,7 @@ class BlockGroup(nnx.Module):
         return x_BTD
 
 
-class Block(nnx.Module):
+class Block(TransformerBlock):
     """Attention, then an MLP, each added to the residual stream.
 
     Args:
@@ -135,8 +126,7 @@ class Block(nnx.Module):
         self.is_local = config.window is not None and not sees_all
         window = config.window if self.is_local else None
         scale, cap = config.attention_scale, config.attention_softcap
-        self.attention_norm = make_norm(config)
-        self.attention = Attention(
+        attention = Attention(
             config.width,
             Heads(config.num_heads, config.kv_heads, config.head_size),
             biases=_biases(config),
@@ -148,11 +138,24 @@ class Block(nnx.Module):
             make_norm=_norm_of_heads(config),
             rngs=rngs,
         )
-        self.mlp_norm = make_norm(config)
-        self.mlp = MLP(config, rngs=rngs)
-        self.attention_post_norm = make_norm(config) if config.post_norm else None
-        self.mlp_post_norm = make_norm(config) if config.post_norm else None
-        self.dropout = make_dropout(config, rngs)
+        mlp = MLP(
+            config.width,
+            config.hidden_width,
+            activation=config.activation,
+            bias=config.bias,
+            output_stddev=_output_stddev(config),
+            flatten=not config.sequence_parallel,
+            rngs=rngs,
+        )
+        super().__init__(
+            attention,
+            mlp,
+            make_norm=functools.partial(make_norm, config),
+            norms="both" if config.post_norm else "before",
+            dropout=config.dropout,
+            sequence_parallel=config.sequence_parallel,
+            rngs=rngs,
+        )
 
     def __call__(
         self,
@@ -173,11 +176,7 @@ class Block(nnx.Module):
           Residual stream.
         """
         rotation = self._rotation(x_BTD.shape[1], positions_BT)
-        y_BTD = gather_tokens(self.attention_norm(x_BTD), self.config)
-        y_BTD = self.attention(y_BTD, rotation=rotation, segment_ids_BT=segment_ids_BT)
-        x_BTD = self._add(x_BTD, y_BTD, self.attention_post_norm)
-        y_BTD = gather_tokens(self.mlp_norm(x_BTD), self.config)
-        return self._add(x_BTD, self.mlp(y_BTD), self.mlp_post_norm)
+        return self.run(x_BTD, rotation=rotation, segment_ids_BT=segment_ids_BT)
 
     def _rotation(self, length: int, positions_BT: jax.Array | None) -> Rotation | None:
         config = self.config
@@ -189,98 +188,6 @@ class Block(nnx.Module):
         if self.is_local and config.local_rotary_base is not None:
             base, scaling = config.local_rotary_base, None
         return rotation_at(positions_BT, config.head_size, base, scaling)
-
-    def _add(
-        self, x_BTD: jax.Array, y_BTD: jax.Array, norm: nnx.Module | None
-    ) -> jax.Array:
-        y_BTD = constrain_residual(y_BTD, self.config)
-        if norm is not None:
-            y_BTD = norm(y_BTD)
-        if self.dropout is not None:
-            y_BTD = self.dropout(y_BTD)
-        return constrain_residual(x_BTD + y_BTD, self.config)
-
-
-class MLP(nnx.Module):
-    """Two matmuls around a gelu, or three around a gated silu or gelu.
-
-    Args:
-      config: the shape of the model.
-      rngs: for the ``params`` stream.
-
-    Source: Shazeer, "GLU Variants Improve Transformer" (2020), for the gates.
-    """
-
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        self.activation = config.activation
-        dense = functools.partial(
-            Linear, bias=config.bias, flatten=not config.sequence_parallel, rngs=rngs
-        )
-        width, hidden = config.width, config.hidden_width
-        is_gated = config.activation != "gelu"
-        self.gate = dense((width, hidden), ("embed", "mlp")) if is_gated else None
-        self.up = dense((width, hidden), ("embed", "mlp"))
-        stddev = _output_stddev(config)
-        self.down = dense((hidden, width), ("mlp", "embed"), stddev=stddev)
-
-    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Run the MLP.
-
-        Args:
-          x_BTD: normalised residual stream.
-
-        Returns:
-          The update of the residual stream.
-        """
-        up_BTF = self._labelled(self.up.multiply(x_BTD))
-        bias_F = None if self.up.bias is None else self.up.bias[...]
-        if self.gate is None:
-            return self.down(_gelu(up_BTF, bias_F))
-        gate_BTF = self._labelled(self.gate(x_BTD))
-        up_BTF = up_BTF if bias_F is None else up_BTF + bias_F
-        gated = _gated_silu if self.activation == "swiglu" else _gated_gelu
-        return self.down(gated(gate_BTF, up_BTF))
-
-    @staticmethod
-    def _labelled(hidden_BTF: jax.Array) -> jax.Array:
-        return constrain(checkpoint_name(hidden_BTF, "mlp_hidden"), DATA, None, TENSOR)
-
-
-# Recomputed in the backward pass from the matmul's result: as written, gelu would save
-# four arrays of [B, T, F]. The bias is added here, or the sum would be another array.
-def _biased_gelu(up_BTF: jax.Array, bias_F: jax.Array | None) -> jax.Array:
-    return jax.nn.gelu(up_BTF if bias_F is None else up_BTF + bias_F)
-
-
-_gelu = jax.custom_vjp(_biased_gelu)
-
-
-def _gelu_forward(
-    up_BTF: jax.Array, bias_F: jax.Array | None
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
-    return _biased_gelu(up_BTF, bias_F), (up_BTF, bias_F)
-
-
-def _gelu_backward(
-    saved: tuple[jax.Array, jax.Array | None], cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array | None]:
-    up_BTF, bias_F = saved
-    # So that XLA does not keep what the forward pass has computed.
-    up_BTF = jax.lax.optimization_barrier(up_BTF)
-    return jax.vjp(_biased_gelu, up_BTF, bias_F)[1](cotangent)
-
-
-_gelu.defvjp(_gelu_forward, _gelu_backward)
-
-
-@jax.checkpoint
-def _gated_silu(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
-    return jax.nn.silu(gate_BTF) * up_BTF
-
-
-@jax.checkpoint
-def _gated_gelu(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
-    return jax.nn.gelu(gate_BTF) * up_BTF
 
 
 def _biases(config: DecoderConfig) -> list[str]:

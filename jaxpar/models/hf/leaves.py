@@ -33,60 +33,129 @@ class TensorPart:
 
     Attributes:
       name: of the tensor.
-      transposed: whether the tensor is [out, in], and the piece [in, out].
-      part: (number, of): the piece is one of equal parts of the tensor's last dim.
+      axes: dim i of the piece is this dim of the tensor, as in `numpy.transpose`; None
+        for the same dims. `MATRIX` for a kernel that is [out, in].
+      part: (number, of): the piece is one of equal parts of one of the tensor's dims.
+      part_dim: which dim.
     """
 
     name: str
-    transposed: bool = False
+    axes: tuple[int, ...] | None = None
     part: tuple[int, int] = (0, 1)
+    part_dim: int = -1
 
     def shape(self, tensors: Readable) -> tuple[int, ...]:
         """The piece's shape."""
         shape = list(tensors.shape(self.name))
-        shape[-1] //= self.part[1]
-        return tuple(shape[::-1] if self.transposed else shape)
+        axes = self._axes(len(shape))
+        shape[self.part_dim] //= self.part[1]
+        return tuple(shape[axis] for axis in axes)
 
     def read(self, tensors: Readable, index: Index) -> np.ndarray:
         """A slice of the piece, within its shape."""
-        own = list(index[::-1] if self.transposed else index)
+        axes = self._axes(len(index))
+        own = [index[axes.index(dim)] for dim in range(len(index))]
         number, of = self.part
         if of > 1:
-            first = number * (tensors.shape(self.name)[-1] // of)
-            own[-1] = slice(first + own[-1].start, first + own[-1].stop)
-        found = tensors.read(self.name, tuple(own))
-        return found.T if self.transposed else found
+            first = number * (tensors.shape(self.name)[self.part_dim] // of)
+            cut = own[self.part_dim]
+            own[self.part_dim] = slice(first + cut.start, first + cut.stop)
+        return tensors.read(self.name, tuple(own)).transpose(axes)
+
+    def split(self, piece: np.ndarray) -> Iterator[tuple["TensorPart", np.ndarray]]:
+        """This part, as its tensor has it."""
+        yield self, piece.transpose(np.argsort(self._axes(piece.ndim)))
+
+    def parts(self) -> Iterator["TensorPart"]:
+        """This part."""
+        yield self
+
+    def _axes(self, ndim: int) -> tuple[int, ...]:
+        axes = self.axes or tuple(range(ndim))
+        if len(axes) != ndim:
+            raise ValueError(
+                f"{self.name}: has {ndim} dims, but the model's leaf is made of "
+                f"{len(axes)}."
+            )
+        return axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Pieces of one shape, one above the other: of layers, or of experts.
+
+    Attributes:
+      pieces: in order.
+    """
+
+    pieces: tuple["Piece", ...]
+
+    def shape(self, tensors: Readable) -> tuple[int, ...]:
+        """The stack's shape.
+
+        Raises:
+          ValueError: if a piece has another shape than the first.
+        """
+        own = self.pieces[0].shape(tensors)
+        for piece in self.pieces[1:]:
+            if piece.shape(tensors) != own:
+                names = (next(each.parts()).name for each in (piece, self.pieces[0]))
+                raise ValueError(
+                    f"{next(names)}: has the shape {piece.shape(tensors)}, but "
+                    f"{next(names)} has {own}."
+                )
+        return len(self.pieces), *own
+
+    def read(self, tensors: Readable, index: Index) -> np.ndarray:
+        """A slice of the stack, within its shape."""
+        number, *rest = index
+        own = self.pieces[number.start : number.stop]
+        return np.stack([piece.read(tensors, tuple(rest)) for piece in own])
+
+    def split(self, piece: np.ndarray) -> Iterator[tuple[TensorPart, np.ndarray]]:
+        """The parts of tensors that a whole stack is.
+
+        Raises:
+          ValueError: if there are not as many pieces.
+        """
+        if len(piece) != len(self.pieces):
+            raise ValueError(
+                f"{next(self.parts()).name}: the model has {len(self.pieces)} of "
+                f"these, but the parameters have {len(piece)}."
+            )
+        for own, each in zip(self.pieces, piece, strict=True):
+            yield from own.split(each)
+
+    def parts(self) -> Iterator[TensorPart]:
+        """All parts of tensors."""
+        for piece in self.pieces:
+            yield from piece.parts()
+
+
+Piece = TensorPart | Stack
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A leaf, as pieces.
+    """A leaf: a piece, maybe with rows that the published tensor lacks.
 
     Attributes:
-      pieces: a layer each, if it is stacked; otherwise one.
-      stacked: whether the first dim counts pieces.
-      padded: whether dim 0 (of a head's kernel: dim 1) may have more rows than the
-        tensor, which are zeros; the dim, or None.
+      piece: what it is made of.
+      padded: the dim that may have more rows than the tensor, which are zeros: 0 of a
+        table, 1 of a head's kernel; None for none.
     """
 
-    pieces: tuple[TensorPart, ...]
-    stacked: bool = False
+    piece: Piece
     padded: int | None = None
 
-    def shape(self, tensors: Readable) -> tuple[int, ...]:
-        """The shape of what the tensors hold of it.
+    @property
+    def name(self) -> str:
+        """The name of the first tensor."""
+        return next(self.piece.parts()).name
 
-        Raises:
-          ValueError: if a layer's tensor has another shape than the first layer's.
-        """
-        one = self.pieces[0].shape(tensors)
-        for piece in self.pieces[1:]:
-            if piece.shape(tensors) != one:
-                raise ValueError(
-                    f"{piece.name}: has the shape {piece.shape(tensors)}, but "
-                    f"{self.pieces[0].name} has {one}."
-                )
-        return (len(self.pieces), *one) if self.stacked else one
+    def shape(self, tensors: Readable) -> tuple[int, ...]:
+        """The shape of what the tensors hold of it."""
+        return self.piece.shape(tensors)
 
     def read(self, tensors: Readable, index: Index) -> np.ndarray:
         """A slice of the leaf.
@@ -98,22 +167,12 @@ class Leaf:
         Returns:
           The slice, in the tensors' dtype; zeros beyond their rows.
         """
-        if not self.stacked:
-            return self._padded(self.pieces[0], tensors, index)
-        layers, *rest = index
-        own = [
-            self._padded(piece, tensors, tuple(rest))
-            for piece in self.pieces[layers.start : layers.stop]
-        ]
-        return np.stack(own)
-
-    def _padded(self, piece: TensorPart, tensors: Readable, index: Index) -> np.ndarray:
         if self.padded is None:
-            return piece.read(tensors, index)
-        size, dim = piece.shape(tensors)[self.padded], self.padded
+            return self.piece.read(tensors, index)
+        size, dim = self.shape(tensors)[self.padded], self.padded
         asked, own = index[dim], list(index)
         own[dim] = slice(min(asked.start, size), min(asked.stop, size))
-        found = piece.read(tensors, tuple(own))
+        found = self.piece.read(tensors, tuple(own))
         missing = (asked.stop - asked.start) - found.shape[dim]
         pads = [(0, missing if i == dim else 0) for i in range(found.ndim)]
         return np.pad(found, pads) if missing else found
@@ -121,7 +180,7 @@ class Leaf:
     def split(
         self, leaf: np.ndarray, rows: int | None
     ) -> Iterator[tuple[TensorPart, np.ndarray]]:
-        """The pieces of a whole leaf, without the rows that were added.
+        """The parts of tensors that a whole leaf is, without the rows that were added.
 
         Args:
           leaf: the leaf.
@@ -130,28 +189,35 @@ class Leaf:
         Raises:
           ValueError: if a stack has another number of layers.
         """
-        if self.stacked and len(leaf) != len(self.pieces):
-            raise ValueError(
-                f"{self.pieces[0].name}: the model has {len(self.pieces)} of these "
-                f"layers, but the parameters have {len(leaf)}."
-            )
-        for number, piece in enumerate(self.pieces):
-            own = leaf[number] if self.stacked else leaf
-            if self.padded is not None and rows is not None:
-                own = np.take(own, np.arange(rows), axis=self.padded)
-            yield piece, own.T if piece.transposed else own
+        if self.padded is not None and rows is not None:
+            leaf = np.take(leaf, np.arange(rows), axis=self.padded)
+        yield from self.piece.split(leaf)
+
+
+MATRIX = (1, 0)
+"""Axes of a kernel [in, out] in a tensor [out, in]."""
+
+
+def one(
+    name: str, axes: tuple[int, ...] | None = None, *, padded: int | None = None
+) -> Leaf:
+    """A leaf of one tensor; arguments as in `TensorPart` and `Leaf`."""
+    return Leaf(TensorPart(name, axes), padded)
 
 
 def per_layer(
-    template: str, layers: Sequence[int], *, transposed: bool = False, part=(0, 1)
+    template: str,
+    layers: Sequence[int],
+    axes: tuple[int, ...] | None = None,
+    part: tuple[int, int] = (0, 1),
 ) -> Leaf:
     """A stacked leaf of one tensor a layer.
 
     Args:
       template: of the tensors' names, with ``{}`` for the layer.
       layers: the layers of the stack, in order.
-      transposed: as in `TensorPart`.
+      axes: as in `TensorPart`.
       part: as in `TensorPart`.
     """
-    pieces = (TensorPart(template.format(i), transposed, part) for i in layers)
-    return Leaf(tuple(pieces), stacked=True)
+    pieces = (TensorPart(template.format(i), axes, part) for i in layers)
+    return Leaf(Stack(tuple(pieces)))

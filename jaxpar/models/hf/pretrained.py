@@ -9,16 +9,16 @@ import jax
 import numpy as np
 
 from jaxpar import tree
-from jaxpar.models.decoder.config import DecoderConfig
-from jaxpar.models.decoder.hf_config import READERS, read_decoder
-from jaxpar.models.decoder.hf_leaves import is_parameter, leaves_of
-from jaxpar.models.decoder.loss import decoder_loss
-from jaxpar.models.decoder.model import make_decoder
+from jaxpar.models.decoder.hf_families import DECODERS
+from jaxpar.models.hf.families import Family
 from jaxpar.models.hf.leaves import Leaf
 from jaxpar.models.hf.tensors import Tensors, read_config
 from jaxpar.models.hf.writing import FILE_BYTES, write_folder
 from jaxpar.tree import near_match
 from jaxpar.types import Params
+
+FAMILIES: dict[str, Family] = {**DECODERS}
+"""By model_type, how published models are read and written."""
 
 
 @runtime_checkable
@@ -49,11 +49,29 @@ class Pretrained:
 
     folder: Path
     hf: Mapping[str, Any]
-    config: DecoderConfig
+    config: Any
     model: Any
     loss_fn: Callable[..., Any]
 
-    def load(self, engine: Loads) -> None:
+    @property
+    def family(self) -> Family:
+        """How models of this type are read and written."""
+        return FAMILIES[self.hf["model_type"]]
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the model."""
+        return self.family.num_params(self.config)
+
+    def leaves(self, names: Collection[str] = ()) -> dict[str, Leaf]:
+        """Path of a parameter -> what it is made of.
+
+        Args:
+          names: the tensors that there are; none for those that are written.
+        """
+        return self.family.leaves(self.config, self.hf, names)
+
+    def load(self, engine: Loads) -> list[str]:
         """Give an engine the published parameters; the optimizer's state stays.
 
         Each process reads the slices that its devices store, a leaf at a time.
@@ -61,28 +79,42 @@ class Pretrained:
         Args:
           engine: of this model, on any mesh.
 
+        Returns:
+          Paths of the parameters that the folder lacks, of a new task's head: they
+          stay as the engine drew them.
+
         Raises:
           ValueError: if a leaf or a tensor is missing, left over, or of another shape.
         """
-        tensors, leaves = self._opened()
+        tensors, leaves, missing = self._opened()
         like = tree.merged(*engine.state.weights)
-        _check_names(leaves, tree.named_leaves(like))
-        found = jax.tree_util.tree_map_with_path(
-            lambda path, x: _read(leaves, tensors, tree.path_name(path), x), like
-        )
-        engine.load_params(found)
+        _check_names([*leaves, *missing], tree.named_leaves(like))
 
-    def check(self) -> None:
-        """Raise a ValueError if a leaf has no tensor, or a tensor no leaf."""
-        self._opened()
+        def read(path: Any, x: jax.Array) -> jax.Array:
+            name = tree.path_name(path)
+            return x if name in missing else _read(leaves, tensors, name, x)
+
+        engine.load_params(jax.tree_util.tree_map_with_path(read, like))
+        return missing
+
+    def check(self) -> list[str]:
+        """Find what the folder lacks.
+
+        Returns:
+          Paths of the parameters of a new task's head.
+
+        Raises:
+          ValueError: if another leaf has no tensor, or a tensor no leaf.
+        """
+        return self._opened()[2]
 
     def read(self) -> dict[str, np.ndarray]:
-        """All parameters by their paths, on the host, in fp32.
+        """All parameters of the folder by their paths, on the host, in fp32.
 
         Raises:
           ValueError: as `load`.
         """
-        tensors, leaves = self._opened()
+        tensors, leaves, _ = self._opened()
         return {
             name: leaf.read(
                 tensors, tuple(slice(0, n) for n in leaf.shape(tensors))
@@ -90,11 +122,35 @@ class Pretrained:
             for name, leaf in leaves.items()
         }
 
-    def _opened(self) -> tuple[Tensors, dict[str, Leaf]]:
+    def _opened(self) -> tuple[Tensors, dict[str, Leaf], list[str]]:
+        """The tensors, the leaves that they make, and those that they lack."""
         tensors = Tensors(self.folder)
-        leaves = leaves_of(self.config, self.hf["model_type"], tensors.names)
-        _check_tensors(leaves, tensors)
-        return tensors, leaves
+        leaves, family = self.leaves(tensors.names), self.family
+        rest = {x for x in tensors.names if family.is_parameter(x)}
+        absent: dict[str, list[str]] = {}
+        for path, leaf in leaves.items():
+            used = {part.name for part in leaf.piece.parts()}
+            rest -= used
+            if used - tensors.names:
+                absent[path] = sorted(used - tensors.names)
+        lost = [x for names in absent.values() for x in names if not self._of_head(x)]
+        if lost:
+            raise ValueError(
+                f"the folder has no {', '.join(lost[:5])} ({len(lost)} missing), of "
+                "which the model's leaves are made."
+            )
+        # A tied head is written by some as a tensor of its own.
+        left = sorted(x for x in rest - {"lm_head.weight"} if not self._of_head(x))
+        if left:
+            raise ValueError(
+                f"the folder's {', '.join(left[:5])} ({len(left)} left over) belong to "
+                "no leaf of the model."
+            )
+        found = {path: leaf for path, leaf in leaves.items() if path not in absent}
+        return tensors, found, sorted(absent)
+
+    def _of_head(self, name: str) -> bool:
+        return name.startswith(self.family.heads) if self.family.heads else False
 
     def save(self, engine: Loads, out: str | Path, *, dtype: str = "float32") -> None:
         """Write an engine's parameters as this model is published.
@@ -136,18 +192,15 @@ def from_huggingface(folder: str | Path, **overrides: Any) -> Pretrained:
     folder = Path(folder)
     hf = read_config(folder)
     kind = hf["model_type"]
-    if kind not in READERS:
-        raise ValueError(
-            f"{str(folder)!r}: the model type {kind!r} is not known; known are "
-            f"{', '.join(READERS)}.{near_match(kind, list(READERS))}"
-        )
-    config = read_decoder(hf, **overrides)
-    return Pretrained(folder, hf, config, make_decoder(config), decoder_loss)
+    family = _family(kind, str(folder))
+    config = family.read_config(hf, **overrides)
+    model, loss_fn = family.make_model(config), family.loss_fn(config)
+    return Pretrained(folder, hf, config, model, loss_fn)
 
 
 def to_huggingface(
     params: Params,
-    config: DecoderConfig,
+    config: Any,
     hf: Mapping[str, Any],
     out: str | Path,
     *,
@@ -176,7 +229,7 @@ def to_huggingface(
     named = tree.named_leaves(params).items()
     write_folder(
         ((name, np.asarray(jax.device_get(value))) for name, value in named),
-        leaves_of(config, hf["model_type"]),
+        _family(hf["model_type"], "hf").leaves(config, hf, ()),
         hf,
         Path(out),
         dtype=dtype,
@@ -196,7 +249,7 @@ def _read(
     )
     if not fits:
         raise ValueError(
-            f"{leaf.pieces[0].name}: makes {name} of shape {shape}, but the model's is "
+            f"{leaf.name}: makes {name} of shape {shape}, but the model's is "
             f"{like.shape}. Its config and its tensors do not fit each other."
         )
 
@@ -209,29 +262,20 @@ def _read(
     return jax.make_array_from_callback(like.shape, like.sharding, read)
 
 
-def _check_names(leaves: Mapping[str, Leaf], ours: Collection[str]) -> None:
+def _family(kind: str, where: str) -> Family:
+    if kind not in FAMILIES:
+        raise ValueError(
+            f"{where}: the model type {kind!r} is not known; known are "
+            f"{', '.join(FAMILIES)}.{near_match(kind, list(FAMILIES))}"
+        )
+    return FAMILIES[kind]
+
+
+def _check_names(leaves: Collection[str], ours: Collection[str]) -> None:
     """Raise if the engine's parameters are not the config's."""
     strange = sorted(set(ours) ^ set(leaves))
     if strange:
         raise ValueError(
             f"parameters {', '.join(strange[:5])} are not those of the config; give "
             "the engine the model of from_huggingface."
-        )
-
-
-def _check_tensors(leaves: Mapping[str, Leaf], tensors: Tensors) -> None:
-    """Raise if a leaf has no tensor, or a tensor no leaf."""
-    used = {piece.name for leaf in leaves.values() for piece in leaf.pieces}
-    missing = sorted(used - tensors.names)
-    if missing:
-        raise ValueError(
-            f"the folder has no {', '.join(missing[:5])} ({len(missing)} missing), of "
-            "which the model's leaves are made."
-        )
-    rest = sorted(name for name in tensors.names - used if is_parameter(name))
-    is_tied_head = rest == ["lm_head.weight"]
-    if rest and not is_tied_head:
-        raise ValueError(
-            f"the folder's {', '.join(rest[:5])} ({len(rest)} left over) belong to no "
-            "leaf of the model."
         )

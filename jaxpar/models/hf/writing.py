@@ -51,13 +51,16 @@ def write_folder(
             raise ValueError(f"{name} is not a parameter of this {hf['model_type']}.")
         missing.remove(name)
         whole = value.astype(jnp.dtype(dtype))
-        for piece, part in leaves[name].split(whole, hf["vocab_size"]):
+        for piece, part in leaves[name].split(whole, hf.get("vocab_size")):
             number, of = piece.part
             parts = joined.setdefault(piece.name, {})
             parts[number] = part
             if len(parts) == of:
                 own = [each for _, each in sorted(joined.pop(piece.name).items())]
-                writer.add(piece.name, np.concatenate(own, -1) if of > 1 else own[0])
+                writer.add(
+                    piece.name,
+                    np.concatenate(own, piece.part_dim) if of > 1 else own[0],
+                )
     if missing:
         raise ValueError(f"{', '.join(sorted(missing)[:5])}: missing parameters.")
     writer.close()

@@ -2,14 +2,11 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
-from jaxpar.mesh import MeshShape, make_mesh
 from jaxpar.models.decoder import embed_head
 from jaxpar.models.decoder.config import DecoderConfig
 from jaxpar.models.norms import LayerNorm, RMSNorm
@@ -131,26 +128,3 @@ def test_logits_of_half_precision_are_the_product_in_fp32(sequence_parallel: boo
     assert [half.dtype for half in halves] == [jnp.bfloat16] * 2
     right = np.matmul(*(np.asarray(x, np.float64) for x in halves))
     np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("sequence_parallel", "spec"), [(True, P("data", "tensor")), (False, P("data"))]
-)
-def test_residual_is_split_over_tokens_where_asked_and_gathered_after_a_norm(
-    sequence_parallel: bool, spec: P
-):
-    config = DecoderConfig(**SMALL, sequence_parallel=sequence_parallel)
-    mesh = make_mesh(MeshShape(data=2, tensor=2), jax.devices()[:4])
-
-    def both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return (
-            embed_head.constrain_residual(x, config),
-            embed_head.gather_tokens(x + 1, config),
-        )
-
-    with jax.set_mesh(mesh):
-        residual, gathered = jax.jit(both)(jnp.ones((4, 6, 8)))
-    assert residual.sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), 3)
-    whole = jax.NamedSharding(mesh, P("data"))
-    assert gathered.sharding.is_equivalent_to(whole, 3)
-    np.testing.assert_array_equal(gathered, np.full((4, 6, 8), 2))

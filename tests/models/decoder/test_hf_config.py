@@ -4,8 +4,14 @@ from typing import Any
 
 import pytest
 
-from jaxpar.models.decoder.hf_config import read_decoder
+from jaxpar.models.decoder.config import DecoderConfig
+from jaxpar.models.decoder.hf_families import DECODERS
 from jaxpar.models.rotary import RotaryScaling
+
+
+def read_decoder(hf: dict[str, Any]) -> DecoderConfig:
+    return DECODERS[hf["model_type"]].read_config(hf)
+
 
 BASE: dict[str, Any] = {
     "vocab_size": 64,

@@ -15,7 +15,8 @@ WINDOWS = DecoderConfig(
 
 
 def names(config: DecoderConfig, model_type: str, path: str) -> list[str]:
-    return [piece.name for piece in leaves_of(config, model_type)[path].pieces]
+    leaf = leaves_of(config, {"model_type": model_type})[path]
+    return [part.name for part in leaf.piece.parts()]
 
 
 def test_blocks_in_groups_have_every_so_many_layers() -> None:
@@ -29,11 +30,11 @@ def test_blocks_in_groups_have_every_so_many_layers() -> None:
 
 
 def test_older_files_leave_out_the_first_part_of_names() -> None:
-    config = DecoderConfig(num_layers=1, key_bias=True)
-    old = leaves_of(config, "gpt2", ["wte.weight", "h.0.attn.c_attn.weight"])
-    assert old["embed/embedding/table"].pieces[0].name == "wte.weight"
-    new = leaves_of(config, "gpt2", ["transformer.wte.weight"])
-    assert new["embed/embedding/table"].pieces[0].name == "transformer.wte.weight"
+    config, gpt2 = DecoderConfig(num_layers=1, key_bias=True), {"model_type": "gpt2"}
+    old = leaves_of(config, gpt2, ["wte.weight", "h.0.attn.c_attn.weight"])
+    assert old["embed/embedding/table"].name == "wte.weight"
+    new = leaves_of(config, gpt2, ["transformer.wte.weight"])
+    assert new["embed/embedding/table"].name == "transformer.wte.weight"
 
 
 def test_buffers_are_no_parameters() -> None:

@@ -1,9 +1,13 @@
 """The tests against transformers need the extra `oracle`: `make test-oracle`."""
 
 import importlib.util
+from pathlib import Path
 
-collect_ignore = (
-    []
-    if importlib.util.find_spec("transformers")
-    else ["published.py", "test_decoders.py"]
-)
+_THEIRS = ("published*.py", "comparing.py", "test_against_*.py")
+
+collect_ignore = [
+    path.name
+    for pattern in _THEIRS
+    for path in Path(__file__).parent.glob(pattern)
+    if not importlib.util.find_spec("transformers")
+]

@@ -87,20 +87,42 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """A model of theirs, and what it makes of tokens.
+    """A model of theirs, and what it makes of a batch.
 
     Attributes:
       folder: that it is saved in.
-      logits: of `tokens`, [B, T, V].
-      loss: the mean of next-token cross entropies.
+      batch: what our loss takes.
+      logits: of the model on the batch.
+      loss: of the batch.
       grads: tensor -> the loss's gradient.
     """
 
     folder: Path
-    tokens: np.ndarray
+    batch: dict[str, np.ndarray]
     logits: np.ndarray
     loss: float
     grads: dict[str, np.ndarray]
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """The batch's tokens."""
+        return self.batch["tokens"]
+
+
+def moved(model: Any) -> Any:
+    """A model whose every parameter is random: norms and biases start at constants."""
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.05 * torch.randn_like(param))
+    return model.eval()
+
+
+def gradients(model: Any, loss: torch.Tensor) -> dict[str, np.ndarray]:
+    """The gradients of a loss; parameters that it does not use have none."""
+    model.zero_grad()
+    loss.backward()
+    named = model.named_parameters()
+    return {n: p.grad.numpy() for n, p in named if p.grad is not None}
 
 
 def tokens_of(vocab: int, length: int = 24) -> np.ndarray:
@@ -116,12 +138,9 @@ def publish(name: str, folder: Path, **saving: Any) -> Published:
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", dtype=torch.float32
     )
-    with torch.no_grad():  # Norms and biases start at round numbers.
-        for param in model.parameters():
-            param.add_(0.05 * torch.randn_like(param))
-    model.save_pretrained(folder, **saving)
+    moved(model).save_pretrained(folder, **saving)
     tokens = tokens_of(config.vocab_size)
-    return Published(folder, tokens, *run(model, tokens))
+    return Published(folder, {"tokens": tokens}, *run(model, tokens))
 
 
 def run(model: Any, tokens: np.ndarray) -> tuple[np.ndarray, float, dict]:
@@ -131,9 +150,7 @@ def run(model: Any, tokens: np.ndarray) -> tuple[np.ndarray, float, dict]:
     logits = model(input_ids=inputs, use_cache=False).logits
     rows = logits[:, :-1].flatten(0, 1)
     loss = torch.nn.functional.cross_entropy(rows, inputs[:, 1:].flatten())
-    loss.backward()
-    grads = {n: p.grad.numpy() for n, p in model.named_parameters()}
-    return logits.detach().numpy(), float(loss.detach()), grads
+    return logits.detach().numpy(), float(loss.detach()), gradients(model, loss)
 
 
 def reload(folder: Path, tokens: np.ndarray) -> np.ndarray:

@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 
-from jaxpar.models.hf.leaves import Index, Leaf, TensorPart, per_layer
+from jaxpar.models.hf.leaves import (
+    MATRIX,
+    Index,
+    Leaf,
+    Stack,
+    TensorPart,
+    one,
+    per_layer,
+)
 
 
 class Held:
@@ -25,12 +33,18 @@ RNG = np.random.default_rng(0)
 TENSORS = {
     **{f"layer.{i}.weight": RNG.normal(size=(6, 4)) for i in range(3)},
     **{f"layer.{i}.fused": RNG.normal(size=(4, 9)) for i in range(3)},
+    **{
+        f"layer.{i}.expert.{e}": RNG.normal(size=(3, 2))
+        for i in range(3)
+        for e in range(2)
+    },
+    "experts": RNG.normal(size=(2, 6, 4)),
     "table": RNG.normal(size=(5, 4)),
 }
 
 LEAVES: dict[str, tuple[Leaf, np.ndarray]] = {
     "transposed layers": (
-        per_layer("layer.{}.weight", range(3), transposed=True),
+        per_layer("layer.{}.weight", range(3), MATRIX),
         np.stack([TENSORS[f"layer.{i}.weight"].T for i in range(3)]),
     ),
     "every other layer": (
@@ -41,12 +55,37 @@ LEAVES: dict[str, tuple[Leaf, np.ndarray]] = {
         per_layer("layer.{}.fused", range(3), part=(1, 3)),
         np.stack([TENSORS[f"layer.{i}.fused"][:, 3:6] for i in range(3)]),
     ),
+    "a part of another dim": (
+        Leaf(TensorPart("experts", (0, 2, 1), part=(1, 2), part_dim=1)),
+        TENSORS["experts"][:, 3:].transpose(0, 2, 1),
+    ),
+    "experts of layers": (
+        Leaf(
+            Stack(
+                tuple(
+                    Stack(
+                        tuple(
+                            TensorPart(f"layer.{i}.expert.{e}", MATRIX)
+                            for e in range(2)
+                        )
+                    )
+                    for i in range(3)
+                )
+            )
+        ),
+        np.stack(
+            [
+                np.stack([TENSORS[f"layer.{i}.expert.{e}"].T for e in range(2)])
+                for i in range(3)
+            ]
+        ),
+    ),
     "with rows": (
-        Leaf((TensorPart("table"),), padded=0),
+        one("table", padded=0),
         np.pad(TENSORS["table"], ((0, 3), (0, 0))),
     ),
     "with columns of a head": (
-        Leaf((TensorPart("table", transposed=True),), padded=1),
+        one("table", MATRIX, padded=1),
         np.pad(TENSORS["table"].T, ((0, 0), (0, 3))),
     ),
 }
@@ -70,7 +109,7 @@ def test_split_gives_back_the_tensors(name: str) -> None:
     for piece, part in leaf.split(whole, rows):
         tensor = TENSORS[piece.name]
         number, of = piece.part
-        expected = np.split(tensor, of, axis=-1)[number]
+        expected = np.split(tensor, of, axis=piece.part_dim)[number]
         np.testing.assert_array_equal(part, expected)
 
 

@@ -13,8 +13,11 @@ from safetensors.numpy import load_file, save_file
 
 import jaxpar
 from jaxpar.models.decoder.config import num_params
-from jaxpar.models.decoder.hf_config import read_decoder
-from jaxpar.models.hf.pretrained import from_huggingface, to_huggingface
+from jaxpar.models.hf.pretrained import (
+    FAMILIES,
+    from_huggingface,
+    to_huggingface,
+)
 from jaxpar.tree import named_leaves
 
 LLAMA: dict[str, Any] = {
@@ -29,6 +32,10 @@ LLAMA: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
 }
 TOKENS = np.random.default_rng(0).integers(0, 50, (4, 9)).astype(np.int32)
+
+
+def read_decoder(hf: dict[str, Any]) -> jaxpar.models.DecoderConfig:
+    return FAMILIES[hf["model_type"]].read_config(hf)
 
 
 def write(folder: Path, hf: dict[str, Any] = LLAMA, **how: Any) -> Path:
@@ -126,7 +133,7 @@ def test_what_can_not_be_written_leaves_no_folder(tmp_path: Path) -> None:
     other = {**LLAMA, "num_hidden_layers": 3}
     model = jaxpar.models.make_decoder(read_decoder(other)).init(0, TOKENS)
     out = tmp_path / "out"
-    with pytest.raises(ValueError, match=r"has 4 of these layers, .* have 3"):
+    with pytest.raises(ValueError, match=r"has 4 of these, .* have 3"):
         to_huggingface(model.params, read_decoder(LLAMA), LLAMA, out)
     assert not out.exists()
     to_huggingface(model.params, read_decoder(other), other, out)
