@@ -143,6 +143,10 @@ ESSENTIAL: dict[str, tuple[str, ...]] = {
         "*causal*[[]gpt2]",
     ),
     "tests/models/decoder/test_sharded.py": ("*[[]sequence]",),
+    "tests/models/experts/test_config.py": ("*[[]True-swiglu]", "*multiple*"),
+    "tests/models/experts/test_grouped.py": ("*[[]in-2]", "*no_collective"),
+    "tests/models/experts/test_layer.py": ("*[[]gated]", "*dropped[[]2]"),
+    "tests/models/experts/test_slots.py": ("*[[]5]", "*0-4]", "*gradients"),
     "tests/models/test_blocked_attention.py": (
         "*[[]4-2-1]",
         "*later_key",

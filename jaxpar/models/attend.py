@@ -56,7 +56,7 @@ def attention_implementation(
         return "blocked"
     if choice in ("cudnn", "xla", "blocked"):
         return choice
-    if _device_kind() == "cpu":
+    if device_kind() == "cpu":
         return "blocked"
     if masked or biased or dtype not in (jnp.bfloat16, jnp.float16):
         return "xla"
@@ -68,7 +68,7 @@ def attention_implementation(
     return "cudnn" if capability >= 8.0 and fits else "xla"
 
 
-def _device_kind() -> str:
+def device_kind() -> str:
     """The kind of device that the traced program will run on."""
     mesh_device = jax.sharding.get_abstract_mesh().abstract_device
     return (mesh_device or jax.devices()[0]).device_kind
@@ -77,7 +77,7 @@ def _device_kind() -> str:
 def _is_placeholder() -> bool:
     """Whether the traced program is for NVIDIA GPUs, and none is present."""
     here = jax.devices()[0].device_kind
-    return "NVIDIA" in _device_kind() and "NVIDIA" not in here
+    return "NVIDIA" in device_kind() and "NVIDIA" not in here
 
 
 def _compute_capability() -> float:
@@ -85,7 +85,7 @@ def _compute_capability() -> float:
     # A program compiled for absent GPUs can't contain cuDNN's kernel, so the present
     # device decides, not the mesh's.
     device = jax.devices()[0]
-    if _device_kind() == "cpu" or "NVIDIA" not in device.device_kind:
+    if device_kind() == "cpu" or "NVIDIA" not in device.device_kind:
         return 0.0
     return float(device.compute_capability)
 

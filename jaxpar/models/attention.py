@@ -28,11 +28,14 @@ class Heads:
       num: query heads.
       num_kv: key and value heads; divides `num`.
       size: features of each.
+      norm_all: whether a norm of queries, or of keys, is of all heads of a token
+        together.
     """
 
     num: int
     num_kv: int
     size: int
+    norm_all: bool = False
 
 
 class Attention(nnx.Module):
@@ -88,8 +91,10 @@ class Attention(nnx.Module):
             flatten=flatten,
             rngs=rngs,
         )
-        self.query_norm = make_norm(heads.size) if make_norm else None
-        self.key_norm = make_norm(heads.size) if make_norm else None
+        self.norm_all = heads.norm_all
+        sizes = (heads.num, heads.num_kv) if heads.norm_all else (1, 1)
+        norms = [make_norm(n * heads.size) if make_norm else None for n in sizes]
+        self.query_norm, self.key_norm = norms
 
     def __call__(
         self,
@@ -116,11 +121,12 @@ class Attention(nnx.Module):
         Returns:
           The update of the residual stream.
         """
-        projected = self._project(x_BTD, memory_BSD)
-        query_BTNH, key_BSKH, value_BSKH = map(self._heads, projected)
-        if self.query_norm is not None and self.key_norm is not None:
-            query_BTNH = self.query_norm(query_BTNH)
-            key_BSKH = self.key_norm(key_BSKH)
+        query, key, value = self._project(x_BTD, memory_BSD)
+        if self.norm_all:
+            query, key = self._normed(query, key)
+        query_BTNH, key_BSKH, value_BSKH = map(self._heads, (query, key, value))
+        if not self.norm_all:
+            query_BTNH, key_BSKH = self._normed(query_BTNH, key_BSKH)
         if rotation is not None:
             query_BTNH = rotate(query_BTNH, rotation)
             key_BSKH = rotate(key_BSKH, rotation)
@@ -137,6 +143,11 @@ class Attention(nnx.Module):
         # The constraint is for the cotangent: under sequence parallelism the compiler
         # would leave it sharded over tokens, and compute all heads on every device.
         return self.output(constrain(attended_BTD, DATA, None, TENSOR))
+
+    def _normed(self, query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if self.query_norm is None or self.key_norm is None:
+            return query, key
+        return self.query_norm(query), self.key_norm(key)
 
     def _project(
         self, x_BTD: jax.Array, memory_BSD: jax.Array | None = None

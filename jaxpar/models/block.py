@@ -61,12 +61,23 @@ class TransformerBlock(nnx.Module):
           Residual stream.
         """
 
+        x_BTD = self.run_attention(x_BTD, **how)
+        return self.run_mlp(x_BTD, self.mlp)
+
+    def run_attention(self, x_BTD: jax.Array, **how: Any) -> jax.Array:
+        """Run the first half of the block; arguments as in `run`."""
+
         def attend(y_BTD: jax.Array) -> jax.Array:
             return self.attention(y_BTD, **how)
 
         norms = self.attention_norm, self.attention_post_norm
-        x_BTD = self.add(x_BTD, attend, *norms)
-        return self.add(x_BTD, self.mlp, self.mlp_norm, self.mlp_post_norm)
+        return self.add(x_BTD, attend, *norms)
+
+    def run_mlp(
+        self, x_BTD: jax.Array, mlp: Callable[[jax.Array], jax.Array]
+    ) -> jax.Array:
+        """Run the second half of the block with an MLP, or what stands in its place."""
+        return self.add(x_BTD, mlp, self.mlp_norm, self.mlp_post_norm)
 
     def add(
         self,

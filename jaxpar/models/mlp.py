@@ -76,15 +76,35 @@ class MLP(nnx.Module):
         """
         up_BTF = self._labelled(self.up.multiply(x_BTD))
         bias_F = None if self.up.bias is None else self.up.bias[...]
-        if self.gate is None:
-            return self.down(_activated(self.activation, up_BTF, bias_F))
-        gate_BTF = self._labelled(self.gate(x_BTD))
-        up_BTF = up_BTF if bias_F is None else up_BTF + bias_F
-        return self.down(_gated(self.activation, gate_BTF, up_BTF))
+        gate_BTF = None if self.gate is None else self._labelled(self.gate(x_BTD))
+        return self.down(activate(self.activation, up_BTF, gate_BTF, bias_F))
 
     @staticmethod
     def _labelled(hidden_BTF: jax.Array) -> jax.Array:
         return constrain(checkpoint_name(hidden_BTF, "mlp_hidden"), DATA, None, TENSOR)
+
+
+def activate(
+    activation: str,
+    up_BTF: Float[Array, "*dims F"],
+    gate_BTF: Float[Array, "*dims F"] | None = None,
+    bias_F: Float[Array, "*of_up"] | None = None,
+) -> Float[Array, "*dims F"]:
+    """Activate an MLP's hidden features, and keep the arguments alone.
+
+    Args:
+      activation: one of `ACTIVATIONS`.
+      up_BTF: the first matmul's result.
+      gate_BTF: the gate's, of a gated activation.
+      bias_F: is added to `up_BTF`; None for none.
+
+    Returns:
+      The input of the last matmul.
+    """
+    if gate_BTF is None:
+        return _activated(activation, up_BTF, bias_F)
+    up_BTF = up_BTF if bias_F is None else up_BTF + bias_F
+    return _gated(activation, gate_BTF, up_BTF)
 
 
 # Recomputed in the backward pass from the matmul's result: as written, gelu would save

@@ -90,9 +90,37 @@ def all_to_all(x: jax.Array, *, split: int, concat: int) -> jax.Array:
     return jax.lax.all_to_all(x, EXPERT, split, concat, tiled=True)
 
 
+def gather_over_experts(x: jax.Array) -> jax.Array:
+    """Gather the rows (dim 0) of all shards of the expert axis; `x` where none is."""
+    if not bound_axes((EXPERT,)):
+        return x
+    # Its gradient is a sum over the axis, which XLA:CPU aborts on in bf16.
+    wide = x.astype(jnp.float32) if _is_half(x) and _on_cpu() else x
+    return jax.lax.all_gather(wide, EXPERT, axis=0, tiled=True).astype(x.dtype)
+
+
+def sum_over_experts(x: jax.Array) -> jax.Array:
+    """Sum over the shards of the expert axis, and keep this shard's rows (dim 0).
+
+    The way back of `gather_over_experts`; in fp32, if `x` is.
+    """
+    if not bound_axes((EXPERT,)):
+        return x
+    return jax.lax.psum_scatter(x, EXPERT, scatter_dimension=0, tiled=True)
+
+
 def bound_axes(names: Sequence[str]) -> tuple[str, ...]:
     """Which of some axes are manual here, or mapped over, and have several members."""
     return tuple(name for name in names if _size(name) > 1)
+
+
+def _is_half(x: jax.Array) -> bool:
+    return x.dtype in (jnp.bfloat16, jnp.float16)
+
+
+def _on_cpu() -> bool:
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    return device.device_kind == "cpu"
 
 
 def _size(name: str) -> int:

@@ -32,13 +32,21 @@ def batches() -> list[dict[str, np.ndarray]]:
 
 
 def train(
-    *, data: int = 4, pipe: int = 1, tensor: int = 1, replica: int = 1, **given: Any
+    *,
+    data: int = 4,
+    pipe: int = 1,
+    tensor: int = 1,
+    replica: int = 1,
+    expert: int = 1,
+    **given: Any,
 ) -> tuple[list[float], Any]:
     config = dataclasses.replace(
         CONFIG, **{name: x for name, x in given.items() if name in OF_CONFIG}
     )
     rest = {name: x for name, x in given.items() if name not in OF_CONFIG}
-    shape = jaxpar.MeshShape(data=data, pipe=pipe, tensor=tensor, replica=replica)
+    shape = jaxpar.MeshShape(
+        data=data, pipe=pipe, tensor=tensor, replica=replica, expert=expert
+    )
     engine = jaxpar.initialize(
         model=make_decoder(config),
         loss_fn=decoder_loss,

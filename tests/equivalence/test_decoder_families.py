@@ -22,7 +22,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm": "rmsnorm_plus_one",
         "activation": "geglu",
         "post_norm": True,
-        "qk_norm": True,
+        "qk_norm": "heads",
         "bias": False,
         "head_width": 8,
         "num_heads": 4,

@@ -2,9 +2,14 @@
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from jaxpar.model.remat import check_policy
+from jaxpar.models.experts.config import (
+    NO_EXPERTS,
+    ExpertsConfig,
+    num_expert_params,
+)
 from jaxpar.models.mlp import ACTIVATIONS, is_gated
 from jaxpar.models.rotary import RotaryScaling
 from jaxpar.sparse_attention import SparsityPattern
@@ -17,6 +22,7 @@ _CHOICES = {
     "activation": ACTIVATIONS,
     "norm": ("layernorm", "rmsnorm", "rmsnorm_plus_one"),
     "positions": ("learned", "rotary"),
+    "qk_norm": ("heads", "width"),
     "attention": ("auto", "xla", "cudnn", "blocked"),
 }
 
@@ -51,7 +57,8 @@ class DecoderConfig:
         parameter.
       norm_epsilon: added to the variance, or the mean square.
       post_norm: whether the updates of the residual stream are normalised too.
-      qk_norm: whether each query head and key head is normalised.
+      qk_norm: "heads" normalises each query head and key head, "width" all heads of a
+        token together; None for neither.
       bias: whether the output projections, MLPs and layer norms have a bias.
       qkv_bias: whether queries and values have one; None for `bias`.
       key_bias: whether keys have one. Without rotary positions it has no gradient but
@@ -69,6 +76,7 @@ class DecoderConfig:
       logits_softcap: bound of the logits, likewise.
       embedding_scale: embeddings are multiplied by it; None for 1.
       tied_embedding: whether the head is the transposed embedding table.
+      experts: those that replace the MLPs, if there are any.
       dropout: fraction of features zeroed after the embedding and in each update of
         the residual stream.
       remat: one of `jaxpar.model.remat.REMAT_POLICIES`, applied to each block.
@@ -102,7 +110,7 @@ class DecoderConfig:
     norm: str = "layernorm"
     norm_epsilon: float = 1e-5
     post_norm: bool = False
-    qk_norm: bool = False
+    qk_norm: str | None = None
     bias: bool = True
     qkv_bias: bool | None = None
     key_bias: bool = False
@@ -117,6 +125,7 @@ class DecoderConfig:
     logits_softcap: float | None = None
     embedding_scale: float | None = None
     tied_embedding: bool = True
+    experts: ExpertsConfig = NO_EXPERTS
     dropout: float = 0.0
     remat: str = "none"
     remat_names: tuple[str, ...] = ()
@@ -129,6 +138,7 @@ class DecoderConfig:
         self._check_numbers()
         self._check_heads()
         self._check_window()
+        self._check_experts()
         for field, choices in _CHOICES.items():
             value = getattr(self, field)
             if isinstance(value, str):
@@ -208,6 +218,14 @@ class DecoderConfig:
                 "leave window out."
             )
 
+    def _check_experts(self) -> None:
+        every = self.experts.every
+        if self.experts.num and every > self.num_layers:
+            raise ValueError(
+                f"DecoderConfig: experts.every={every} must be at most "
+                f"num_layers={self.num_layers}; no block has experts otherwise."
+            )
+
     def _check_pattern(self, pattern: SparsityPattern) -> None:
         kind = type(pattern).__name__
         if pattern.num_heads != self.num_heads:
@@ -221,6 +239,17 @@ class DecoderConfig:
                 "sees the tokens that a GPT should predict; give it "
                 "attention='unidirectional'."
             )
+
+    @property
+    def group_size(self) -> int:
+        """Blocks after which the kinds of blocks repeat."""
+        every = self.experts.every if self.experts.num else 1
+        return math.lcm(self.global_every or 1, every)
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Blocks with experts."""
+        return self.num_layers // self.experts.every if self.experts.num else 0
 
     @property
     def head_size(self) -> int:
@@ -247,6 +276,31 @@ class DecoderConfig:
         return -(-8 * self.width // (3 * 64)) * 64
 
 
+class BlockKind(NamedTuple):
+    """What distinguishes the blocks of one decoder.
+
+    Attributes:
+      is_local: whether queries see a window only.
+      has_experts: whether experts replace the MLP.
+    """
+
+    is_local: bool
+    has_experts: bool
+
+
+def block_kind(config: DecoderConfig, place: int) -> BlockKind:
+    """The kind of a decoder's block.
+
+    Args:
+      config: the shape of the model.
+      place: of the block, from 1.
+    """
+    is_global = bool(config.global_every) and place % (config.global_every or 1) == 0
+    is_local = config.window is not None and not is_global
+    has_experts = bool(config.experts.num) and place % config.experts.every == 0
+    return BlockKind(is_local, has_experts)
+
+
 def num_params(config: DecoderConfig) -> int:
     """Count a model's parameters in closed form.
 
@@ -266,15 +320,27 @@ def num_params(config: DecoderConfig) -> int:
     )
     norm = width * (2 if config.norm == "layernorm" and config.bias else 1)
     norms = norm * (4 if config.post_norm else 2)
-    norms += 2 * config.head_size if config.qk_norm else 0
-    num_up = 2 if is_gated(config.activation) else 1
-    products = 2 * width * (q_width + kv_width) + (num_up + 1) * width * hidden
-    biases = 2 * width + num_up * hidden if config.bias else 0
+    if config.qk_norm is not None:
+        is_whole = config.qk_norm == "width"
+        norms += q_width + kv_width if is_whole else 2 * config.head_size
+    gated = is_gated(config.activation)
+    num_up = 2 if gated else 1
+    products = 2 * width * (q_width + kv_width)
+    mlp = (num_up + 1) * width * hidden
+    mlp += num_up * hidden + width if config.bias else 0
+    biases = width if config.bias else 0
     biases += q_width + kv_width if config.has_qkv_bias else 0
     biases += kv_width if config.key_bias else 0
     rows = config.vocab_size * (1 if config.tied_embedding else 2)
     rows += config.seq_len if config.positions == "learned" else 0
-    return config.num_layers * (products + biases + norms) + rows * width + norm
+    experts = num_expert_params(
+        *(config.experts, width, config.experts.width or hidden),
+        gated=gated,
+        bias=config.bias,
+    )
+    mlps = (config.num_layers - config.num_expert_layers) * mlp
+    mlps += config.num_expert_layers * experts
+    return config.num_layers * (products + biases + norms) + mlps + rows * width + norm
 
 
 def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:

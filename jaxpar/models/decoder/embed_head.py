@@ -1,5 +1,6 @@
 """What comes before and after a decoder's blocks: the embedding, and the logits."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -8,9 +9,18 @@ from jaxpar.losses import cross_entropy
 from jaxpar.mesh import DATA, TENSOR
 from jaxpar.models.block import constrain_residual, gather_tokens, make_dropout
 from jaxpar.models.decoder.config import DecoderConfig
+from jaxpar.models.experts.routing import RouterStatistics
 from jaxpar.models.layers import Embedding, Linear, add_to_rows, project_to_logits
 from jaxpar.models.norms import LayerNorm, RMSNorm
 from jaxpar.sharding.constrain import constrain
+
+Metrics = dict[str, jax.Array]
+
+Hidden = jax.Array | dict[str, jax.Array]
+"""What passes through the blocks: the residual stream, [B, T, D]. With experts a dict:
+"x" is that, and "router", [B, 4], the sum over blocks of their `RouterStatistics`, the
+same in each row.
+"""
 
 
 def make_norm(config: DecoderConfig) -> LayerNorm | RMSNorm:
@@ -46,7 +56,7 @@ class Embed(nnx.Module):
         tokens_BT: Int[Array, "B T"],
         *,
         positions_BT: Int[Array, "#B T"] | None = None,
-    ) -> Float[Array, "B T D"]:
+    ) -> Hidden:
         """Embed tokens.
 
         Args:
@@ -81,7 +91,11 @@ class Embed(nnx.Module):
                 )
         if self.dropout is not None:
             x_BTD = self.dropout(x_BTD)
-        return constrain_residual(x_BTD, config.sequence_parallel)
+        x_BTD = constrain_residual(x_BTD, config.sequence_parallel)
+        if not config.experts.num:
+            return x_BTD
+        statistics = jnp.zeros((x_BTD.shape[0], len(RouterStatistics._fields)))
+        return {"x": x_BTD, "router": statistics}
 
 
 class Head(nnx.Module):
@@ -104,21 +118,23 @@ class Head(nnx.Module):
 
     def __call__(
         self,
-        x_BTD: Float[Array, "B T D"],
+        hidden: Hidden,
         *,
         targets_BT: Int[Array, "B T"] | None = None,
         weights_BT: Float[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T V"] | Float[Array, ""]:
+    ) -> Float[Array, "B T V"] | Float[Array, ""] | tuple[jax.Array, Metrics]:
         """Predict each next token, or sum the loss of known ones.
 
         Args:
-          x_BTD: the residual stream after the last block.
+          hidden: the residual stream after the last block, as a block returns it.
           targets_BT: the token to predict at each place.
           weights_BT: of each target; None for 1.
 
         Returns:
-          Logits, fp32; with targets, the weighted sum of their cross entropies.
+          Logits, fp32; with targets, the weighted sum of their cross entropies. Of a
+          model with experts (that sum and the routers' losses, metrics).
         """
+        x_BTD = hidden["x"] if isinstance(hidden, dict) else hidden
         tokens = self.config.sequence_parallel
         hidden_BTD = gather_tokens(self.final_norm(x_BTD), tokens)
         logits = self.logits
@@ -134,4 +150,21 @@ class Head(nnx.Module):
             logits_dtype=self.config.logits_dtype,
             tokens_axis=TENSOR if tokens else None,
         )
-        return loss.total
+        if not isinstance(hidden, dict):
+            return loss.total
+        own = _router_statistics(hidden["router"], self.config)
+        experts = self.config.experts
+        added = experts.balance_loss * own.balance
+        added = added + experts.router_z_loss * own.router_z
+        metrics = {
+            "router_balance": own.balance,
+            "router_z": own.router_z,
+            "largest_expert_load": own.largest_load,
+            "dropped_tokens": own.dropped,
+        }
+        return loss.total + added * loss.weight, metrics
+
+
+def _router_statistics(router_BR: jax.Array, config: DecoderConfig) -> RouterStatistics:
+    """Means over the blocks with experts; every row has the same."""
+    return RouterStatistics(*router_BR.mean(0) / config.num_expert_layers)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxpar.models.experts.config import ExpertsConfig
 from jaxpar.models.hf.families import Published, require
 from jaxpar.models.rotary import RotaryScaling
 
@@ -51,7 +52,7 @@ def read_qwen2(hf: Published) -> dict[str, Any]:
 def read_qwen3(hf: Published) -> dict[str, Any]:
     """The fields of a Qwen 3: query and key heads are normalised."""
     require(hf, "use_sliding_window", False)
-    return {**read_llama(hf), "qk_norm": True}
+    return {**read_llama(hf), "qk_norm": "heads"}
 
 
 def read_gemma2(hf: Published) -> dict[str, Any]:
@@ -84,8 +85,62 @@ def read_gemma3(hf: Published) -> dict[str, Any]:
         local = found[LOCAL]["rope_theta"]
     require(hf, "use_bidirectional_attention", False, None)
     every = _global_every(hf, hf.get("sliding_window_pattern", 6))
-    fields = {"qk_norm": True, "local_rotary_base": local, "global_every": every}
+    fields = {"qk_norm": "heads", "local_rotary_base": local, "global_every": every}
     return {**read_gemma2(hf), **fields}
+
+
+def read_mixtral(hf: Published) -> dict[str, Any]:
+    """The fields of a Mixtral: a Mistral whose MLPs are experts."""
+    require(hf, "router_jitter_noise", 0.0)
+    experts = ExpertsConfig(
+        num=_num_experts(hf),
+        top_k=hf["num_experts_per_tok"],
+        balance_loss=hf.get("router_aux_loss_coef", 0.001),
+    )
+    return {**read_mistral(hf), "experts": experts}
+
+
+def read_qwen2_moe(hf: Published) -> dict[str, Any]:
+    """The fields of a Qwen 2 with experts, one of which every token goes to."""
+    shared = {"shared_width": hf["shared_expert_intermediate_size"]}
+    experts = _qwen_experts(hf, **shared, shared_gate=True)
+    return {**read_qwen2(hf), "experts": experts}
+
+
+def read_qwen3_moe(hf: Published) -> dict[str, Any]:
+    """The fields of a Qwen 3 with experts."""
+    return {**read_qwen3(hf), "experts": _qwen_experts(hf)}
+
+
+def read_olmoe(hf: Published) -> dict[str, Any]:
+    """The fields of an OLMoE: queries and keys are normalised over all heads."""
+    require(hf, "clip_qkv", None)
+    experts = ExpertsConfig(
+        num=_num_experts(hf),
+        top_k=hf["num_experts_per_tok"],
+        normalise_gates=hf.get("norm_topk_prob", False),
+        balance_loss=hf.get("router_aux_loss_coef", 0.01),
+    )
+    return {**read_llama(hf), "qk_norm": "width", "experts": experts}
+
+
+def _num_experts(hf: Published) -> int:
+    """The number, under the name that versions 4 or 5 of transformers write."""
+    known = [name for name in ("num_local_experts", "num_experts") if name in hf]
+    return hf[known[0] if known else "num_experts"]
+
+
+def _qwen_experts(hf: Published, **more: Any) -> ExpertsConfig:
+    require(hf, "mlp_only_layers", [], None)
+    return ExpertsConfig(
+        num=_num_experts(hf),
+        top_k=hf["num_experts_per_tok"],
+        width=hf["moe_intermediate_size"],
+        every=hf.get("decoder_sparse_step", 1),
+        normalise_gates=hf.get("norm_topk_prob", False),
+        balance_loss=hf.get("router_aux_loss_coef", 0.001),
+        **more,
+    )
 
 
 READERS: dict[str, Callable[[Published], dict[str, Any]]] = {
@@ -96,6 +151,10 @@ READERS: dict[str, Callable[[Published], dict[str, Any]]] = {
     "qwen3": read_qwen3,
     "gemma2": read_gemma2,
     "gemma3_text": read_gemma3,
+    "mixtral": read_mixtral,
+    "qwen2_moe": read_qwen2_moe,
+    "qwen3_moe": read_qwen3_moe,
+    "olmoe": read_olmoe,
 }
 """By model_type, what reads the fields of `DecoderConfig`."""
 

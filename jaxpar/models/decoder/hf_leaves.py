@@ -2,13 +2,16 @@
 
 from collections.abc import Collection, Iterator, Sequence
 
-from jaxpar.models.decoder.config import DecoderConfig
+from jaxpar.models.decoder.config import DecoderConfig, block_kind
 from jaxpar.models.hf.families import Published
-from jaxpar.models.hf.leaves import MATRIX, Leaf, one, per_layer
+from jaxpar.models.hf.leaves import MATRIX, Leaf, Stack, TensorPart, one, per_layer
 
 _PROJECTIONS = ("query", "key", "value")
 _IGNORED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Ends of the names of tensors that are no parameters."""
+
+_OF_EXPERTS = (0, 2, 1)
+"""Axes of kernels [E, in, out] in a tensor [E, out, in]."""
 
 
 def leaves_of(
@@ -29,9 +32,17 @@ def leaves_of(
     if names and not any(name.startswith(prefix) for name in names):
         prefix = ""
     found = dict(_ends(config, model_type, prefix))
-    block = _gpt2_block if model_type == "gpt2" else _block
+    is_gpt2 = model_type == "gpt2"
+    block = _gpt2_block(config) if is_gpt2 else _block(config)
+    mlp = {} if is_gpt2 else _mlp("layers.{}.mlp")
     for section, layers in _sections(config).items():
-        for path, (template, how) in block(config).items():
+        own = dict(block)
+        if block_kind(config, layers[0] + 1).has_experts:
+            experts = _experts(config, layers, model_type, prefix, names)
+            found |= {f"{section}/mlp/{path}": leaf for path, leaf in experts.items()}
+        else:
+            own |= {f"mlp/{path}": how for path, how in mlp.items()}
+        for path, (template, how) in own.items():
             name = f"{prefix}{template}"
             found[f"{section}/{path}"] = per_layer(name, layers, **how)
     return found
@@ -59,14 +70,19 @@ def _ends(
 
 def _sections(config: DecoderConfig) -> dict[str, Sequence[int]]:
     """Path of a stack of blocks -> its layers, in order."""
-    every, count = config.global_every, config.num_layers
-    if every is None:
+    size, count = config.group_size, config.num_layers
+    if size == 1:
         return {"blocks": range(count)}
-    whole = count - count % every
+    whole = count - count % size
     found: dict[str, Sequence[int]] = {
-        f"blocks/layers/{place}": range(place, whole, every) for place in range(every)
+        f"blocks/layers/{place}": range(place, whole, size)
+        for place in range(size if whole else 0)
     }
-    return {**found, "last_blocks": range(whole, count)} if count % every else found
+    last = range(whole, count)
+    if len({block_kind(config, layer + 1) for layer in last}) == 1:
+        return {**found, "last_blocks": last}
+    each = {f"last_blocks_{layer - whole + 1}": [layer] for layer in last}
+    return {**found, **each}
 
 
 def _block(config: DecoderConfig) -> dict[str, tuple[str, dict]]:
@@ -80,8 +96,6 @@ def _block(config: DecoderConfig) -> dict[str, tuple[str, dict]]:
         has_bias = {"key": config.key_bias, "output": config.bias}
         if has_bias.get(ours, config.has_qkv_bias):
             found[f"attention/{ours}/bias"] = (f"{name}.bias", {})
-    for part in ("gate", "up", "down"):
-        found[f"mlp/{part}/kernel"] = (f"{at}mlp.{part}_proj.weight", matrix)
     norms = {"attention_norm": "input", "mlp_norm": "post_attention"}
     if config.post_norm:
         norms |= {"attention_post_norm": "post_attention"}
@@ -92,6 +106,62 @@ def _block(config: DecoderConfig) -> dict[str, tuple[str, dict]]:
         for ours in ("query", "key"):
             name = f"{at}self_attn.{ours[0]}_norm.weight"
             found[f"attention/{ours}_norm/scale"] = (name, {})
+    return found
+
+
+def _mlp(at: str) -> dict[str, tuple[str, dict]]:
+    """As `_block`, of an MLP whose names begin so."""
+    parts = ("gate", "up", "down")
+    return {f"{x}/kernel": (f"{at}.{x}_proj.weight", {"axes": MATRIX}) for x in parts}
+
+
+def _experts(
+    config: DecoderConfig,
+    layers: Sequence[int],
+    model_type: str,
+    prefix: str,
+    names: Collection[str],
+) -> dict[str, Leaf]:
+    """Path in a block -> what it is made of, of the experts of some layers.
+
+    Published files have a tensor for each expert; version 5 of transformers may write
+    those of a layer as one, gate and up side by side.
+    """
+    is_fused = any(name.endswith("experts.gate_up_proj") for name in names)
+    is_mixtral = model_type == "mixtral" and not is_fused
+    at = f"{prefix}layers.{{}}.{'block_sparse_moe' if is_mixtral else 'mlp'}"
+    found = {"router/kernel": per_layer(f"{at}.gate.weight", layers, MATRIX)}
+    if is_fused:
+        fused = f"{at}.experts.gate_up_proj"
+        for number, ours in enumerate(("gate", "up")):
+            found[ours] = per_layer(fused, layers, _OF_EXPERTS, (number, 2), 1)
+        found["down"] = per_layer(f"{at}.experts.down_proj", layers, _OF_EXPERTS)
+    else:
+        found |= _each_expert(f"{at}.experts", config.experts.num, layers, is_mixtral)
+    if config.experts.shared_width is not None:
+        for path, (name, how) in _mlp(f"{at}.shared_expert").items():
+            found[f"shared/{path}"] = per_layer(name, layers, **how)
+    if config.experts.shared_gate:
+        name = f"{at}.shared_expert_gate.weight"
+        found["shared_gate/kernel"] = per_layer(name, layers, MATRIX)
+    return found
+
+
+def _each_expert(
+    at: str, num_experts: int, layers: Sequence[int], is_mixtral: bool
+) -> dict[str, Leaf]:
+    """Kernels of which each expert has a tensor of its own."""
+    theirs = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+    if is_mixtral:
+        theirs = {"gate": "w1", "up": "w3", "down": "w2"}
+    found = {}
+    for ours, own in theirs.items():
+        names = (
+            [f"{at.format(layer)}.{e}.{own}.weight" for e in range(num_experts)]
+            for layer in layers
+        )
+        stacks = (Stack(tuple(TensorPart(x, MATRIX) for x in each)) for each in names)
+        found[ours] = Leaf(Stack(tuple(stacks)))
     return found
 
 

@@ -1,16 +1,15 @@
-"""What does a GPT minimise: the cross entropy of each next token."""
+"""What does a decoder minimise: the cross entropy of each next token."""
 
 from collections.abc import Callable
-
-import jax
+from typing import Any
 
 from jaxpar.losses import read_targets
 from jaxpar.step.weighted import Weighted
 from jaxpar.types import Batch
 
 
-def decoder_loss(model: Callable[..., jax.Array], batch: Batch) -> Weighted:
-    """Sum the next-token cross entropy, in nats.
+def decoder_loss(model: Callable[..., Any], batch: Batch) -> Any:
+    """Sum the next-token cross entropy, in nats, and the losses of routers.
 
     The head computes it, a chunk of tokens at a time, so that logits are never held
     whole (`jaxpar.losses.cross_entropy`). For a model that returns logits there is
@@ -22,11 +21,16 @@ def decoder_loss(model: Callable[..., jax.Array], batch: Batch) -> Weighted:
         as `jaxpar.losses.read_targets` takes them.
 
     Returns:
-      The weighted sum over targets and the sum of weights, fp32.
+      The weighted sum over targets and the sum of weights, fp32; of a model with
+      experts also metrics: the routers' losses, the largest load of an expert in units
+      of the mean, and the share of choices that were dropped.
 
     Raises:
       ValueError: as `jaxpar.losses.read_targets` does.
     """
     inputs_BT, targets_BT, weights_BT, keywords = read_targets(batch)
-    total = model(inputs_BT, targets_BT=targets_BT, weights_BT=weights_BT, **keywords)
-    return Weighted(total, weights_BT.sum())
+    found = model(inputs_BT, targets_BT=targets_BT, weights_BT=weights_BT, **keywords)
+    if not isinstance(found, tuple):
+        return Weighted(found, weights_BT.sum())
+    total, metrics = found
+    return Weighted(total, weights_BT.sum()), metrics

@@ -7,14 +7,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jaxpar.model.blocks import PipelineModel
 from jaxpar.models.attention import Attention, Heads
 from jaxpar.models.block import TransformerBlock
 from jaxpar.models.blocked_attention import Scoring
-from jaxpar.models.decoder.config import DecoderConfig
-from jaxpar.models.decoder.embed_head import Embed, Head, make_norm
+from jaxpar.models.decoder.config import DecoderConfig, block_kind
+from jaxpar.models.decoder.embed_head import Embed, Head, Hidden, make_norm
+from jaxpar.models.experts.layer import Experts
+from jaxpar.models.experts.routing import RouterStatistics
 from jaxpar.models.mlp import MLP
 from jaxpar.models.norms import RMSNorm
 from jaxpar.models.rotary import Rotation, rotation_at
@@ -72,42 +74,53 @@ def make_decoder(config: DecoderConfig) -> PipelineModel:
 
 
 def _sections(config: DecoderConfig) -> dict[str, Any]:
-    """Blocks; in groups, where the last of so many sees everything."""
-    every, block = config.global_every, functools.partial(Block, config)
-    if every is None:
-        return {"blocks": (block, config.num_layers)}
-    groups, left = divmod(config.num_layers, every)
-    found: dict[str, Any] = {"blocks": (functools.partial(BlockGroup, config), groups)}
-    return {**found, "last_blocks": (block, left)} if left else found
+    """Blocks; in groups, where they are of several kinds in turn."""
+    size, block = config.group_size, functools.partial(Block, config)
+    if size == 1:
+        return {"blocks": (functools.partial(block, place=1), config.num_layers)}
+    groups, left = divmod(config.num_layers, size)
+    found: dict[str, Any] = {}
+    if groups:
+        found["blocks"] = (functools.partial(BlockGroup, config, size), groups)
+    # Those that are left are of one kind, or each a section of its own.
+    places = range(1, left + 1)
+    kinds = {block_kind(config, place) for place in places}
+    if len(kinds) == 1:
+        found["last_blocks"] = (functools.partial(block, place=1), left)
+    elif left:
+        found |= {
+            f"last_blocks_{place}": (functools.partial(block, place=place), 1)
+            for place in places
+        }
+    return found
 
 
 class BlockGroup(nnx.Module):
-    """Blocks with a window, and behind them one that sees everything.
+    """Blocks of several kinds, one behind the other.
 
     Args:
-      config: the shape of the model; `global_every` blocks are a group.
+      config: the shape of the model.
+      size: blocks of the group.
       rngs: for the ``params`` and ``dropout`` streams.
     """
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        places = range(1, (config.global_every or 1) + 1)
-        self.layers = nnx.List(
-            Block(config, sees_all=place == len(places), rngs=rngs) for place in places
-        )
+    def __init__(self, config: DecoderConfig, size: int, *, rngs: nnx.Rngs):
+        places = range(1, size + 1)
+        self.layers = nnx.List(Block(config, place=p, rngs=rngs) for p in places)
 
     def __call__(
         self,
-        x_BTD: Float[Array, "B T D"],
+        hidden: Hidden,
         *,
         positions_BT: Int[Array, "#B T"] | None = None,
         segment_ids_BT: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T D"]:
+    ) -> Hidden:
         """Run the blocks; see `Block`."""
         for layer in self.layers:
-            x_BTD = layer(
-                x_BTD, positions_BT=positions_BT, segment_ids_BT=segment_ids_BT
+            hidden = layer(
+                hidden, positions_BT=positions_BT, segment_ids_BT=segment_ids_BT
             )
-        return x_BTD
+        return hidden
 
 
 class Block(TransformerBlock):
@@ -115,20 +128,23 @@ class Block(TransformerBlock):
 
     Args:
       config: the shape of the model.
-      sees_all: whether it attends to all tokens before, though others have a window.
+      place: of the block, from 1: it says which kind the block is of.
       rngs: for the ``params`` and ``dropout`` streams.
     """
 
-    def __init__(
-        self, config: DecoderConfig, *, sees_all: bool = False, rngs: nnx.Rngs
-    ):
+    def __init__(self, config: DecoderConfig, *, place: int = 1, rngs: nnx.Rngs):
         self.config = config
-        self.is_local = config.window is not None and not sees_all
+        self.is_local, self.has_experts = block_kind(config, place)
         window = config.window if self.is_local else None
         scale, cap = config.attention_scale, config.attention_softcap
         attention = Attention(
             config.width,
-            Heads(config.num_heads, config.kv_heads, config.head_size),
+            Heads(
+                config.num_heads,
+                config.kv_heads,
+                config.head_size,
+                norm_all=config.qk_norm == "width",
+            ),
             biases=_biases(config),
             output_stddev=_output_stddev(config),
             flatten=not config.sequence_parallel,
@@ -138,9 +154,11 @@ class Block(TransformerBlock):
             make_norm=_norm_of_heads(config),
             rngs=rngs,
         )
-        mlp = MLP(
-            config.width,
-            config.hidden_width,
+        make_mlp = functools.partial(MLP, config.width, config.hidden_width)
+        if self.has_experts:
+            sizes = config.width, config.hidden_width, config.experts
+            make_mlp = functools.partial(Experts, *sizes)
+        mlp = make_mlp(
             activation=config.activation,
             bias=config.bias,
             output_stddev=_output_stddev(config),
@@ -159,24 +177,40 @@ class Block(TransformerBlock):
 
     def __call__(
         self,
-        x_BTD: Float[Array, "B T D"],
+        hidden: Hidden,
         *,
         positions_BT: Int[Array, "#B T"] | None = None,
         segment_ids_BT: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T D"]:
+    ) -> Hidden:
         """Run the block.
 
         Args:
-          x_BTD: residual stream.
+          hidden: residual stream, [B, T, D]; of a model with experts, a `Hidden`.
           positions_BT: position of each token; None for 0, 1, 2 and so on.
           segment_ids_BT: tokens attend only to tokens of their own segment; None
-            where each row is one segment.
+            where each row is one segment. Segment 0 is padding.
 
         Returns:
-          Residual stream.
+          As `hidden`.
         """
+        x_BTD = hidden["x"] if isinstance(hidden, dict) else hidden
         rotation = self._rotation(x_BTD.shape[1], positions_BT)
-        return self.run(x_BTD, rotation=rotation, segment_ids_BT=segment_ids_BT)
+        how = {"rotation": rotation, "segment_ids_BT": segment_ids_BT}
+        if not isinstance(hidden, dict):
+            return self.run(x_BTD, **how)
+        if not self.has_experts:
+            return {**hidden, "x": self.run(x_BTD, **how)}
+        found: list[RouterStatistics] = []
+
+        def experts(y_BTD: jax.Array) -> jax.Array:
+            is_token_BT = None if segment_ids_BT is None else segment_ids_BT != 0
+            update_BTD, own = self.mlp(y_BTD, is_token_BT)
+            found.append(own)
+            return update_BTD
+
+        x_BTD = self.run_mlp(self.run_attention(x_BTD, **how), experts)
+        router = hidden["router"] + jnp.stack(found[0]).astype(jnp.float32)
+        return {"x": x_BTD, "router": router}
 
     def _rotation(self, length: int, positions_BT: jax.Array | None) -> Rotation | None:
         config = self.config
@@ -203,7 +237,7 @@ def _biases(config: DecoderConfig) -> list[str]:
 
 def _norm_of_heads(config: DecoderConfig) -> Callable[[int], RMSNorm] | None:
     """Makes the norm of a query head or key head; None if there are none."""
-    if not config.qk_norm:
+    if config.qk_norm is None:
         return None
     plus_one = config.norm == "rmsnorm_plus_one"
     how = {"epsilon": config.norm_epsilon, "plus_one": plus_one, "name": None}

@@ -210,6 +210,7 @@ def per_layer(
     layers: Sequence[int],
     axes: tuple[int, ...] | None = None,
     part: tuple[int, int] = (0, 1),
+    part_dim: int = -1,
 ) -> Leaf:
     """A stacked leaf of one tensor a layer.
 
@@ -218,6 +219,8 @@ def per_layer(
       layers: the layers of the stack, in order.
       axes: as in `TensorPart`.
       part: as in `TensorPart`.
+      part_dim: as in `TensorPart`.
     """
-    pieces = (TensorPart(template.format(i), axes, part) for i in layers)
+    names = (template.format(layer) for layer in layers)
+    pieces = (TensorPart(name, axes, part, part_dim) for name in names)
     return Leaf(Stack(tuple(pieces)))

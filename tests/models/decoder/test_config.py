@@ -61,7 +61,7 @@ SHAPES: list[dict[str, Any]] = [
     {"activation": "swiglu", "num_kv_heads": 1, "tied_embedding": False},
     {"norm": "rmsnorm", "mlp_width": 40, "num_kv_heads": 2},
     {"bias": False, "tied_embedding": False, "positions": "rotary"},
-    {"qkv_bias": True, "bias": False, "key_bias": True, "qk_norm": True},
+    {"qkv_bias": True, "bias": False, "key_bias": True, "qk_norm": "heads"},
     {"head_width": 24, "num_kv_heads": 2, "post_norm": True, "activation": "geglu"},
     {"window": 4, "global_every": 3, "norm": "rmsnorm_plus_one"},
 ]

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,14 @@ GEMMA = {
     "tie_word_embeddings": True,
 }
 
+EXPERTS = {
+    **SIZES,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
         "GPT2Config",
@@ -57,6 +66,21 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {**SIZES, "sliding_window": 8, "head_dim": 16}),
     "qwen2": ("Qwen2Config", SIZES),
     "qwen3": ("Qwen3Config", {**SIZES, "head_dim": 16}),
+    "mixtral": (
+        "MixtralConfig",
+        {**SIZES, "num_local_experts": 4, "router_aux_loss_coef": 0.3},
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            **EXPERTS,
+            "shared_expert_intermediate_size": 40,
+            "norm_topk_prob": False,
+            "router_aux_loss_coef": 0.2,
+        },
+    ),
+    "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "decoder_sparse_step": 2}),
+    "olmoe": ("OlmoeConfig", {**EXPERTS, "num_key_value_heads": 4}),
     "gemma2": (
         "Gemma2Config",
         {
@@ -150,7 +174,18 @@ def run(model: Any, tokens: np.ndarray) -> tuple[np.ndarray, float, dict]:
     logits = model(input_ids=inputs, use_cache=False).logits
     rows = logits[:, :-1].flatten(0, 1)
     loss = torch.nn.functional.cross_entropy(rows, inputs[:, 1:].flatten())
+    if hasattr(model, "num_experts"):
+        loss = loss + routers_loss(model, inputs[:, :-1])
     return logits.detach().numpy(), float(loss.detach()), gradients(model, loss)
+
+
+def routers_loss(model: Any, inputs: torch.Tensor) -> torch.Tensor:
+    """Their balance loss, a mean over layers: they pool the layers' statistics."""
+    found = model(input_ids=inputs, use_cache=False, output_router_logits=True)
+    balance = sys.modules[type(model).__module__].load_balancing_loss_func
+    how = model.num_experts, model.num_experts_per_tok
+    own = [balance((logits,), *how) for logits in found.router_logits]
+    return model.router_aux_loss_coef * sum(own) / len(own)
 
 
 def reload(folder: Path, tokens: np.ndarray) -> np.ndarray:

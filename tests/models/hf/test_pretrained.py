@@ -160,7 +160,9 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     table = {"model.embed_tokens.weight": np.ones((50, 16), np.float32)}
     refused(table, "do not fit each other")
     save_file(tensors, file)
-    other = engine_of(from_huggingface(folder, qk_norm=True), jaxpar.MeshShape(data=1))
+    other = engine_of(
+        from_huggingface(folder, qk_norm="heads"), jaxpar.MeshShape(data=1)
+    )
     with pytest.raises(ValueError, match="are not those of the config"):
         ours.load(other)
 
