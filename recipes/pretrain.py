@@ -139,7 +139,7 @@ def main(config: Config) -> None:
     if jax.process_count() > 1:
         return  # A sample needs the whole model in one process.
     given = engine.model(), heldout.read(at := len(heldout) // 2, at + 64), 400
-    text = models.continue_text(*given, seq_len=model.seq_len, tokenizer=tokenizer)
+    text = models.continue_text(*given, config=model, tokenizer=tokenizer)
     print(f"{' 400 tokens by the model ':─^80}\n{text}\n{'─' * 80}")
     (run.folder / "sample.txt").write_text(text, encoding="utf-8")
     with contextlib.suppress(ModuleNotFoundError):  # It needs matplotlib.

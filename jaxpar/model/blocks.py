@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxpar.model.bridge import make_network
 from jaxpar.model.network import PipelineNetwork, WholeModel
@@ -25,7 +26,7 @@ from jaxpar.model.part_checks import (
 from jaxpar.model.proxies import Call, call_part, inputs_of, shape_of
 from jaxpar.model.remat import check_policy
 from jaxpar.model.section import SectionNetwork
-from jaxpar.types import Batch, LossFn, PyTree
+from jaxpar.types import Batch, LossFn, Params, PyTree
 
 _ENDS = ("embed", "head")
 
@@ -154,12 +155,33 @@ class PipelineModel:
           ValueError: if the parts do not fit each other.
         """
 
-        def call(model: Any, call: Call) -> Any:
-            return model(*call.args, **call.kwargs)
-
-        network = self.make_network(call, Call(args, kwargs))
+        network = self.make_network(_call_whole, Call(args, kwargs))
         key = jax.random.key(seed)
         return WholeModel(network, jax.jit(network.init)(key), key, training=False)
+
+    def with_state(self, params: Params, *args: Any, **kwargs: Any) -> WholeModel:
+        """Make a model of given parameters that keeps its mutable state in calls.
+
+        As in training, where dropout is on, too.
+
+        Args:
+          params: all of the model's.
+          *args: of a call of the model: arrays or `jax.ShapeDtypeStruct`s.
+          **kwargs: likewise.
+
+        Returns:
+          The model; its state begins as zeros, floats in the parameters' dtype.
+        """
+        network = self.make_network(_call_whole, Call(args, kwargs))
+        key = jax.random.key(0)
+        dtype = jax.tree.leaves(params)[0].dtype
+
+        def zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+            is_float = jnp.issubdtype(like.dtype, jnp.floating)
+            return jnp.zeros(like.shape, dtype if is_float else like.dtype)
+
+        state = jax.tree.map(zeros, jax.eval_shape(network.init, key)[1])
+        return WholeModel(network, (params, state), key, training=True)
 
     def make_network(self, loss_fn: LossFn, sample_batch: Batch) -> PipelineNetwork:
         """Bridge to the parts (see `jaxpar.model.bridge.make_network`)."""
@@ -211,6 +233,10 @@ class PipelineModel:
             )
             joint, before = {}, hidden
         return tuple(sections), hidden
+
+
+def _call_whole(model: Any, call: Call) -> Any:
+    return model(*call.args, **call.kwargs)
 
 
 def _is_pair(given: Any) -> bool:

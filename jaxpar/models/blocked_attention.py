@@ -46,6 +46,10 @@ class Scoring:
         """The scale, with None resolved."""
         return head_size**-0.5 if self.scale is None else self.scale
 
+    def without_mask(self) -> "Scoring":
+        """The same scores of every key, for callers that bring the whole mask."""
+        return dataclasses.replace(self, window=None, causal=False)
+
 
 PLAIN = Scoring()
 

@@ -1,21 +1,32 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.jaxprs.evaluate import flops
 from jaxpar.model.network import WholeModel
 from jaxpar.models import DecoderConfig, make_decoder
 from jaxpar.models.decoder import sampling
+from jaxpar.models.experts.config import ExpertsConfig
+from jaxpar.sparse_attention import LocalSlidingWindow
 
 CONFIG = DecoderConfig(vocab_size=17, seq_len=6, num_layers=2, num_heads=4, width=16)
+SIZES: dict[str, Any] = {
+    "vocab_size": 17,
+    "seq_len": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "width": 32,
+}
 PROMPT = jnp.array([[1, 2, 3], [4, 5, 6]])
 KEY = jax.random.key(0)
 MakeGPT = Callable[[DecoderConfig], WholeModel]
-generate = functools.partial(sampling.generate, seq_len=CONFIG.seq_len)
+generate = functools.partial(sampling.generate, config=CONFIG)
 
 
 @jax.jit
@@ -50,16 +61,74 @@ def test_generate_at_zero_temperature_is_greedy(
     np.testing.assert_array_equal(got, greedy(model, PROMPT, num_tokens))
 
 
-@pytest.mark.parametrize("seq_len", [3, 6])
-def test_generate_from_a_prompt_longer_than_the_window(
-    seq_len: int, make_random_gpt: MakeGPT
+@pytest.mark.parametrize("length", [6, 10])
+def test_a_full_window_goes_on_from_its_last_half(
+    length: int, make_random_gpt: MakeGPT
 ):
     model = make_random_gpt(CONFIG)
-    prompt = np.random.default_rng(0).integers(0, 17, size=(2, 10))
-    got = generate(
-        model, jnp.asarray(prompt), 4, seq_len=seq_len, key=KEY, temperature=0.0
+    prompt = np.random.default_rng(0).integers(0, 17, size=(2, length))
+    got = generate(model, jnp.asarray(prompt), 7, key=KEY, temperature=0.0)
+    right = greedy(model, prompt[:, -6:], 1)
+    for added in (4, 2):  # From three tokens four are drawn until six are there.
+        right = np.concatenate([right, greedy(model, right[:, -3:], added)[:, 3:]], 1)
+    np.testing.assert_array_equal(got[:, length:], right[:, 6:])
+
+
+FAMILIES: dict[str, DecoderConfig] = {
+    "grouped heads, rotary": DecoderConfig(
+        **SIZES, num_kv_heads=2, positions="rotary", norm="rmsnorm", qk_norm="heads"
+    ),
+    "windows and caps": DecoderConfig(
+        **{**SIZES, "num_layers": 5},
+        positions="rotary",
+        window=4,
+        global_every=2,
+        local_rotary_base=100.0,
+        attention_softcap=2.0,
+        logits_softcap=3.0,
+        post_norm=True,
+    ),
+    "experts": DecoderConfig(
+        **SIZES,
+        activation="swiglu",
+        bias=False,
+        experts=ExpertsConfig(num=4, every=2),
+    ),
+    "sparse pattern": DecoderConfig(
+        **SIZES,
+        attention=LocalSlidingWindow(num_heads=4, block=16),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_cached_tokens_are_those_of_whole_passes(name: str, make_random_gpt: MakeGPT):
+    config = FAMILIES[name]
+    model = make_random_gpt(config)
+    prompt = np.random.default_rng(0).integers(0, 17, size=(2, 5))
+    got = sampling.generate(
+        model, jnp.asarray(prompt), 35, config=config, key=KEY, temperature=0.0
     )
-    np.testing.assert_array_equal(got, greedy(model, prompt, 4, seq_len))
+    np.testing.assert_array_equal(got, greedy(model, prompt, 35, config.seq_len))
+
+
+def test_a_token_costs_a_pass_over_itself(make_random_gpt: MakeGPT):
+    config = FAMILIES["grouped heads, rotary"]
+    model = make_random_gpt(config)
+
+    def cost(num_tokens: int) -> float:
+        program = jax.make_jaxpr(
+            lambda m: sampling._generate(
+                *(m, PROMPT, KEY, jnp.float32(1.0), jnp.int32(0)),
+                config=config,
+                num_tokens=num_tokens,
+                is_greedy=True,
+            )
+        )(model)
+        return flops(program.jaxpr.eqns)
+
+    whole = flops(jax.make_jaxpr(lambda m: m(PROMPT))(model).jaxpr.eqns) / 3
+    assert (cost(30) - cost(10)) / 20 < 1.5 * whole
 
 
 def test_generate_draws_from_the_softmax_of_scaled_logits(make_random_gpt: MakeGPT):

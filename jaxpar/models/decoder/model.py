@@ -33,7 +33,9 @@ _FORMER_NAMES = (
 )
 
 
-def make_decoder(config: DecoderConfig) -> PipelineModel:
+def make_decoder(
+    config: DecoderConfig, *, make_attention: Callable[..., Attention] = Attention
+) -> PipelineModel:
     """Make a decoder-only transformer with normalisation before each half of a block.
 
     ``model(tokens_BT)`` returns fp32 logits [B, T, V]. It takes by keyword
@@ -46,6 +48,7 @@ def make_decoder(config: DecoderConfig) -> PipelineModel:
 
     Args:
       config: the shape of the model.
+      make_attention: of each block; called as `Attention` is.
 
     Returns:
       The model, for ``jaxpar.initialize(model=...)`` on any mesh; `PipelineModel.init`
@@ -63,7 +66,7 @@ def make_decoder(config: DecoderConfig) -> PipelineModel:
     tie = (("embed", "embedding/table"), ("head", "logits/table"))
     return PipelineModel(
         embed=functools.partial(Embed, config),
-        sections=_sections(config),
+        sections=_sections(config, make_attention),
         head=functools.partial(Head, config),
         tied=(tie,) if config.tied_embedding else (),
         remat=config.remat,
@@ -73,15 +76,18 @@ def make_decoder(config: DecoderConfig) -> PipelineModel:
     )
 
 
-def _sections(config: DecoderConfig) -> dict[str, Any]:
+def _sections(
+    config: DecoderConfig, make_attention: Callable[..., Attention]
+) -> dict[str, Any]:
     """Blocks; in groups, where they are of several kinds in turn."""
-    size, block = config.group_size, functools.partial(Block, config)
+    block = functools.partial(Block, config, make_attention=make_attention)
+    size = config.group_size
     if size == 1:
         return {"blocks": (functools.partial(block, place=1), config.num_layers)}
     groups, left = divmod(config.num_layers, size)
     found: dict[str, Any] = {}
     if groups:
-        found["blocks"] = (functools.partial(BlockGroup, config, size), groups)
+        found["blocks"] = (functools.partial(BlockGroup, block, size), groups)
     # Those that are left are of one kind, or each a section of its own.
     places = range(1, left + 1)
     kinds = {block_kind(config, place) for place in places}
@@ -99,14 +105,16 @@ class BlockGroup(nnx.Module):
     """Blocks of several kinds, one behind the other.
 
     Args:
-      config: the shape of the model.
+      make_block: makes one, from its place and ``rngs``.
       size: blocks of the group.
       rngs: for the ``params`` and ``dropout`` streams.
     """
 
-    def __init__(self, config: DecoderConfig, size: int, *, rngs: nnx.Rngs):
+    def __init__(
+        self, make_block: Callable[..., "Block"], size: int, *, rngs: nnx.Rngs
+    ):
         places = range(1, size + 1)
-        self.layers = nnx.List(Block(config, place=p, rngs=rngs) for p in places)
+        self.layers = nnx.List(make_block(place=p, rngs=rngs) for p in places)
 
     def __call__(
         self,
@@ -129,15 +137,23 @@ class Block(TransformerBlock):
     Args:
       config: the shape of the model.
       place: of the block, from 1: it says which kind the block is of.
+      make_attention: called as `Attention` is.
       rngs: for the ``params`` and ``dropout`` streams.
     """
 
-    def __init__(self, config: DecoderConfig, *, place: int = 1, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        place: int = 1,
+        make_attention: Callable[..., Attention] = Attention,
+        rngs: nnx.Rngs,
+    ):
         self.config = config
         self.is_local, self.has_experts = block_kind(config, place)
         window = config.window if self.is_local else None
         scale, cap = config.attention_scale, config.attention_softcap
-        attention = Attention(
+        attention = make_attention(
             config.width,
             Heads(
                 config.num_heads,

@@ -1,5 +1,6 @@
 """What does a trained model write: tokens drawn one at a time from its predictions."""
 
+import dataclasses
 import functools
 from typing import Protocol, runtime_checkable
 
@@ -9,6 +10,9 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxpar.model.network import WholeModel
+from jaxpar.models.cached_attention import CachedAttention
+from jaxpar.models.decoder.config import DecoderConfig
+from jaxpar.models.decoder.model import make_decoder
 
 
 @runtime_checkable
@@ -28,21 +32,22 @@ def generate(
     prompt_BT: Int[Array, "B T"],
     num_tokens: int,
     *,
-    seq_len: int,
+    config: DecoderConfig,
     key: jax.Array,
     temperature: float = 1.0,
 ) -> Int[Array, "B S"]:
-    """Continue prompts, with dropout off.
+    """Continue prompts, with dropout off and without dropping a token by capacity.
 
-    Each token is drawn after a full pass over the last `seq_len` tokens: there is no
-    cache, so the cost per token is that of a full window. One compilation serves all
-    temperatures above zero.
+    Keys and values are cached, so that each token costs one pass over itself. A row
+    that has reached `config.seq_len` tokens goes on from its last half, which is read
+    anew. One compilation serves all temperatures above zero.
 
     Args:
-      model: ``engine.model()``, or a model that `PipelineModel.init` made.
+      model: ``engine.model()``, or a model that `PipelineModel.init` made, of
+        `make_decoder`.
       prompt_BT: tokens to continue, all rows of one length, at least one.
       num_tokens: tokens to add to each row.
-      seq_len: the longest row that the model takes (`DecoderConfig.seq_len`).
+      config: of the model.
       key: of `jax.random`.
       temperature: divides the logits; 0 takes the most likely token each time.
 
@@ -54,9 +59,9 @@ def generate(
 
     Example:
       >>> from jaxpar.models import decoder_config, make_decoder
-      >>> prompt_BT = jnp.array([[72, 105]])
-      >>> model = make_decoder(decoder_config("tiny", num_layers=1)).init(0, prompt_BT)
-      >>> generate(model, prompt_BT, 3, seq_len=8, key=jax.random.key(0)).shape
+      >>> prompt_BT, config = jnp.array([[72, 105]]), decoder_config("tiny")
+      >>> model = make_decoder(config).init(0, prompt_BT)
+      >>> generate(model, prompt_BT, 3, config=config, key=jax.random.key(0)).shape
       (1, 5)
     """
     if prompt_BT.shape[1] == 0:
@@ -71,49 +76,85 @@ def generate(
             f"generate: temperature={temperature} must be at least 0; 0 takes the "
             "most likely token each time."
         )
-    return _generate(
-        model,
-        prompt_BT,
-        key,
-        jnp.float32(temperature),
-        seq_len=seq_len,
-        num_tokens=num_tokens,
-        is_greedy=temperature == 0,
-    )
+    tokens_BT, drawn = jnp.asarray(prompt_BT), 0
+    context_BT = tokens_BT[:, -config.seq_len :]
+    while drawn < num_tokens:
+        most = config.seq_len - context_BT.shape[1] + 1
+        added_BS = _generate(
+            model,
+            context_BT,
+            key,
+            jnp.float32(temperature),
+            jnp.int32(drawn),
+            config=config,
+            num_tokens=min(most, num_tokens - drawn),
+            is_greedy=temperature == 0,
+        )
+        drawn += added_BS.shape[1]
+        tokens_BT = jnp.concatenate([tokens_BT, added_BS], axis=1)
+        context_BT = tokens_BT[:, -max(1, config.seq_len // 2) :]
+    return tokens_BT
 
 
-@functools.partial(jax.jit, static_argnames=("seq_len", "num_tokens", "is_greedy"))
+@functools.partial(jax.jit, static_argnames=("config", "num_tokens", "is_greedy"))
 def _generate(
     model: WholeModel,
-    prompt_BT: jax.Array,
+    context_BT: jax.Array,
     key: jax.Array,
     temperature: jax.Array,
+    drawn: jax.Array,
     *,
-    seq_len: int,
+    config: DecoderConfig,
     num_tokens: int,
     is_greedy: bool,
 ) -> jax.Array:
-    prompt_length = prompt_BT.shape[1]
-    length = prompt_length + num_tokens
-    window = min(seq_len, length)
-    tokens_BS = jnp.pad(prompt_BT, ((0, 0), (0, num_tokens)))
+    """Tokens to add to a context, of which `drawn` have been drawn before."""
+    rows, length = context_BT.shape
+    cached = _with_cache(model, config, (rows, length + num_tokens - 1))
 
-    def add_token(i: jax.Array, tokens_BS: jax.Array) -> jax.Array:
-        end = prompt_length + i
-        start = jnp.maximum(end - window, 0)
-        # Beyond `end` is padding, which causal attention does not see.
-        window_BT = jax.lax.dynamic_slice_in_dim(tokens_BS, start, window, axis=1)
-        hidden_BTD = model.run_blocks(window_BT)
-        last_B1D = jax.lax.dynamic_slice_in_dim(hidden_BTD, end - 1 - start, 1, axis=1)
-        logits_BV = model.run_head(last_B1D)[:, 0]
+    def draw(logits_BV: jax.Array, number: jax.Array) -> jax.Array:
         if is_greedy:
-            next_B = logits_BV.argmax(-1)
-        else:
-            scaled_BV = logits_BV / temperature
-            next_B = jax.random.categorical(jax.random.fold_in(key, i), scaled_BV)
-        return tokens_BS.at[:, end].set(next_B.astype(tokens_BS.dtype))
+            return logits_BV.argmax(-1).astype(context_BT.dtype)
+        own = jax.random.fold_in(key, drawn + number)
+        found = jax.random.categorical(own, logits_BV / temperature)
+        return found.astype(context_BT.dtype)
 
-    return jax.lax.fori_loop(0, num_tokens, add_token, tokens_BS)
+    def add_token(carry: tuple, number: jax.Array) -> tuple[tuple, jax.Array]:
+        cached, token_B = carry
+        place = jnp.reshape(length + number - 1, (1, 1))
+        logits_BV = _last_logits(cached, token_B[:, None], place)
+        token_B = draw(logits_BV, number)
+        return (cached, token_B), token_B
+
+    positions = jnp.arange(length)[None]
+    first_B = draw(_last_logits(cached, context_BT, positions), jnp.int32(0))
+    numbers = jnp.arange(1, num_tokens)
+    _, rest_SB = jax.lax.scan(add_token, (cached, first_B), numbers)
+    return jnp.concatenate([first_B[:, None], rest_SB.T], axis=1)
+
+
+def _last_logits(
+    cached: WholeModel, tokens_BT: jax.Array, positions_1T: jax.Array
+) -> jax.Array:
+    """The logits behind the last token, [B, V]."""
+    hidden = cached.run_blocks(tokens_BT, positions_BT=positions_1T)
+    x_BTD = hidden["x"] if isinstance(hidden, dict) else hidden
+    last = x_BTD[:, -1:]
+    last = {**hidden, "x": last} if isinstance(hidden, dict) else last
+    return cached.run_head(last)[:, 0]
+
+
+def _with_cache(
+    model: WholeModel, config: DecoderConfig, size: tuple[int, int]
+) -> WholeModel:
+    """The same model, whose blocks keep keys and values, of rows and of tokens."""
+    experts = dataclasses.replace(config.experts, capacity_factor=None)
+    config = dataclasses.replace(config, dropout=0.0, remat="none", experts=experts)
+    made = make_decoder(
+        config, make_attention=functools.partial(CachedAttention, *size)
+    )
+    one = jax.ShapeDtypeStruct((size[0], 1), jnp.int32)
+    return made.with_state(model.params, one, positions_BT=one)
 
 
 def continue_text(
@@ -121,7 +162,7 @@ def continue_text(
     prompt_T: Int[np.ndarray, "T"],
     num_tokens: int,
     *,
-    seq_len: int,
+    config: DecoderConfig,
     tokenizer: Decoder | None = None,
     temperature: float = 0.3,
 ) -> str:
@@ -131,7 +172,7 @@ def continue_text(
       model: the model.
       prompt_T: tokens to continue.
       num_tokens: tokens to add.
-      seq_len: as for `generate`.
+      config: of the model.
       tokenizer: of the model's tokens; None for a vocabulary of bytes.
       temperature: as for `generate`; below 1, likely tokens become likelier.
 
@@ -143,7 +184,7 @@ def continue_text(
         model,
         prompt_BT,
         num_tokens,
-        seq_len=seq_len,
+        config=config,
         key=jax.random.key(0),
         temperature=temperature,
     )
