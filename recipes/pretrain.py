@@ -16,8 +16,11 @@ import jaxpar
 from jaxpar import models
 from jaxpar.config import preset
 from jaxpar.data import DataConfig, Loader, batch_shapes, rows_of
+from jaxpar.launch import choose_meshes
 from jaxpar.models import PRESETS, DecoderConfig
 from jaxpar.optim import OPTIMIZERS, OptimizerSettings
+
+CPU_MESH = jaxpar.MeshShape(data=2, tensor=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +82,7 @@ def build(config: Config, mesh: jax.sharding.Mesh | None = None) -> jaxpar.Engin
         loss_fn=models.decoder_loss,
         optimizer=config.optimizer.make(schedule),
         sample_batch=batch_shapes(config.batch_size, model.seq_len, pack=config.pack),
-        mesh=mesh or choose_meshes(config)[0][0],
+        mesh=mesh or jaxpar.choose_mesh(config.mesh, on_cpu=CPU_MESH),
         zero=config.zero,
         precision=config.precision,
         accumulate=jaxpar.scaled_accumulation(config.accumulate),
@@ -94,18 +97,10 @@ def tokens_per_step(config: Config) -> int:
     return config.batch_size * config.model.seq_len
 
 
-def choose_meshes(config: Config) -> list[tuple[jax.sharding.Mesh, int]]:
-    """The meshes of the run, and the step that each trains to."""
-    mesh = jaxpar.choose_mesh(config.mesh, on_cpu=jaxpar.MeshShape(data=2, tensor=2))
-    if mesh.devices.flat[0].platform == "cpu" and config.mesh == jaxpar.MeshShape():
-        other = jaxpar.make_mesh(jaxpar.MeshShape())
-        return [(mesh, config.steps * 3 // 4), (other, config.steps)]
-    return [(mesh, config.steps)]
-
-
 def main(config: Config) -> None:
     """Train, evaluate and save, on one mesh and then on another; sample."""
-    meshes, model = choose_meshes(config), config.model
+    meshes = choose_meshes(config.mesh, config.steps, on_cpu=CPU_MESH)
+    model = config.model
     opened = config.open_data(pack=config.pack)
     run = jaxpar.open_run(config.out, config, {"corpus_sha256": opened.sha256})
     corpus, heldout, tokenizer = opened.for_run(

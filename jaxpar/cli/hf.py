@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -47,6 +48,8 @@ class ExportModel:
       like: the Hugging Face folder whose config the model has.
       step: of the checkpoint; the newest if not given.
       dtype: of the tensors.
+      lora_alpha: of a run with adapters, which are merged.
+      rank_stabilised: whether its adapters are scaled by the root of their rank.
     """
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
@@ -54,6 +57,8 @@ class ExportModel:
     like: Path
     step: int | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
+    lora_alpha: float | None = None
+    rank_stabilised: bool = False
 
 
 _Command = (
@@ -127,8 +132,10 @@ def _import(args: ImportModel) -> None:
 def _export(args: ExportModel) -> None:
     from jaxpar.checkpoint import folder as files  # noqa: PLC0415 - imports jax
     from jaxpar.checkpoint.arrays import read_whole  # noqa: PLC0415
+    from jaxpar.models.hf.adapters import merged  # noqa: PLC0415
     from jaxpar.models.hf.pretrained import from_huggingface  # noqa: PLC0415
     from jaxpar.models.hf.writing import write_folder  # noqa: PLC0415
+    from jaxpar.models.lora import LoraConfig  # noqa: PLC0415
     from jaxpar.training.origin import find_parameters  # noqa: PLC0415
 
     checkpoints = find_parameters(args.run)
@@ -137,6 +144,20 @@ def _export(args: ExportModel) -> None:
     stored = files.verified(path, number).leaves
     params = [n for n in stored if n.startswith(("params/", "frozen/"))]
     ours = from_huggingface(args.like)
-    arrays = ((name.partition("/")[2], read_whole(path, name)) for name in params)
+    full = {name.partition("/")[2]: name for name in params}
+
+    def read(name: str) -> np.ndarray:
+        return read_whole(path, full[name])
+
+    factors = [name for name in full if name.endswith("/adapter/a")]
+    if factors and args.lora_alpha is None:
+        raise ValueError(
+            f"lora_alpha: {args.run} has adapters, which are merged into the kernels; "
+            "give --lora-alpha as the run had it."
+        )
+    rank = read(factors[0]).shape[-1] if factors else 0
+    alpha, stable = args.lora_alpha or 1.0, args.rank_stabilised
+    lora = LoraConfig(rank=rank, alpha=alpha, rank_stabilised=stable)
+    arrays = merged(list(full), read, lora.scale)
     write_folder(arrays, ours.leaves(), ours.hf, args.out, dtype=args.dtype)
     print(f"{args.out}: {len(params)} leaves of step {number}")

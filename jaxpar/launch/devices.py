@@ -44,6 +44,26 @@ def choose_mesh(shape: MeshShape, *, on_cpu: MeshShape) -> Mesh:
     return make_mesh(wanted, devices)
 
 
+def choose_meshes(
+    shape: MeshShape, steps: int, *, on_cpu: MeshShape
+) -> list[tuple[Mesh, int]]:
+    """Choose the meshes of a run that shows, on a CPU, that it can change its mesh.
+
+    Args:
+      shape: devices by axis, as for `choose_mesh`.
+      steps: of the run.
+      on_cpu: the mesh to begin with where only a CPU is present and `shape` is the
+        default. The last quarter is on as many devices on data.
+
+    Returns:
+      The meshes, and the step that each trains to; elsewhere the one of `choose_mesh`.
+    """
+    mesh = choose_mesh(shape, on_cpu=on_cpu)
+    if mesh.devices.flat[0].platform == "cpu" and shape == MeshShape():
+        return [(mesh, steps * 3 // 4), (make_mesh(MeshShape()), steps)]
+    return [(mesh, steps)]
+
+
 def cpu_devices(number: int) -> list[Any]:
     """Make CPU devices, to try a mesh on a machine without accelerators.
 

@@ -184,7 +184,10 @@ class Attention(nnx.Module):
         # Slices, not a split: the gradient of those is fused with the sum for the bias.
         ends = np.cumsum([kernel.shape[2] for kernel in kernels]).tolist()
         found = [product[..., a:b, :] for a, b in zip([0, *ends], ends, strict=False)]
-        return tuple(part.reshape(*x_BTD.shape[:2], -1) for part in found)
+        return tuple(
+            part.adapted(own.reshape(*x_BTD.shape[:2], -1), x_BTD)
+            for part, own in zip(parts, found, strict=True)
+        )
 
     def _attend(
         self,

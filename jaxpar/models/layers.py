@@ -5,6 +5,8 @@ Rules map them to mesh axes later, so a layer can be made without a mesh. Parame
 made in fp32; a layer computes in the dtype that its parameters have.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -49,6 +51,8 @@ class Linear(nnx.Module):
     """A matmul over the last dim: ``x @ kernel + bias``.
 
     The kernel [in, out] is drawn from a normal distribution; the bias starts at zero.
+    `adapter`, if it is set, is called with `x`, and its result is added to the product
+    (`jaxpar.models.lora`).
 
     Args:
       shape: features in and out.
@@ -61,6 +65,8 @@ class Linear(nnx.Module):
         only one of them.
       rngs: for the ``params`` stream.
     """
+
+    adapter: Callable[[jax.Array], jax.Array] | None = None
 
     def __init__(
         self,
@@ -91,7 +97,12 @@ class Linear(nnx.Module):
 
     def multiply(self, x: Float[Array, "*dims D"]) -> Float[Array, "*dims F"]:
         """The product alone, for what adds the bias itself."""
-        return multiply(x, self.kernel[...], flatten=self.flatten)
+        product = multiply(x, self.kernel[...], flatten=self.flatten)
+        return self.adapted(product, x)
+
+    def adapted(self, product: jax.Array, x: jax.Array) -> jax.Array:
+        """Add the adapter's update to the product of `x`."""
+        return product if self.adapter is None else product + self.adapter(x)
 
 
 class Embedding(nnx.Module):

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxpar.launch import choose_mesh, cpu_devices
+from jaxpar.launch import choose_mesh, choose_meshes, cpu_devices
 from jaxpar.mesh import MeshShape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,3 +124,12 @@ def test_accelerators_are_all_used_whatever_the_cpu_mesh(wanted, monkeypatch):
     monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
     assert choose_mesh(wanted, on_cpu=MeshShape(data=2)) == "mesh"
     assert given == [(wanted, 8)]
+
+
+def test_a_run_on_cpus_ends_on_another_mesh_unless_one_is_asked_for():
+    cpu = MeshShape(data=2, tensor=2)
+    (first, three), (second, all_steps) = choose_meshes(MeshShape(), 100, on_cpu=cpu)
+    assert (first.shape["tensor"], three, all_steps) == (2, 75, 100)
+    assert second.shape["data"] == second.size
+    ((mesh, steps),) = choose_meshes(MeshShape(data=2), 100, on_cpu=cpu)
+    assert (mesh.shape["data"], steps) == (2, 100)

@@ -10,6 +10,7 @@ from jaxpar.models.experts.config import (
     ExpertsConfig,
     num_expert_params,
 )
+from jaxpar.models.lora import NO_LORA, LoraConfig, num_adapter_params
 from jaxpar.models.mlp import ACTIVATIONS, is_gated
 from jaxpar.models.rotary import RotaryScaling
 from jaxpar.sparse_attention import SparsityPattern
@@ -77,6 +78,7 @@ class DecoderConfig:
       embedding_scale: embeddings are multiplied by it; None for 1.
       tied_embedding: whether the head is the transposed embedding table.
       experts: those that replace the MLPs, if there are any.
+      lora: low-rank adapters of the blocks' matmuls, if there are any.
       dropout: fraction of features zeroed after the embedding and in each update of
         the residual stream.
       remat: one of `jaxpar.model.remat.REMAT_POLICIES`, applied to each block.
@@ -126,6 +128,7 @@ class DecoderConfig:
     embedding_scale: float | None = None
     tied_embedding: bool = True
     experts: ExpertsConfig = NO_EXPERTS
+    lora: LoraConfig = NO_LORA
     dropout: float = 0.0
     remat: str = "none"
     remat_names: tuple[str, ...] = ()
@@ -340,7 +343,32 @@ def num_params(config: DecoderConfig) -> int:
     )
     mlps = (config.num_layers - config.num_expert_layers) * mlp
     mlps += config.num_expert_layers * experts
+    mlps += _num_adapter_params(config, q_width, kv_width)
     return config.num_layers * (products + biases + norms) + mlps + rows * width + norm
+
+
+def _num_adapter_params(config: DecoderConfig, q_width: int, kv_width: int) -> int:
+    width, hidden = config.width, config.hidden_width
+    shapes = {
+        "query": (width, q_width),
+        "key": (width, kv_width),
+        "value": (width, kv_width),
+        "output": (q_width, width),
+    }
+    mlp = {"up": (width, hidden), "down": (hidden, width)}
+    mlp |= {"gate": (width, hidden)} if is_gated(config.activation) else {}
+    targets, num_experts = config.lora.targets, config.num_expert_layers
+
+    def total(known: dict[str, tuple[int, int]]) -> int:
+        own = [shape for name, shape in known.items() if name in targets]
+        return num_adapter_params(config.lora, own)
+
+    found = config.num_layers * total(shapes)
+    found += (config.num_layers - num_experts) * total(mlp)
+    shared = config.experts.shared_width
+    if shared is not None:
+        found += num_experts * total(dict.fromkeys(mlp, (width, shared)))
+    return found
 
 
 def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:

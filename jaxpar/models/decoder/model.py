@@ -17,6 +17,7 @@ from jaxpar.models.decoder.config import DecoderConfig, block_kind
 from jaxpar.models.decoder.embed_head import Embed, Head, Hidden, make_norm
 from jaxpar.models.experts.layer import Experts
 from jaxpar.models.experts.routing import RouterStatistics
+from jaxpar.models.lora import add_adapters
 from jaxpar.models.mlp import MLP
 from jaxpar.models.norms import RMSNorm
 from jaxpar.models.rotary import Rotation, rotation_at
@@ -190,6 +191,7 @@ class Block(TransformerBlock):
             sequence_parallel=config.sequence_parallel,
             rngs=rngs,
         )
+        add_adapters(self, config.lora, rngs)
 
     def __call__(
         self,

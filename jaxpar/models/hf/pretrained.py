@@ -10,10 +10,12 @@ import numpy as np
 
 from jaxpar import tree
 from jaxpar.models.decoder.hf_families import DECODERS
+from jaxpar.models.hf import adapters
 from jaxpar.models.hf.families import Family
 from jaxpar.models.hf.leaves import Leaf
 from jaxpar.models.hf.tensors import Tensors, read_config
 from jaxpar.models.hf.writing import FILE_BYTES, write_folder
+from jaxpar.models.lora import NO_LORA
 from jaxpar.tree import near_match
 from jaxpar.types import Params
 
@@ -88,14 +90,54 @@ class Pretrained:
         """
         tensors, leaves, missing = self._opened()
         like = tree.merged(*engine.state.weights)
-        _check_names([*leaves, *missing], tree.named_leaves(like))
-
-        def read(path: Any, x: jax.Array) -> jax.Array:
-            name = tree.path_name(path)
-            return x if name in missing else _read(leaves, tensors, name, x)
-
-        engine.load_params(jax.tree_util.tree_map_with_path(read, like))
+        names = tree.named_leaves(like)
+        missing += [name for name in names if "/adapter/" in name]
+        _check_names([*leaves, *missing], names)
+        engine.load_params(_replaced(like, leaves, tensors))
         return missing
+
+    def load_adapter(self, engine: Loads, folder: str | Path) -> None:
+        """Give an engine the adapters that PEFT saved.
+
+        Args:
+          engine: of this model, whose config has the adapters
+            (`from_huggingface(..., adapter=folder)`).
+          folder: with adapter_config.json and adapter_model.safetensors.
+
+        Raises:
+          FileNotFoundError: if a file is missing.
+          ValueError: if a tensor is missing, left over, or of another shape.
+        """
+        tensors = Tensors(Path(folder))
+        leaves = adapters.adapter_leaves(self.leaves(), self.config.lora)
+        used = {part.name for x in leaves.values() for part in x.piece.parts()}
+        if strange := sorted(used ^ tensors.names):
+            raise ValueError(
+                f"{str(folder)!r}: {', '.join(strange[:3])} ({len(strange)} tensors) "
+                "are missing, or belong to no adapter of the config."
+            )
+        like = tree.merged(*engine.state.weights)
+        ours = {name for name in tree.named_leaves(like) if "/adapter/" in name}
+        _check_names(leaves, ours)
+        engine.load_params(_replaced(like, leaves, tensors))
+
+    def save_adapter(self, engine: Loads, out: str | Path) -> None:
+        """Write an engine's adapters as PEFT loads them.
+
+        Args:
+          engine: of this model, whose config has adapters.
+          out: a new folder.
+
+        Raises:
+          ValueError: if `out` exists, or the model has none that PEFT knows.
+        """
+        named = tree.named_leaves(tree.merged(*engine.state.weights))
+        base = self.leaves()
+        leaves = adapters.adapter_leaves(base, self.config.lora)
+        arrays = ((x, np.asarray(jax.device_get(named[x]))) for x in leaves)
+        split = (own for name, x in arrays for own in leaves[name].split(x, None))
+        tensors = {part.name: array for part, array in split}
+        adapters.write_adapter(Path(out), tensors, self.config.lora, base)
 
     def check(self) -> list[str]:
         """Find what the folder lacks.
@@ -155,7 +197,7 @@ class Pretrained:
     def save(self, engine: Loads, out: str | Path, *, dtype: str = "float32") -> None:
         """Write an engine's parameters as this model is published.
 
-        `transformers` loads the folder.
+        `transformers` loads the folder. Adapters are merged into the kernels.
 
         Args:
           engine: of this model; its frozen parameters are written too.
@@ -169,11 +211,15 @@ class Pretrained:
         to_huggingface(params, self.config, self.hf, out, dtype=dtype)
 
 
-def from_huggingface(folder: str | Path, **overrides: Any) -> Pretrained:
+def from_huggingface(
+    folder: str | Path, *, adapter: str | Path | None = None, **overrides: Any
+) -> Pretrained:
     """Read which model a Hugging Face folder holds.
 
     Args:
       folder: with config.json and .safetensors files.
+      adapter: a folder of PEFT, whose adapters the model shall have;
+        `Pretrained.load_adapter` reads them.
       **overrides: fields of the config to replace, such as remat or a larger
         vocab_size, whose added rows are zeros.
 
@@ -194,6 +240,9 @@ def from_huggingface(folder: str | Path, **overrides: Any) -> Pretrained:
     kind = hf["model_type"]
     family = _family(kind, str(folder))
     config = family.read_config(hf, **overrides)
+    if adapter is not None:
+        lora = adapters.read_adapter(adapter, family.leaves(config, hf, ()))
+        config = dataclasses.replace(config, lora=lora)
     model, loss_fn = family.make_model(config), family.loss_fn(config)
     return Pretrained(folder, hf, config, model, loss_fn)
 
@@ -226,15 +275,30 @@ def to_huggingface(
             "to_huggingface: a run of several processes saves a checkpoint, of which "
             "`jaxpar hf export` writes the model in one process."
         )
-    named = tree.named_leaves(params).items()
+    named = tree.named_leaves(params)
+
+    def read(name: str) -> np.ndarray:
+        return np.asarray(jax.device_get(named[name]))
+
+    lora = getattr(config, "lora", NO_LORA)
     write_folder(
-        ((name, np.asarray(jax.device_get(value))) for name, value in named),
+        adapters.merged(list(named), read, lora.scale),
         _family(hf["model_type"], "hf").leaves(config, hf, ()),
         hf,
         Path(out),
         dtype=dtype,
         file_bytes=file_bytes,
     )
+
+
+def _replaced(like: Params, leaves: Mapping[str, Leaf], tensors: Tensors) -> Params:
+    """Parameters, of which those that have leaves are read."""
+
+    def read(path: Any, x: jax.Array) -> jax.Array:
+        name = tree.path_name(path)
+        return _read(leaves, tensors, name, x) if name in leaves else x
+
+    return jax.tree_util.tree_map_with_path(read, like)
 
 
 def _read(
