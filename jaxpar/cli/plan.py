@@ -30,6 +30,9 @@ class ShowPlan:
     policies that fit by estimated tokens per second: closed forms prune, the most
     promising are compiled. Fields that you set after -- are not searched.
 
+    With --compare, compiles the choices that you name and prints one table of memory,
+    traffic and time, and which is the best compromise, and why.
+
     Attributes:
       recipe: a Python file with a dataclass Config and build(config, mesh).
       target: a100, h100, h200 or b200:HOSTSxGPUS; v5e or v6e:XxY, v5p:XxYxZ; cpu:N.
@@ -38,6 +41,8 @@ class ShowPlan:
       png: draw the plan into this file (.png, .svg or .pdf; needs matplotlib).
       html: write the plan, with its pictures, into this file (needs matplotlib).
       search: rank choices instead; the pictures are then of the best one.
+      compare: choices to compare, such as "zero=1; zero=3 mesh.tensor=2", or "usual":
+        data parallelism, ZeRO 1 to 3, tensor parallelism and a pipeline.
       compiles: steps to compile at most, in a search.
       fix: if the plan does not fit, compile up to four changes that may make it fit.
     """
@@ -49,6 +54,7 @@ class ShowPlan:
     png: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     search: bool = False
+    compare: str | None = None
     compiles: int = 16
     fix: bool = True
     flags: tyro.conf.Suppress[tuple[str, ...]] = ()
@@ -60,7 +66,10 @@ def show_plan(args: ShowPlan) -> None:
 
     parse_target(args.target)
     _check_files(args)
-    (_search if args.search else _plan)(args, Console())
+    if args.compare is not None:
+        _compare(args, args.compare, Console())
+    else:
+        (_search if args.search else _plan)(args, Console())
 
 
 def _check_files(args: ShowPlan) -> None:
@@ -130,6 +139,26 @@ def _search(args: ShowPlan, console: Console) -> None:
     )
 
 
+def _compare(args: ShowPlan, text: str, console: Console) -> None:
+    from jaxpar.planner.compare import compare_recipe, read_choices  # noqa: PLC0415
+    from jaxpar.show.compare import as_json, show_comparison  # noqa: PLC0415
+
+    choices = read_choices(text)
+    if args.search:
+        raise ValueError("--compare and --search exclude each other; give one.")
+    with _status(console, f"compiling {args.recipe.name}, {choices[0]}") as status:
+        found = compare_recipe(
+            args.recipe,
+            args.target,
+            choices,
+            args.flags,
+            report=_reporter(status.update),
+        )
+    best = found.best()
+    _write(args, found.plans[best[0]] if best else None, as_json(found))
+    show_comparison(found, console)
+
+
 @contextlib.contextmanager
 def _status(console: Console, text: str) -> Iterator[Status]:
     """A live line in a terminal, whose text may change; else as `waiting`."""
@@ -138,10 +167,12 @@ def _status(console: Console, text: str) -> Iterator[Status]:
         yield status
 
 
-def _reporter(say: Callable[[str], object]) -> "Callable[[Choice, Plan | str], None]":
+def _reporter(
+    say: Callable[[str], object],
+) -> "Callable[[Choice | str, Plan | str], None]":
     """A callback that reports each step as it is compiled."""
 
-    def report(choice: "Choice", found: "Plan | str") -> None:
+    def report(choice: "Choice | str", found: "Plan | str") -> None:
         if isinstance(found, str):
             say(f"{choice}: failed: {found.splitlines()[0][:160]}")
             return

@@ -94,7 +94,7 @@ def read_adapter(folder: str | Path, leaves: Mapping[str, Leaf]) -> LoraConfig:
     theirs = hf["target_modules"]
     if isinstance(theirs, str) or not set(theirs) <= set(modules):
         raise ValueError(
-            f"{str(path)!r}: target_modules={theirs!r} must be a list of "
+            f"{str(path)!r}: target_modules {theirs!r} must be a list of "
             f"{', '.join(modules)}."
         )
     return LoraConfig(
