@@ -1,7 +1,7 @@
 """Attention as a module: projections, grouped queries, norms of heads, and rotation."""
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,8 @@ class Attention(nnx.Module):
       width: model width.
       heads: query heads, key heads, and their size.
       biases: of which projections: of "query", "key", "value" and "output".
-      output_stddev: of the output projection, which is added to the residual stream.
+      output_stddev: of the output projection, which is added to the residual stream;
+        the others have 0.02. Or that of each projection, by its name.
       flatten: as in `Linear`.
       implementation: "auto", "xla", "cudnn" or "blocked"; or a pattern of
         `jaxpar.sparse_attention`, to attend only to its blocks.
@@ -63,7 +64,7 @@ class Attention(nnx.Module):
         heads: Heads,
         *,
         biases: Collection[str],
-        output_stddev: float,
+        output_stddev: float | Mapping[str, float],
         flatten: bool = True,
         implementation: str | SparsityPattern = "auto",
         pattern_len: int | None = None,
@@ -75,10 +76,14 @@ class Attention(nnx.Module):
         self.implementation = implementation
         self.pattern_len = pattern_len
         self.scoring = scoring
+        stddevs = output_stddev
+        if not isinstance(stddevs, Mapping):
+            stddevs = {"output": stddevs}
 
         def projection(name: str, num: int, dims: str) -> Linear:
-            shape, bias = (width, num * heads.size), name in biases
-            return Linear(shape, ("embed", dims), bias=bias, flatten=flatten, rngs=rngs)
+            shape, stddev = (width, num * heads.size), stddevs.get(name, 0.02)
+            how = {"bias": name in biases, "stddev": stddev, "flatten": flatten}
+            return Linear(shape, ("embed", dims), **how, rngs=rngs)
 
         self.query = projection("query", heads.num, "heads")
         self.key = projection("key", heads.num_kv, "kv_heads")
@@ -87,7 +92,7 @@ class Attention(nnx.Module):
             (heads.num * heads.size, width),
             ("heads", "embed"),
             bias="output" in biases,
-            stddev=output_stddev,
+            stddev=stddevs.get("output", 0.02),
             flatten=flatten,
             rngs=rngs,
         )

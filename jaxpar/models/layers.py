@@ -108,16 +108,25 @@ class Linear(nnx.Module):
 class Embedding(nnx.Module):
     """A table with a row for every token (or position).
 
-    Rows are drawn from a normal distribution of standard deviation 0.02.
+    Rows are drawn from a normal distribution.
 
     Args:
       shape: rows and width.
       names: logical names of the two dims.
+      stddev: of the table.
       rngs: for the ``params`` stream.
     """
 
-    def __init__(self, shape: tuple[int, int], names: Names, *, rngs: nnx.Rngs):
-        self.table = named_param(0.02 * jax.random.normal(rngs.params(), shape), names)
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        names: Names,
+        *,
+        stddev: float = 0.02,
+        rngs: nnx.Rngs,
+    ):
+        table = stddev * jax.random.normal(rngs.params(), shape)
+        self.table = named_param(table, names)
 
     def __call__(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Look rows up.

@@ -40,6 +40,7 @@ class MLP(nnx.Module):
       hidden: features inside.
       activation: one of `ACTIVATIONS`.
       bias: whether the matmuls have one.
+      stddev: of the kernels before the last.
       output_stddev: of the last kernel, which adds to the residual stream.
       flatten: as in `jaxpar.models.layers.Linear`.
       rngs: for the ``params`` stream.
@@ -54,6 +55,7 @@ class MLP(nnx.Module):
         *,
         activation: str,
         bias: bool,
+        stddev: float = 0.02,
         output_stddev: float,
         flatten: bool = True,
         rngs: nnx.Rngs,
@@ -61,8 +63,9 @@ class MLP(nnx.Module):
         self.activation = activation
         dense = functools.partial(Linear, bias=bias, flatten=flatten, rngs=rngs)
         gated = is_gated(activation)
-        self.gate = dense((width, hidden), ("embed", "mlp")) if gated else None
-        self.up = dense((width, hidden), ("embed", "mlp"))
+        first = functools.partial(dense, (width, hidden), ("embed", "mlp"))
+        self.gate = first(stddev=stddev) if gated else None
+        self.up = first(stddev=stddev)
         self.down = dense((hidden, width), ("mlp", "embed"), stddev=output_stddev)
 
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

@@ -31,6 +31,19 @@ def test_projections_have_the_biases_and_widths_that_are_asked_for():
     assert biases == {"query": True, "key": False, "value": True, "output": True}
 
 
+def test_each_projection_may_have_its_standard_deviation():
+    own = {"query": 0.3, "output": 0.5}
+    layer: Any = Attention(
+        64, Heads(4, 4, 16), biases=(), output_stddev=own, rngs=nnx.Rngs(0)
+    )
+    found = {
+        name: float(getattr(layer, name).kernel[...].std())
+        for name in ("query", "key", "value", "output")
+    }
+    right = {"key": 0.02, "value": 0.02, **own}
+    assert found == pytest.approx(right, rel=0.05)
+
+
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 @pytest.mark.parametrize(("kv_heads", "bias"), [(4, True), (2, True), (2, False)])
 def test_one_matmul_projects_as_three_would(kv_heads: int, bias: bool, tensor: int):

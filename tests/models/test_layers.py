@@ -67,6 +67,11 @@ def test_dense_kernel_has_its_standard_deviation():
     assert float(dense.kernel[...].std()) == pytest.approx(0.3, rel=0.02)
 
 
+def test_embedding_has_its_standard_deviation():
+    embedding = Embedding((100, 100), (None, None), stddev=0.3, rngs=nnx.Rngs(0))
+    assert float(embedding.table[...].std()) == pytest.approx(0.3, rel=0.05)
+
+
 def test_embedding_looks_rows_up():
     embedding = Embedding((9, 4), ("vocab", "embed"), rngs=nnx.Rngs(0))
     tokens = np.array([[0, 8, 3], [3, 1, 0]])

@@ -63,3 +63,11 @@ def test_the_backward_pass_keeps_one_array_of_hidden_features(activation: str):
     hidden = 4 * 5 * 10
     # The matmul's result, and the activation's, which the next matmul needs.
     assert sum(leaf.size == hidden for leaf in jax.tree.leaves(pull)) <= 2
+
+
+def test_kernels_have_their_standard_deviations():
+    how = {"activation": "geglu", "bias": False, "stddev": 0.3, "output_stddev": 0.1}
+    module: Any = MLP(64, 96, **how, rngs=nnx.Rngs(0))
+    kernels = (module.gate.kernel, module.up.kernel, module.down.kernel)
+    found = [float(kernel[...].std()) for kernel in kernels]
+    assert found == pytest.approx([0.3, 0.3, 0.1], rel=0.05)
