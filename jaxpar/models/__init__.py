@@ -17,19 +17,24 @@ from jaxpar.models.sparse_attention import (
     sparse_attention,
     tile_work_of,
 )
+from jaxpar.models.t5 import T5_PRESETS, T5Config, make_t5, t5_loss
 
 __all__ = [
     "PRESETS",
+    "T5_PRESETS",
     "DecoderConfig",
     "SparseSelfAttention",
+    "T5Config",
     "continue_text",
     "decoder_config",
     "decoder_loss",
     "from_huggingface",
     "generate",
     "make_decoder",
+    "make_t5",
     "num_params",
     "sparse_attention",
+    "t5_loss",
     "tile_work_of",
     "to_huggingface",
 ]
