@@ -16,10 +16,11 @@ from jaxpar.models.hf.leaves import Leaf
 from jaxpar.models.hf.tensors import Tensors, read_config
 from jaxpar.models.hf.writing import FILE_BYTES, write_folder
 from jaxpar.models.lora import NO_LORA
+from jaxpar.models.t5.hf_family import T5_FAMILY
 from jaxpar.tree import near_match
 from jaxpar.types import Params
 
-FAMILIES: dict[str, Family] = {**DECODERS}
+FAMILIES: dict[str, Family] = {**DECODERS, "t5": T5_FAMILY}
 """By model_type, how published models are read and written."""
 
 
