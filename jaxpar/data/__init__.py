@@ -9,6 +9,11 @@ from jaxpar.data.loader import Loader
 from jaxpar.data.mixture import Mixture
 from jaxpar.data.packing import PackedDocuments, batch_shapes, rows_of
 from jaxpar.data.rows import RowSource
+from jaxpar.data.span_corruption import (
+    SpanCorruption,
+    span_batch_shapes,
+    span_lengths,
+)
 from jaxpar.data.stdlib import stdlib_source
 from jaxpar.data.tokens import Tokens
 from jaxpar.data.windows import Windows
@@ -22,6 +27,7 @@ __all__ = [
     "Mixture",
     "PackedDocuments",
     "RowSource",
+    "SpanCorruption",
     "Tokens",
     "Windows",
     "batch_shapes",
@@ -30,6 +36,8 @@ __all__ = [
     "open_tokenizer",
     "read_tokens",
     "rows_of",
+    "span_batch_shapes",
+    "span_lengths",
     "stdlib_source",
     "tokenize",
     "train_tokenizer",

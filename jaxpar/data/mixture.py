@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import operator
 import sys
 from collections.abc import Collection, Sequence
 from fractions import Fraction
@@ -86,7 +85,7 @@ class Mixture:
 
     def read(self, numbers: Collection[int]) -> dict[str, np.ndarray]:
         """Read rows, of which a source's follow those of the sources before it."""
-        at = np.array(list(numbers))
+        epochs, at = np.divmod(np.array(list(numbers)), len(self))
         of = np.searchsorted(self._firsts, at, side="right") - 1
         batch: dict[str, np.ndarray] = {
             name: np.empty((len(numbers), *row.shape), row.dtype)
@@ -96,6 +95,7 @@ class Mixture:
         for index in np.unique(of).tolist():
             places = of == index
             own = at[places] - self._firsts[index]
+            own += epochs[places] * len(self.sources[index])
             found = self.sources[index].read(own.tolist())
             for name, row in self._shapes.items():
                 batch[name][places] = found.get(name, np.ones((), row.dtype))
@@ -122,11 +122,16 @@ class Mixture:
             )
         orders = [
             rows.order(seed=seed + index, shuffle=shuffle, repeat=True).map(
-                functools.partial(operator.add, self._firsts[index])
+                functools.partial(self._number, index)
             )
             for index, rows in enumerate(self.sources)
         ]
         return grain.MapDataset.select_from_datasets(orders, _Turns(self.weights))
+
+    def _number(self, index: int, number: int) -> int:
+        """The number here of a source's row."""
+        epoch, row = divmod(number, len(self.sources[index]))
+        return epoch * len(self) + self._firsts[index] + row
 
 
 class _Turns(grain.transforms.DatasetSelectionMap):

@@ -44,7 +44,8 @@ class RowSource(Protocol):
         """Read rows; several threads call it at once.
 
         Args:
-          numbers: of the rows, from 0 to ``len(self) - 1``.
+          numbers: of the rows, as `order` gives them: from 0 to ``len(self) - 1``.
+            Rows that differ by epoch have ``len(self)`` more for each epoch before.
 
         Returns:
           name -> array [len(numbers), ...].
