@@ -15,7 +15,7 @@ from jaxpar import tree
 from jaxpar.model.bridge import Network
 from jaxpar.model.model_state import Variables, cast_model_state, with_leaves
 from jaxpar.model.proxies import Call, refuse_reading, run_part
-from jaxpar.model.remat import remat
+from jaxpar.model.remat import remat_block
 from jaxpar.model.section import LAYERS, SectionNetwork
 from jaxpar.model.trainable import Typed
 from jaxpar.sharding.rules import AxisRules
@@ -183,7 +183,7 @@ class PipelineNetwork:
 
         key = jax.random.fold_in(key, section.first + index)
         names = self.remat_names if policy == "save-names" else ()
-        run = remat(block, policy, names=names, prevent_cse=not in_loop)
+        run = remat_block(block, policy, names=names, prevent_cse=not in_loop)
         return run(variables, hidden, call, key)
 
     def run_head(

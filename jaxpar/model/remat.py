@@ -90,3 +90,50 @@ def remat(
         "save-names": jax.checkpoint_policies.save_only_these_names(*names),
     }[policy]
     return jax.checkpoint(fn, policy=saveable, prevent_cse=prevent_cse)
+
+
+def remat_block(
+    block: Callable[_Inputs, _Output],
+    policy: str,
+    *,
+    names: Sequence[str] = (),
+    prevent_cse: bool = True,
+) -> Callable[_Inputs, _Output]:
+    """As `remat`, for a block of a loop, whose result may have some of its inputs.
+
+    What a block passes on as it got it, such as an encoder's output, is taken from its
+    inputs. So a loop sees that it does not change, and stores it once: as a result of
+    what is recomputed, it would be stored for every block.
+
+    Args:
+      block: a function of arrays; it is traced at each call.
+      policy: as in `remat`.
+      names: as in `remat`.
+      prevent_cse: as in `remat`.
+
+    Returns:
+      A function of the same signature.
+    """
+    if policy == "none":
+        return remat(block, policy, names=names)
+
+    def run(*args: _Inputs.args, **kwargs: _Inputs.kwargs) -> _Output:
+        passed: dict[int, int] = {}
+
+        def noting(*args: _Inputs.args, **kwargs: _Inputs.kwargs) -> _Output:
+            out = block(*args, **kwargs)
+            given = [id(leaf) for leaf in jax.tree.leaves((args, kwargs))]
+            for place, leaf in enumerate(jax.tree.leaves(out)):
+                if id(leaf) in given:
+                    passed[place] = given.index(id(leaf))
+            return out
+
+        how = {"names": names, "prevent_cse": prevent_cse}
+        out = remat(noting, policy, **how)(*args, **kwargs)
+        leaves, treedef = jax.tree.flatten(out)
+        given = jax.tree.leaves((args, kwargs))
+        for place, source in passed.items():
+            leaves[place] = given[source]
+        return jax.tree.unflatten(treedef, leaves)
+
+    return run

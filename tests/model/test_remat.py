@@ -1,10 +1,13 @@
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpar.model.remat import REMAT_POLICIES, remat
+from jaxpar.model.remat import REMAT_POLICIES, remat, remat_block
 
 WEIGHT = jnp.linspace(-1.0, 1.0, 16).reshape(4, 4)
 INPUT = jnp.linspace(0.1, 0.9, 12).reshape(3, 4)
@@ -82,3 +85,43 @@ def test_remat_names_under_another_policy_raises():
         ValueError, match=r"names=\('hidden',\) must be empty under policy='full'"
     ):
         remat(two_products, "full", names=("hidden",))
+
+
+def encoded(layers: jax.Array, x: jax.Array, memory: jax.Array, wrap: Any) -> jax.Array:
+    """A loop over blocks that read what another part of the model has made."""
+
+    def block(hidden: dict, weight: jax.Array) -> dict:
+        read = jnp.tanh(hidden["x"] @ weight) + hidden["memory"].sum(0)
+        return hidden | {"x": jnp.sin(read)}
+
+    def step(hidden: dict, weight: jax.Array) -> tuple[dict, None]:
+        return wrap(block)(hidden, weight), None
+
+    hidden, _ = jax.lax.scan(step, {"x": x, "memory": memory}, layers)
+    return (hidden["x"] * hidden["memory"].sum(0)).sum()
+
+
+@pytest.mark.parametrize("policy", REMAT_POLICIES)
+def test_a_loop_stores_what_its_blocks_pass_on_once(policy: str):
+    layers, memory = jnp.stack([WEIGHT, -WEIGHT, WEIGHT + 1]), jnp.ones((7, 4))
+    how = {"names": names_for(policy), "prevent_cse": False}
+
+    def grad_by(wrapped: Any) -> Any:
+        wrap = functools.partial(wrapped, policy=policy, **how)
+        loss = functools.partial(encoded, wrap=wrap)
+        return jax.value_and_grad(loss, argnums=(0, 1, 2))
+
+    value, grads = grad_by(remat_block)(layers, INPUT, memory)
+    want_value, want = jax.value_and_grad(
+        functools.partial(encoded, wrap=lambda block: block), argnums=(0, 1, 2)
+    )(layers, INPUT, memory)
+    assert value == pytest.approx(float(want_value), rel=1e-6)
+    for grad, expected in zip(grads, want, strict=True):
+        np.testing.assert_allclose(grad, expected, rtol=1e-5, atol=1e-6)
+
+    def stacked(wrapped: Any) -> bool:
+        program = str(jax.make_jaxpr(grad_by(wrapped))(layers, INPUT, memory))
+        return "f32[3,7,4]" in program
+
+    assert not stacked(remat_block)
+    assert stacked(remat) == (policy != "none"), "the test can see it"
