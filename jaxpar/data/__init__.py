@@ -11,6 +11,7 @@ from jaxpar.data.packing import PackedDocuments, batch_shapes, rows_of
 from jaxpar.data.rows import RowSource
 from jaxpar.data.span_corruption import (
     SpanCorruption,
+    require_whole_text,
     span_batch_shapes,
     span_lengths,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "open_corpus",
     "open_tokenizer",
     "read_tokens",
+    "require_whole_text",
     "rows_of",
     "span_batch_shapes",
     "span_lengths",

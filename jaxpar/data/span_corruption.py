@@ -257,6 +257,19 @@ def span_batch_shapes(
     return batched(span_shapes(lengths), batch_size)
 
 
+def require_whole_text(tokens: Tokens) -> None:
+    """Raise ValueError if a part of a corpus is not learned: spans are cut out of all.
+
+    Args:
+      tokens: the corpus.
+    """
+    if tokens.loss_mask is not None:
+        raise ValueError(
+            f"tokens: {tokens.files[0]!r} has prompts that are not learned, but spans "
+            "are cut out of all text; give text without them."
+        )
+
+
 def _divide(drawn: np.random.Generator, total: int, num: int) -> np.ndarray:
     """Lengths [num], each at least 1, of `total` together, all ways alike."""
     cuts = np.sort(drawn.choice(total - 1, num - 1, replace=False)) + 1
@@ -264,11 +277,7 @@ def _divide(drawn: np.random.Generator, total: int, num: int) -> np.ndarray:
 
 
 def _check_corpus(tokens: Tokens, lengths: SpanLengths, vocab_size: int) -> None:
-    if tokens.loss_mask is not None:
-        raise ValueError(
-            f"tokens: {tokens.files[0]!r} has prompts that are not learned, but spans "
-            "are cut out of all text; give text without them."
-        )
+    require_whole_text(tokens)
     if len(tokens) < lengths.window:
         raise ValueError(
             f"tokens: the corpus{tokens.remark} has {len(tokens):,} tokens, but a "

@@ -15,7 +15,7 @@ def _t5(num_layers: int, width: int, num_heads: int, mlp_width: int) -> T5Config
 
 
 T5_PRESETS: dict[str, T5Config] = {
-    "tiny": T5Config(vocab_size=384, num_layers=2, width=64),
+    "tiny": T5Config(vocab_size=512, num_layers=2, width=64),
     "1m": T5Config(vocab_size=2048, num_layers=2, width=128, mlp_width=256),
     "small": _t5(8, 512, 6, 1024),
     "base": _t5(12, 768, 12, 2048),
@@ -25,6 +25,6 @@ T5_PRESETS: dict[str, T5Config] = {
 }
 """Configs of T5 1.1 by name.
 
-"tiny" reads bytes, "1m" byte pairs; both train on a CPU. The others are the published
+"tiny" and "1m" train on a CPU. The others are the published
 ones, of 77 million to 11 billion parameters.
 """

@@ -21,5 +21,5 @@ def test_published_sizes_have_their_numbers_of_parameters(name: str) -> None:
 
 
 def test_sizes_for_a_cpu_are_small() -> None:
-    assert num_params(T5_PRESETS["tiny"]) < 300_000
+    assert num_params(T5_PRESETS["tiny"]) < 400_000
     assert 1_000_000 < num_params(T5_PRESETS["1m"]) < 1_500_000
