@@ -42,7 +42,7 @@ class Attention(nnx.Module):
     """Attention with grouped queries, of a row's tokens to each other or to a memory.
 
     Args:
-      width: model width.
+      width: model width; or those of the input and of the result, where they differ.
       heads: query heads, key heads, and their size.
       biases: of which projections: of "query", "key", "value" and "output".
       output_stddev: of the output projection, which is added to the residual stream;
@@ -60,7 +60,7 @@ class Attention(nnx.Module):
 
     def __init__(
         self,
-        width: int,
+        width: int | tuple[int, int],
         heads: Heads,
         *,
         biases: Collection[str],
@@ -76,12 +76,13 @@ class Attention(nnx.Module):
         self.implementation = implementation
         self.pattern_len = pattern_len
         self.scoring = scoring
+        given, made = (width, width) if isinstance(width, int) else width
         stddevs = output_stddev
         if not isinstance(stddevs, Mapping):
             stddevs = {"output": stddevs}
 
         def projection(name: str, num: int, dims: str) -> Linear:
-            shape, stddev = (width, num * heads.size), stddevs.get(name, 0.02)
+            shape, stddev = (given, num * heads.size), stddevs.get(name, 0.02)
             how = {"bias": name in biases, "stddev": stddev, "flatten": flatten}
             return Linear(shape, ("embed", dims), **how, rngs=rngs)
 
@@ -89,7 +90,7 @@ class Attention(nnx.Module):
         self.key = projection("key", heads.num_kv, "kv_heads")
         self.value = projection("value", heads.num_kv, "kv_heads")
         self.output = Linear(
-            (heads.num * heads.size, width),
+            (heads.num * heads.size, made),
             ("heads", "embed"),
             bias="output" in biases,
             stddev=stddevs.get("output", 0.02),
@@ -110,7 +111,7 @@ class Attention(nnx.Module):
         segment_ids_BT: Int[Array, "B T"] | None = None,
         memory_segment_ids_BS: Int[Array, "B S"] | None = None,
         bias_NTS: Float[Array, "N T S"] | None = None,
-    ) -> Float[Array, "B T D"]:
+    ) -> Float[Array, "B T F"]:
         """Attend.
 
         Args:

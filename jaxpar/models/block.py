@@ -25,6 +25,9 @@ class TransformerBlock(nnx.Module):
         on their updates; "after_sum": on the residual stream after each is added, as in
         BERT.
       dropout: fraction of features zeroed in each update.
+      drop_rows: whether dropout zeroes a row's whole update, not single features:
+        stochastic depth. Source: Huang et al., "Deep Networks with Stochastic Depth"
+        (2016).
       sequence_parallel: whether the residual stream is sharded over tokens on the
         tensor axis.
       rngs: for the ``dropout`` stream.
@@ -38,6 +41,7 @@ class TransformerBlock(nnx.Module):
         make_norm: Callable[[], nnx.Module],
         norms: NormPlaces = "before",
         dropout: float = 0.0,
+        drop_rows: bool = False,
         sequence_parallel: bool = False,
         rngs: nnx.Rngs,
     ):
@@ -48,7 +52,7 @@ class TransformerBlock(nnx.Module):
         is_double = norms == "both"
         self.attention_post_norm = make_norm() if is_double else None
         self.mlp_post_norm = make_norm() if is_double else None
-        self.dropout = make_dropout(dropout, rngs)
+        self.dropout = make_dropout(dropout, rngs, (1, 2) if drop_rows else ())
 
     def run(self, x_BTD: jax.Array, **how: Any) -> jax.Array:
         """Run the block.
@@ -90,18 +94,29 @@ class TransformerBlock(nnx.Module):
         tokens = self.sequence_parallel
         is_first = self.norms != "after_sum"
         y_BTD = gather_tokens(norm(x_BTD) if is_first else x_BTD, tokens)
-        y_BTD = constrain_residual(update(y_BTD), tokens)
+        x_BTD = self.join(x_BTD, update(y_BTD), post_norm)
+        return x_BTD if is_first else norm(x_BTD)
+
+    def join(
+        self,
+        x_BTD: jax.Array,
+        y_BTD: jax.Array,
+        post_norm: Callable[..., jax.Array] | None = None,
+    ) -> jax.Array:
+        """Sum the residual stream and an update, with its norm and dropout."""
+        y_BTD = constrain_residual(y_BTD, self.sequence_parallel)
         if post_norm is not None:
             y_BTD = post_norm(y_BTD)
         if self.dropout is not None:
             y_BTD = self.dropout(y_BTD)
-        x_BTD = constrain_residual(x_BTD + y_BTD, tokens)
-        return x_BTD if is_first else norm(x_BTD)
+        return constrain_residual(x_BTD + y_BTD, self.sequence_parallel)
 
 
-def make_dropout(rate: float, rngs: nnx.Rngs) -> nnx.Dropout | None:
-    """Make dropout; None if its rate is 0."""
-    return nnx.Dropout(rate, rngs=rngs) if rate else None
+def make_dropout(
+    rate: float, rngs: nnx.Rngs, shared: tuple[int, ...] = ()
+) -> nnx.Dropout | None:
+    """Make dropout, with one draw along `shared` dims; None if its rate is 0."""
+    return nnx.Dropout(rate, broadcast_dims=shared, rngs=rngs) if rate else None
 
 
 def constrain_residual(x_BTD: jax.Array, sequence_parallel: bool) -> jax.Array:

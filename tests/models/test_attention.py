@@ -44,6 +44,14 @@ def test_each_projection_may_have_its_standard_deviation():
     assert found == pytest.approx(right, rel=0.05)
 
 
+def test_result_may_be_wider_than_the_input():
+    layer = Attention(
+        (8, 12), Heads(2, 2, 6), biases=(), output_stddev=0.02, rngs=nnx.Rngs(0)
+    )
+    assert layer.value.kernel.shape == (8, 12)
+    assert layer(jnp.ones((2, 3, 8))).shape == (2, 3, 12)
+
+
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 @pytest.mark.parametrize(("kv_heads", "bias"), [(4, True), (2, True), (2, False)])
 def test_one_matmul_projects_as_three_would(kv_heads: int, bias: bool, tensor: int):

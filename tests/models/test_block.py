@@ -56,3 +56,19 @@ def test_norms_stand_where_they_are_asked_for(norms):
         x = halve(x + (x + 1))
         want = halve(x + 3 * x)
     np.testing.assert_array_equal(block.run(jnp.ones((1, 1, 1)), shift=1), want)
+
+
+def test_dropped_rows_lose_their_whole_update():
+    block = TransformerBlock(
+        lambda x: x,
+        lambda x: 0 * x,
+        make_norm=lambda: lambda x: x,
+        dropout=0.5,
+        drop_rows=True,
+        rngs=nnx.Rngs(0),
+    )
+    x = jnp.ones((64, 3, 2))
+    update = np.asarray(block.run(x) - x)
+    of_rows = update.reshape(64, -1)
+    assert (of_rows == of_rows[:, :1]).all()
+    assert set(np.unique(update)) == {0, 2}
