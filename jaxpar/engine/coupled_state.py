@@ -74,11 +74,13 @@ def check_uncoupled(coupled: Mapping[str, str]) -> None:
       ValueError: if there is any.
     """
     if coupled:
-        named = ", ".join(f"{name} ({why})" for name, why in coupled.items())
+        first = [f"{name} ({why})" for name, why in coupled.items()][:3]
+        rest = f" and {len(coupled) - 3} more" if len(coupled) > 3 else ""
+        named = ", ".join(first) + rest
         raise ValueError(
             f"PipelineModel: state of the model depends on examples: {named}; with "
             "pipe > 1 a part may change only state that depends on its parameters and "
             "on itself (a spectral norm's vectors, a count of calls). Use layers "
-            "without it (a LayerNorm for a BatchNorm), or pipe=1, where the model sees "
-            "full micro-batches."
+            "without it (a GroupNorm or a LayerNorm for a BatchNorm), or pipe=1, where "
+            "the model sees full micro-batches."
         )

@@ -1,6 +1,13 @@
 """The repository's own models: a folder per family, and the layers that they share."""
 
 from jaxpar.lazy import load_modules
+from jaxpar.models.classification import classification_loss
+from jaxpar.models.coatnet import (
+    COATNET_PRESETS,
+    CoatnetConfig,
+    coatnet_config,
+    make_coatnet,
+)
 from jaxpar.models.decoder import (
     PRESETS,
     DecoderConfig,
@@ -20,16 +27,21 @@ from jaxpar.models.sparse_attention import (
 from jaxpar.models.t5 import T5_PRESETS, T5Config, make_t5, t5_loss
 
 __all__ = [
+    "COATNET_PRESETS",
     "PRESETS",
     "T5_PRESETS",
+    "CoatnetConfig",
     "DecoderConfig",
     "SparseSelfAttention",
     "T5Config",
+    "classification_loss",
+    "coatnet_config",
     "continue_text",
     "decoder_config",
     "decoder_loss",
     "from_huggingface",
     "generate",
+    "make_coatnet",
     "make_decoder",
     "make_t5",
     "num_params",

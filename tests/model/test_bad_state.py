@@ -80,8 +80,8 @@ CASES = {
         r"blocks/norm/mean \(the rows of the batch\), blocks/norm/var \(the rows of the"
         r" batch\); with pipe > 1 a part may change only state that depends on its "
         r"parameters and on itself \(a spectral norm's vectors, a count of calls\)\. "
-        r"Use layers without it \(a LayerNorm for a BatchNorm\), or pipe=1, where the "
-        r"model sees full micro-batches\.",
+        r"Use layers without it \(a GroupNorm or a LayerNorm for a BatchNorm\), or "
+        r"pipe=1, where the model sees full micro-batches\.",
     ),
     "rows, in the embedding": (
         {"embed": NORMED_EMBED},
