@@ -1,4 +1,8 @@
-"""The convolving blocks: widen, convolve each channel, weigh the channels, narrow."""
+"""The convolving blocks: widen, convolve each channel, weigh the channels, narrow.
+
+They are made of parts that other models may use: `jaxpar.models.conv.Conv`,
+`jaxpar.models.channel_norms.BatchNorm` and `jaxpar.models.channel_norms.GroupNorm`.
+"""
 
 import functools
 import math
