@@ -79,8 +79,7 @@ def test_file_that_is_there_is_replaced_by_force_alone(tmp_path, capsys):
 def test_recipe_that_there_is_not_is_named_with_the_nearest(tmp_path, capsys):
     assert refused(capsys, "copy", "pretrian", tmp_path / "own") == (
         "jaxpar: there is no recipe 'pretrian'. Did you mean 'pretrain'? The recipes "
-        "are finetune, long_context, pretrain, t5, zero_memory_table.
-"
+        f"are {', '.join(sorted(RECIPES))}.\n"
     )
     assert not (tmp_path / "own").exists()
 
