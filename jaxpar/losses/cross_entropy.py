@@ -52,15 +52,16 @@ class Statistics:
     target: jax.Array
 
 
-_Saved = tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array]]
+_Saved = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array, tuple]
 
 
-def cross_entropy(
+def cross_entropy(  # noqa: PLR0913 - keywords, each of its own kind
     hidden_BTD: Float[Array, "B T D"],
     kernel_DV: Float[Array, "D V"],
     targets_BT: Int[Array, "B T"],
     weights_BT: Float[Array, "B T"] | None = None,
     *,
+    bias_V: Float[Array, "V"] | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     soft_cap: float | None = None,
@@ -79,6 +80,7 @@ def cross_entropy(
       kernel_DV: the head, or the transposed embedding table.
       targets_BT: the token to predict at each place, from 0 to V - 1.
       weights_BT: of each target, 0 for one that does not count; None for 1.
+      bias_V: of the head, added to logits before the soft cap; None for none.
       label_smoothing: share of the target that is spread over the vocabulary.
       z_loss: factor of the squared log of the sum of exponentials.
       soft_cap: bound of the logits, ``soft_cap * tanh(logits / soft_cap)``.
@@ -107,13 +109,14 @@ def cross_entropy(
     if weights_BT is None:
         weights_BT = jnp.ones(targets_BT.shape, jnp.float32)
     _require_shapes(hidden_BTD, kernel_DV, targets_BT, weights_BT)
+    _require_bias(bias_V, kernel_DV)
     dtype = jnp.dtype(logits_dtype or hidden_BTD.dtype)
     if num_chunks is None:
         num_chunks = _fewest_chunks(hidden_BTD, kernel_DV, dtype, tokens_axis)
     rule = _Rule(label_smoothing, z_loss, soft_cap, dtype, num_chunks, tokens_axis)
     _require_rule(rule, hidden_BTD.shape[1])
     weights_BT = weights_BT.astype(jnp.float32)
-    given = hidden_BTD, kernel_DV, targets_BT, weights_BT
+    given = hidden_BTD, kernel_DV, bias_V, targets_BT, weights_BT
     total = _whole_total if rows_are_automatic() else _total
     return Weighted(total(rule, *given), weights_BT.sum())
 
@@ -132,6 +135,14 @@ def _require_shapes(
                 f"cross_entropy: {name} {array.shape} must have one entry for each "
                 f"place of hidden_BTD {hidden.shape}."
             )
+
+
+def _require_bias(bias: jax.Array | None, kernel: jax.Array) -> None:
+    if bias is not None and bias.shape != kernel.shape[1:]:
+        raise ValueError(
+            f"cross_entropy: bias_V {bias.shape} must have one entry for each column "
+            f"of kernel_DV {kernel.shape}; None for no bias."
+        )
 
 
 def _require_rule(rule: _Rule, length: int) -> None:
@@ -178,6 +189,7 @@ def _whole_total(
     rule: _Rule,
     hidden_BTD: jax.Array,
     kernel_DV: jax.Array,
+    bias_V: jax.Array | None,
     targets_BT: jax.Array,
     weights_BT: jax.Array,
 ) -> jax.Array:
@@ -186,7 +198,7 @@ def _whole_total(
     In a loop over chunks, the compiler would reduce the gradients of rows on several
     devices once a chunk.
     """
-    logits = _logits(rule, hidden_BTD, kernel_DV)
+    logits = _logits(rule, hidden_BTD, kernel_DV, bias_V)
     found = in_two_passes(logits, is_target_of(logits, targets_BT))
     return (_losses(rule, logits, found) * weights_BT).sum()
 
@@ -196,12 +208,13 @@ def _total(
     rule: _Rule,
     hidden_BTD: jax.Array,
     kernel_DV: jax.Array,
+    bias_V: jax.Array | None,
     targets_BT: jax.Array,
     weights_BT: jax.Array,
 ) -> jax.Array:
     def add(total: jax.Array, chunk: tuple) -> tuple[jax.Array, None]:
         hidden, targets, weights = chunk
-        logits = _logits(rule, hidden, kernel_DV)
+        logits = _logits(rule, hidden, kernel_DV, bias_V)
         losses = _losses(rule, logits, _statistics(logits, targets))
         return total + (losses * weights).sum(), None
 
@@ -213,6 +226,7 @@ def _forward(
     rule: _Rule,
     hidden_BTD: jax.Array,
     kernel_DV: jax.Array,
+    bias_V: jax.Array | None,
     targets_BT: jax.Array,
     weights_BT: jax.Array,
 ) -> tuple[jax.Array, _Saved]:
@@ -222,9 +236,9 @@ def _forward(
     scale = _HEADROOM / jnp.maximum(jnp.abs(weights_BT).max(), 1e-30) if is_fp16 else 1
 
     def add(carry: tuple, chunk: tuple) -> tuple[tuple, tuple]:
-        total, kernel_grad = carry
+        total, kernel_grad, bias_grad = carry
         hidden, targets, weights = chunk
-        logits = _logits(rule, hidden, kernel_DV)
+        logits = _logits(rule, hidden, kernel_DV, bias_V)
         found = _statistics(logits, targets)
         losses = _losses(rule, logits, found)
         grad = _gradient(rule, logits, found, targets) * (scale * weights)[..., None]
@@ -234,41 +248,47 @@ def _forward(
         kernel_grad += jnp.einsum(
             "nd,nv->dv", _rows(hidden), _rows(grad), preferred_element_type=wide
         )
+        if bias_grad is not None:
+            bias_grad += grad.sum((0, 1), dtype=wide)
         hidden_grad = constrain(hidden_grad, DATA, rule.tokens_axis)
         if is_fp16:
             hidden_grad /= scale
-        return (total + (losses * weights).sum(), kernel_grad), (hidden_grad, losses)
+        total += (losses * weights).sum()
+        return (total, kernel_grad, bias_grad), (hidden_grad, losses)
 
-    start = jnp.float32(0), jnp.zeros(kernel_DV.shape, wide)
+    like = kernel_DV, bias_V
+    start = jnp.float32(0), *jax.tree.map(lambda x: jnp.zeros(x.shape, wide), like)
     chunks = _cut(rule, hidden_BTD, targets_BT, weights_BT)
-    (total, kernel_grad), parts = jax.lax.scan(add, start, chunks)
+    (total, *grads), parts = jax.lax.scan(add, start, chunks)
     hidden_grad, losses_BT = (_joined(rule, part) for part in parts)
-    dtypes = hidden_BTD[:0], kernel_DV[:0]
-    return total, (hidden_grad, kernel_grad / scale, losses_BT, dtypes)
+    kernel_grad, bias_grad = jax.tree.map(lambda x: x / scale, tuple(grads))
+    dtypes = jax.tree.map(lambda x: x[:0], (hidden_BTD, *like))
+    return total, (hidden_grad, kernel_grad, bias_grad, losses_BT, dtypes)
 
 
 def _backward(
     rule: _Rule, saved: _Saved, cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array, None, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None, None, jax.Array]:
     del rule
-    hidden_grad, kernel_grad, losses_BT, (hidden, kernel) = saved
-    return (
-        (cotangent * hidden_grad).astype(hidden.dtype),
-        (cotangent * kernel_grad).astype(kernel.dtype),
-        None,
-        cotangent * losses_BT,
+    *grads, losses_BT, dtypes = saved
+    hidden, kernel, bias = jax.tree.map(
+        lambda grad, like: (cotangent * grad).astype(like.dtype), tuple(grads), dtypes
     )
+    return hidden, kernel, bias, None, cotangent * losses_BT
 
 
 _total.defvjp(_forward, _backward)
 
 
-def _logits(rule: _Rule, hidden: jax.Array, kernel_DV: jax.Array) -> jax.Array:
+def _logits(
+    rule: _Rule, hidden: jax.Array, kernel_DV: jax.Array, bias_V: jax.Array | None
+) -> jax.Array:
     """Logits of a chunk, at least fp32; in memory they are of the rule's dtype."""
     dtype = rule.logits_dtype
     logits = jnp.matmul(hidden, kernel_DV, preferred_element_type=dtype)
     logits = constrain(logits, DATA, None, VOCAB)
     wide = logits.astype(jnp.promote_types(dtype, jnp.float32))
+    wide = wide if bias_V is None else wide + bias_V
     if rule.soft_cap is None:
         return wide
     return rule.soft_cap * jnp.tanh(wide / rule.soft_cap)

@@ -18,6 +18,7 @@ RNG = np.random.default_rng(0)
 ROWS, LENGTH, WIDTH, VOCAB = 3, 8, 16, 40
 HIDDEN = RNG.normal(size=(ROWS, LENGTH, WIDTH))
 KERNEL = RNG.normal(size=(WIDTH, VOCAB))
+BIAS = np.random.default_rng(1).normal(size=VOCAB)
 TARGETS = RNG.integers(0, VOCAB, size=(ROWS, LENGTH))
 WEIGHTS = RNG.random((ROWS, LENGTH)) * 2
 WEIGHTS[0, 3] = 0
@@ -82,6 +83,27 @@ def test_loss_and_gradients_equal_numpy(rule: dict, num_chunks: int | None):
     assert float(loss) == pytest.approx(wanted, rel=1e-6)
     for found, expected in zip(grads, wanted_grads, strict=True):
         assert distance(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("num_chunks", [1, 4])
+@pytest.mark.parametrize("rule", [{}, {"soft_cap": 5.0, "label_smoothing": 0.1}])
+def test_bias_is_another_feature_that_is_one(rule: dict, num_chunks: int):
+    hidden = np.concatenate([HIDDEN, np.ones((ROWS, LENGTH, 1))], -1)
+    kernel = np.concatenate([KERNEL, BIAS[None]])
+    wanted, (_, expected, _) = reference(hidden, kernel, **rule)
+
+    def total(kernel: jax.Array, bias: jax.Array) -> jax.Array:
+        given = jnp.asarray(HIDDEN, jnp.float32), kernel, jnp.asarray(TARGETS)
+        weights = jnp.asarray(WEIGHTS, jnp.float32)
+        how = {"bias_V": bias, "num_chunks": num_chunks, **rule}
+        return cross_entropy(*given, weights, **how).total
+
+    given = jnp.asarray(KERNEL, jnp.float32), jnp.asarray(BIAS, jnp.float32)
+    loss, grads = jax.value_and_grad(total, (0, 1))(*given)
+    assert float(loss) == pytest.approx(wanted, rel=1e-6)
+    assert float(total(*given)) == pytest.approx(wanted, rel=1e-6), "without gradients"
+    assert distance(grads[0], expected[:-1]) < 1e-5
+    assert distance(grads[1], expected[-1]) < 1e-5
 
 
 def test_gradients_are_those_of_a_scaled_loss():
@@ -177,26 +199,33 @@ def test_loss_without_gradients_multiplies_once():
 
 @pytest.mark.parametrize("data", [1, 2])
 def test_vocabulary_is_split_over_tensor_and_no_logits_are_moved(data: int):
-    """With rows that the compiler places, too: then there is one chunk."""
+    """With rows that the compiler places, too: then there is one chunk.
+
+    With a bias, which is split as the vocabulary is.
+    """
     mesh = make_mesh(MeshShape(data=data, tensor=4), jax.devices()[: 4 * data])
 
-    def total(hidden: jax.Array, kernel: jax.Array, targets: jax.Array) -> jax.Array:
-        return cross_entropy(hidden, kernel, targets, num_chunks=2).total
+    def total(
+        hidden: jax.Array, kernel: jax.Array, bias: jax.Array, targets: jax.Array
+    ) -> jax.Array:
+        how = {"bias_V": bias, "num_chunks": 2}
+        return cross_entropy(hidden, kernel, targets, **how).total
 
-    specs = P("data"), P(None, "tensor"), P("data")
+    specs = P("data"), P(None, "tensor"), P("tensor"), P("data")
     shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
     rows = np.concatenate([HIDDEN, HIDDEN[:1]]), np.concatenate([TARGETS, TARGETS[:1]])
-    given = rows[0].astype(np.float32), KERNEL.astype(np.float32), rows[1]
+    arrays = (x.astype(np.float32) for x in (rows[0], KERNEL, BIAS))
+    given = *arrays, rows[1]
     placed = jax.device_put(given, shardings)
     with jax.set_mesh(mesh):
         grads = jax.jit(
-            jax.value_and_grad(total, (0, 1)), out_shardings=(None, shardings[:2])
+            jax.value_and_grad(total, (0, 1, 2)), out_shardings=(None, shardings[:3])
         )
         compiled = grads.lower(*placed).compile()
         loops = str(jax.make_jaxpr(total)(*given)).count("scan[")
     assert loops == (1 if data == 1 else 0)
     loss, found = compiled(*placed)
-    wanted, expected = jax.value_and_grad(total, (0, 1))(*map(jnp.asarray, given))
+    wanted, expected = jax.value_and_grad(total, (0, 1, 2))(*map(jnp.asarray, given))
     assert float(loss) == pytest.approx(float(wanted), rel=1e-6)
     for own, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-5)
@@ -217,6 +246,7 @@ def test_vocabulary_is_split_over_tensor_and_no_logits_are_moved(data: int):
         ({"kernel_DV": jnp.zeros((40, 16))}, "a table of embeddings is transposed"),
         ({"targets_BT": jnp.zeros((3, 7), int)}, r"targets_BT \(3, 7\) must have one"),
         ({"weights_BT": jnp.zeros((3, 9))}, r"weights_BT \(3, 9\) must have one"),
+        ({"bias_V": jnp.zeros(39)}, r"bias_V \(39,\) must have one entry for each c"),
         ({"label_smoothing": 1.0}, "label_smoothing=1.0 must be at least 0 and below"),
         ({"soft_cap": 0.0}, "soft_cap=0.0 must be above 0"),
         ({"num_chunks": 3}, "num_chunks=3 must divide the 8 tokens"),
