@@ -1,6 +1,14 @@
 """The repository's own models: a folder per family, and the layers that they share."""
 
 from jaxpar.lazy import load_modules
+from jaxpar.models.bert import (
+    BertConfig,
+    make_bert,
+    make_bert_loss,
+    masked_word_accuracy,
+    num_bert_params,
+    pretraining_batch,
+)
 from jaxpar.models.classification import classification_loss
 from jaxpar.models.coatnet import (
     COATNET_PRESETS,
@@ -30,6 +38,7 @@ __all__ = [
     "COATNET_PRESETS",
     "PRESETS",
     "T5_PRESETS",
+    "BertConfig",
     "CoatnetConfig",
     "DecoderConfig",
     "SparseSelfAttention",
@@ -41,10 +50,15 @@ __all__ = [
     "decoder_loss",
     "from_huggingface",
     "generate",
+    "make_bert",
+    "make_bert_loss",
     "make_coatnet",
     "make_decoder",
     "make_t5",
+    "masked_word_accuracy",
+    "num_bert_params",
     "num_params",
+    "pretraining_batch",
     "sparse_attention",
     "t5_loss",
     "tile_work_of",
