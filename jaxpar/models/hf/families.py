@@ -27,6 +27,8 @@ class Family:
       is_parameter: whether a tensor of a file is a parameter, by its name.
       heads: how the names of tensors begin that belong to a task's head: a folder may
         lack those of this model, or have those of another's.
+      describe: the published config that is written, from our config and the one that
+        was read: another task's head may need another.
     """
 
     read_fields: Callable[[Published], Mapping[str, Any]]
@@ -37,6 +39,7 @@ class Family:
     num_params: Callable[[Any], int]
     is_parameter: Callable[[str], bool] = lambda name: True
     heads: tuple[str, ...] = ()
+    describe: Callable[[Any, Published], Published] = lambda config, hf: hf
 
     def read_config(self, hf: Published, **overrides: Any) -> Any:
         """Our config of a published one.

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxpar import tree
+from jaxpar.models.bert.hf_families import BERTS
 from jaxpar.models.decoder.hf_families import DECODERS
 from jaxpar.models.hf import adapters
 from jaxpar.models.hf.families import Family
@@ -20,7 +21,7 @@ from jaxpar.models.t5.hf_family import T5_FAMILY
 from jaxpar.tree import near_match
 from jaxpar.types import Params
 
-FAMILIES: dict[str, Family] = {**DECODERS, "t5": T5_FAMILY}
+FAMILIES: dict[str, Family] = {**BERTS, **DECODERS, "t5": T5_FAMILY}
 """By model_type, how published models are read and written."""
 
 
@@ -281,11 +282,11 @@ def to_huggingface(
     def read(name: str) -> np.ndarray:
         return np.asarray(jax.device_get(named[name]))
 
-    lora = getattr(config, "lora", NO_LORA)
+    lora, family = getattr(config, "lora", NO_LORA), _family(hf["model_type"], "hf")
     write_folder(
         adapters.merged(list(named), read, lora.scale),
-        _family(hf["model_type"], "hf").leaves(config, hf, ()),
-        hf,
+        family.leaves(config, hf, ()),
+        family.describe(config, hf),
         Path(out),
         dtype=dtype,
         file_bytes=file_bytes,
