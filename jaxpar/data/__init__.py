@@ -6,6 +6,7 @@ from jaxpar.data.disk_array import ChangedDataError
 from jaxpar.data.files import read_tokens
 from jaxpar.data.images import ImageFolder
 from jaxpar.data.loader import Loader
+from jaxpar.data.masking import MaskedRows
 from jaxpar.data.mixture import Mixture
 from jaxpar.data.packing import PackedDocuments, batch_shapes, rows_of
 from jaxpar.data.rows import RowSource
@@ -25,6 +26,7 @@ __all__ = [
     "DataConfig",
     "ImageFolder",
     "Loader",
+    "MaskedRows",
     "Mixture",
     "PackedDocuments",
     "RowSource",

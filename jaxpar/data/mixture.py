@@ -12,6 +12,7 @@ import grain
 import jax
 import numpy as np
 
+from jaxpar.data.masking import MaskedRows
 from jaxpar.data.rows import RowSource
 
 
@@ -29,8 +30,8 @@ class Mixture:
       sources: (rows, weight) pairs; weights are positive, with any sum.
 
     Raises:
-      ValueError: if there is no source, one is a Mixture, a weight is not positive, or
-        rows of two sources differ in names, shapes or dtypes.
+      ValueError: if there is no source, one is a Mixture or MaskedRows, a weight is not
+        positive, or rows of two sources differ in names, shapes or dtypes.
 
     Example:
       >>> from jaxpar.data import Loader, Tokens, Windows
@@ -50,6 +51,11 @@ class Mixture:
                 raise ValueError(
                     f"sources[{index}] is a Mixture itself; list its sources here, "
                     "each with the product of its weights."
+                )
+            if isinstance(rows, MaskedRows):
+                raise ValueError(
+                    f"sources[{index}] is MaskedRows, whose masks are of places in its "
+                    "own stream; mix what it reads, and mask the Mixture."
                 )
             if not 0 < weight < float("inf"):
                 raise ValueError(
