@@ -14,6 +14,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxpar.losses.logits import (
+    Statistics,
+    hide_columns,
+    in_one_pass,
+    in_two_passes,
+    is_target_of,
+)
 from jaxpar.mesh import DATA
 from jaxpar.sharding.constrain import constrain, rows_are_automatic
 from jaxpar.sharding.tensor import VOCAB
@@ -36,20 +43,12 @@ class _Rule:
     logits_dtype: jnp.dtype
     num_chunks: int
     tokens_axis: str | None
+    num_classes: int | None = None
 
     @property
     def num_parts(self) -> int:
         """Pieces that the tokens of a row are split into over the mesh."""
         return _size_of(self.tokens_axis)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Statistics:
-    """Of each token's logits, [B, T]: log of the sum of exponentials, the target's."""
-
-    norm: jax.Array
-    target: jax.Array
 
 
 _Saved = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array, tuple]
@@ -67,6 +66,7 @@ def cross_entropy(  # noqa: PLR0913 - keywords, each of its own kind
     soft_cap: float | None = None,
     logits_dtype: DTypeLike | None = None,
     num_chunks: int | None = None,
+    num_classes: int | None = None,
     tokens_axis: str | None = None,
 ) -> Weighted:
     """Sum the cross entropy of targets, in nats, from the input of the head.
@@ -88,6 +88,8 @@ def cross_entropy(  # noqa: PLR0913 - keywords, each of its own kind
         precision take twice the memory traffic.
       num_chunks: into which T is cut, a divisor of it; None for as few as keep the
         logits of one below `CHUNK_BYTES`. In a coupled loss there is one.
+      num_classes: columns of the head that are predicted; those behind, with which a
+        vocabulary is rounded up, have no share. None for all.
       tokens_axis: mesh axis that the tokens of `hidden_BTD` are split over where its
         gradient goes, as in sequence parallelism: that is scattered over it.
 
@@ -113,8 +115,9 @@ def cross_entropy(  # noqa: PLR0913 - keywords, each of its own kind
     dtype = jnp.dtype(logits_dtype or hidden_BTD.dtype)
     if num_chunks is None:
         num_chunks = _fewest_chunks(hidden_BTD, kernel_DV, dtype, tokens_axis)
-    rule = _Rule(label_smoothing, z_loss, soft_cap, dtype, num_chunks, tokens_axis)
-    _require_rule(rule, hidden_BTD.shape[1])
+    how = dtype, num_chunks, tokens_axis, num_classes
+    rule = _Rule(label_smoothing, z_loss, soft_cap, *how)
+    _require_rule(rule, hidden_BTD.shape[1], kernel_DV.shape[1])
     weights_BT = weights_BT.astype(jnp.float32)
     given = hidden_BTD, kernel_DV, bias_V, targets_BT, weights_BT
     total = _whole_total if rows_are_automatic() else _total
@@ -145,7 +148,12 @@ def _require_bias(bias: jax.Array | None, kernel: jax.Array) -> None:
         )
 
 
-def _require_rule(rule: _Rule, length: int) -> None:
+def _require_rule(rule: _Rule, length: int, columns: int) -> None:
+    if rule.num_classes is not None and not 1 <= rule.num_classes <= columns:
+        raise ValueError(
+            f"cross_entropy: num_classes={rule.num_classes} must be from 1 to the "
+            f"{columns} columns of kernel_DV; None for all."
+        )
     if not 0 <= rule.label_smoothing < 1:
         raise ValueError(
             f"cross_entropy: label_smoothing={rule.label_smoothing} must be at least 0 "
@@ -289,15 +297,22 @@ def _logits(
     logits = constrain(logits, DATA, None, VOCAB)
     wide = logits.astype(jnp.promote_types(dtype, jnp.float32))
     wide = wide if bias_V is None else wide + bias_V
-    if rule.soft_cap is None:
-        return wide
-    return rule.soft_cap * jnp.tanh(wide / rule.soft_cap)
+    if rule.soft_cap is not None:
+        wide = rule.soft_cap * jnp.tanh(wide / rule.soft_cap)
+    return hide_columns(wide, rule.num_classes)
+
+
+def _smooth(rule: _Rule, logits: jax.Array) -> jax.Array:
+    """The share that label smoothing gives each column."""
+    num_classes = rule.num_classes or logits.shape[-1]
+    is_class = jnp.arange(logits.shape[-1]) < num_classes
+    return rule.label_smoothing / num_classes * is_class
 
 
 def _losses(rule: _Rule, logits: jax.Array, found: Statistics) -> jax.Array:
     losses = found.norm - (1 - rule.label_smoothing) * found.target
     if rule.label_smoothing:
-        losses -= rule.label_smoothing * logits.mean(-1)
+        losses -= (_smooth(rule, logits) * logits).sum(-1)
     if rule.z_loss:
         losses += rule.z_loss * jnp.square(found.norm)
     return losses
@@ -312,7 +327,7 @@ def _gradient(
         share *= 1 + 2 * rule.z_loss * found.norm[..., None]
     grad = share - (1 - rule.label_smoothing) * is_target_of(logits, targets)
     if rule.label_smoothing:
-        grad -= rule.label_smoothing / logits.shape[-1]
+        grad -= _smooth(rule, logits)
     if rule.soft_cap is not None:
         grad *= 1 - jnp.square(logits / rule.soft_cap)
     return grad
@@ -323,39 +338,6 @@ def _statistics(logits: jax.Array, targets: jax.Array) -> Statistics:
     one_read = device.device_kind != "cpu"  # Which vectorises simple sums alone.
     is_target = is_target_of(logits, targets)
     return (in_one_pass if one_read else in_two_passes)(logits, is_target)
-
-
-def is_target_of(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Which logit, [..., V], is its target's.
-
-    Selected by comparison and sum, a target's logit fuses with the pass over all of
-    them, also on a sharded vocabulary. The gradient of a gather would be a scatter into
-    an array of the logits' size.
-    """
-    return jnp.arange(logits.shape[-1]) == targets[..., None]
-
-
-def in_two_passes(logits: jax.Array, is_target: jax.Array) -> Statistics:
-    """Statistics by simple sums, which any compiler vectorises and splits."""
-    norm = jax.nn.logsumexp(logits, axis=-1)
-    return Statistics(norm, jnp.where(is_target, logits, 0).sum(-1))
-
-
-def in_one_pass(logits: jax.Array, is_target: jax.Array) -> Statistics:
-    """As `in_two_passes`, with one read of the logits: the largest so far rescales."""
-    none, zero = jnp.array(-jnp.inf, logits.dtype), jnp.zeros((), logits.dtype)
-
-    def merge(one: tuple, other: tuple) -> tuple:
-        largest = jnp.maximum(one[0], other[0])
-        shift = jnp.where(largest == -jnp.inf, 0.0, largest)
-        sums = [each[1] * jnp.exp(each[0] - shift) for each in (one, other)]
-        return largest, sums[0] + sums[1], one[2] + other[2]
-
-    target = jnp.where(is_target, logits, 0)
-    given = logits, jnp.ones_like(logits), target
-    axes = (logits.ndim - 1,)
-    largest, total, target = jax.lax.reduce(given, (none, zero, zero), merge, axes)
-    return Statistics(largest + jnp.log(total), target)
 
 
 def _rows(x: jax.Array) -> jax.Array:

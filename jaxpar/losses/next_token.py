@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxpar.losses.cross_entropy import in_two_passes, is_target_of
+from jaxpar.losses.logits import in_two_passes, is_target_of
 from jaxpar.step.weighted import Weighted
 from jaxpar.types import Batch
 

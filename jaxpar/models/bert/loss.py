@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxpar.losses.cross_entropy import in_two_passes, is_target_of
+from jaxpar.losses.logits import in_two_passes, is_target_of
 from jaxpar.models.bert.config import BertConfig
 from jaxpar.step.inputs import Replicated
 from jaxpar.step.weighted import Weighted

@@ -29,7 +29,7 @@ _CHOICES = {
 
 
 _AT_LEAST_ONE = (
-    *("vocab_size", "seq_len", "num_layers", "num_heads", "num_kv_heads"),
+    *("vocab_size", "num_tokens", "seq_len", "num_layers", "num_heads", "num_kv_heads"),
     *("width", "head_width", "mlp_width", "window"),
 )
 _ABOVE_ZERO = (
@@ -44,6 +44,8 @@ class DecoderConfig:
 
     Attributes:
       vocab_size: tokens; make it a multiple of the tensor axis.
+      num_tokens: those that there are, where vocab_size is rounded up: the others are
+        never predicted, and have no share in the loss. None for all.
       seq_len: tokens of a training sequence; the number of learned positions.
       num_layers: blocks.
       num_heads: query heads.
@@ -101,6 +103,7 @@ class DecoderConfig:
     """
 
     vocab_size: int = 256
+    num_tokens: int | None = None
     seq_len: int = 256
     num_layers: int = 4
     num_heads: int = 4
@@ -167,6 +170,11 @@ class DecoderConfig:
                 raise ValueError(
                     f"DecoderConfig: {field}={value} must be above 1, such as 10,000."
                 )
+        if (self.num_tokens or 0) > self.vocab_size:
+            raise ValueError(
+                f"DecoderConfig: num_tokens={self.num_tokens} must be at most "
+                f"vocab_size={self.vocab_size}, the rows of the embedding."
+            )
         if not 0 <= self.dropout < 1:
             raise ValueError(
                 f"DecoderConfig: dropout={self.dropout} must be at least 0 and below "

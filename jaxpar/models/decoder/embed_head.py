@@ -6,6 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxpar.losses import cross_entropy
+from jaxpar.losses.logits import hide_columns
 from jaxpar.mesh import DATA, TENSOR
 from jaxpar.models.block import constrain_residual, gather_tokens, make_dropout
 from jaxpar.models.decoder.config import DecoderConfig
@@ -142,12 +143,14 @@ class Head(nnx.Module):
         kernel_DV = logits.table[...].T if is_tied else logits.kernel[...]
         if targets_BT is None:
             logits_BTV = project_to_logits(hidden_BTD, kernel_DV, flatten=not tokens)
-            cap = self.config.logits_softcap
-            return logits_BTV if cap is None else cap * jnp.tanh(logits_BTV / cap)
+            if (cap := self.config.logits_softcap) is not None:
+                logits_BTV = cap * jnp.tanh(logits_BTV / cap)
+            return hide_columns(logits_BTV, self.config.num_tokens)
         loss = cross_entropy(
             *(hidden_BTD, kernel_DV, targets_BT, weights_BT),
             soft_cap=self.config.logits_softcap,
             logits_dtype=self.config.logits_dtype,
+            num_classes=self.config.num_tokens,
             tokens_axis=TENSOR if tokens else None,
         )
         if not isinstance(hidden, dict):

@@ -18,6 +18,7 @@ def read_gpt2(hf: Published) -> dict[str, Any]:
     require(hf, "scale_attn_by_inverse_layer_idx", False)
     return {
         "vocab_size": hf["vocab_size"],
+        "num_tokens": hf["vocab_size"],
         "seq_len": hf["n_positions"],
         "num_layers": hf["n_layer"],
         "num_heads": hf["n_head"],
@@ -163,6 +164,7 @@ def _shared(hf: Published) -> dict[str, Any]:
     """What the configs of all but GPT-2 have in common."""
     return {
         "vocab_size": hf["vocab_size"],
+        "num_tokens": hf["vocab_size"],
         "seq_len": hf["max_position_embeddings"],
         "num_layers": hf["num_hidden_layers"],
         "num_heads": hf["num_attention_heads"],
