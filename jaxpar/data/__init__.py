@@ -6,7 +6,7 @@ from jaxpar.data.disk_array import ChangedDataError
 from jaxpar.data.files import read_tokens
 from jaxpar.data.images import ImageFolder
 from jaxpar.data.loader import Loader
-from jaxpar.data.masking import MaskedRows
+from jaxpar.data.masking import MaskedRows, masked_shapes
 from jaxpar.data.mixture import Mixture
 from jaxpar.data.packing import PackedDocuments, batch_shapes, rows_of
 from jaxpar.data.rows import RowSource
@@ -35,6 +35,7 @@ __all__ = [
     "Windows",
     "batch_shapes",
     "encode",
+    "masked_shapes",
     "open_corpus",
     "open_tokenizer",
     "read_tokens",

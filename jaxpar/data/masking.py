@@ -4,7 +4,7 @@ A row's mask depends only on the seed and the row's place in the stream, so a ru
 resumes, on any machines, sees the masks that it would have seen.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import grain
@@ -94,8 +94,7 @@ class MaskedRows:
     @property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of one row."""
-        given = {k: x for k, x in self.source.shapes.items() if k != "weights"}
-        return {**given, "labels": given["tokens"]}
+        return masked_shapes(self.source.shapes)
 
     @property
     def padding(self) -> float:
@@ -165,3 +164,20 @@ class MaskedRows:
         order = self.source.order(seed=seed, shuffle=shuffle, repeat=repeat)
         size = len(self)
         return order.map_with_index(lambda place, number: place * size + number)
+
+
+def masked_shapes(
+    shapes: Mapping[str, jax.ShapeDtypeStruct],
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of masked rows, or of a batch of them, without any data.
+
+    Args:
+      shapes: of the rows of a source, or by `jaxpar.data.batch_shapes` of a batch.
+
+    Example:
+      >>> from jaxpar.data import batch_shapes
+      >>> {k: x.shape for k, x in masked_shapes(batch_shapes(2, 7)).items()}
+      {'tokens': (2, 8), 'labels': (2, 8)}
+    """
+    given = {name: x for name, x in shapes.items() if name != "weights"}
+    return {**given, "labels": given["tokens"]}
