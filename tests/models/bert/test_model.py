@@ -130,6 +130,7 @@ def test_a_pattern_of_all_blocks_is_dense_attention():
         np.testing.assert_allclose(run(sparse, TOKENS, **inputs), want, atol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "fields",
     [{"remat": "full"}, {"unroll": 3, "sequence_parallel": True}],
