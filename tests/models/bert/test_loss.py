@@ -37,7 +37,7 @@ def model_of(task: str) -> Any:
     model = make_bert(config_of(task)).init(0, BATCH["tokens"])
     rng = np.random.default_rng(1)
     leaves, tree = jax.tree.flatten(model.params)
-    drawn = [np.asarray(rng.normal(size=x.shape), np.float32) for x in leaves]
+    drawn = [jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in leaves]
     return model.with_params(jax.tree.unflatten(tree, drawn))
 
 
