@@ -4,11 +4,13 @@ from jaxpar.data.byte_pairs import encode, open_tokenizer, tokenize, train_token
 from jaxpar.data.corpus import DataConfig, open_corpus
 from jaxpar.data.disk_array import ChangedDataError
 from jaxpar.data.files import read_tokens
+from jaxpar.data.image_arrays import ImageArrays, load_digits
 from jaxpar.data.images import ImageFolder
 from jaxpar.data.loader import Loader
 from jaxpar.data.masking import MaskedRows, masked_shapes
 from jaxpar.data.mixture import Mixture
 from jaxpar.data.packing import PackedDocuments, batch_shapes, rows_of
+from jaxpar.data.prepared_images import PreparedImages
 from jaxpar.data.rows import RowSource
 from jaxpar.data.span_corruption import (
     SpanCorruption,
@@ -24,17 +26,20 @@ from jaxpar.lazy import load_modules
 __all__ = [
     "ChangedDataError",
     "DataConfig",
+    "ImageArrays",
     "ImageFolder",
     "Loader",
     "MaskedRows",
     "Mixture",
     "PackedDocuments",
+    "PreparedImages",
     "RowSource",
     "SpanCorruption",
     "Tokens",
     "Windows",
     "batch_shapes",
     "encode",
+    "load_digits",
     "masked_shapes",
     "open_corpus",
     "open_tokenizer",

@@ -14,6 +14,7 @@ PACKAGES = {
     "mlflow": ("mlflow-skinny", "mlflow"),
     "pyarrow": ("pyarrow", "data"),
     "ray": ("ray", "ray"),
+    "sklearn": ("scikit-learn", "vision"),
     "tensorboardX": ("tensorboardX", "tensorboard"),
     "wandb": ("wandb", "wandb"),
 }

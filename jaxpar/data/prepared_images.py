@@ -1,0 +1,232 @@
+"""How do images become what a model takes: changed at random, and scaled to floats.
+
+What is drawn for a row depends on a seed and the row's place in the stream, and on
+nothing else: not on the batch, the number of processes or the thread that reads. A run
+that goes on draws what it would have drawn.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+from jaxtyping import Float, UInt8
+
+from jaxpar.data.rows import RowSource
+
+_WHITE = 255
+
+
+class PreparedImages:
+    """Rows of images, cropped, shifted, mirrored and scaled.
+
+    A row has "image", float32 [size, size, C]: ``(pixel / 255 - mean) / std``. Without
+    `shift` and `flip` nothing is at random, as in evaluation.
+
+    Args:
+      source: rows with "image", uint8 [H, W, C], and "label", an integer, such as
+        `jaxpar.data.ImageFolder`.
+      size: height and width of the crop around the centre, pixels; None for all.
+      shift: the crop moves by up to so many pixels up or down, and left or right;
+        what is beyond the image is black.
+      flip: mirror half of the rows, left to right.
+      mean: of pixels from 0 to 1, for all channels or each.
+      std: likewise.
+      num_labels: labels are from 0 to ``num_labels - 1``; another raises an error when
+        it is read. None to check none.
+      seed: of what is at random.
+
+    Raises:
+      ValueError: if the rows are not images with labels, or a number is out of range.
+
+    Example:
+      >>> from jaxpar.data import ImageArrays, Loader
+      >>> pixels = np.full((4, 8, 8, 1), 255, np.uint8)
+      >>> rows = ImageArrays(pixels, np.zeros(4, int), ("white",))
+      >>> batch = next(Loader(PreparedImages(rows, shift=1), batch_size=2))
+      >>> batch["image"].shape, float(batch["image"].max())
+      ((2, 8, 8, 1), 1.0)
+
+    Source: Krizhevsky et al., "ImageNet Classification with Deep Convolutional Neural
+    Networks" (2012), section 4.1, for shifts and mirror images.
+    """
+
+    def __init__(
+        self,
+        source: RowSource,
+        *,
+        size: int | None = None,
+        shift: int = 0,
+        flip: bool = False,
+        mean: float | Sequence[float] = 0.5,
+        std: float | Sequence[float] = 0.5,
+        num_labels: int | None = None,
+        seed: int = 0,
+    ):
+        _check_source(source)
+        height, width, channels = source.shapes["image"].shape
+        self.source, self._crop = source, (size or height, size or width)
+        _check_numbers((height, width), size, shift, seed)
+        self._shift, self._flip, self._seed = shift, flip, seed
+        self._mean = _per_channel("mean", mean, channels)
+        self._std = _per_channel("std", std, channels)
+        if not (self._std > 0).all():
+            raise ValueError(f"std={std} must be above 0; 1 does not scale.")
+        self._num_labels = num_labels
+
+    @property
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of one row."""
+        shape = *self._crop, self.source.shapes["image"].shape[-1]
+        return {**self.source.shapes, "image": jax.ShapeDtypeStruct(shape, np.float32)}
+
+    @property
+    def padding(self) -> float:
+        """That of the source."""
+        return self.source.padding
+
+    @property
+    def description(self) -> str:
+        """What the source has."""
+        return self.source.description
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, numbers: Collection[int]) -> dict[str, np.ndarray]:
+        """Read rows and prepare them.
+
+        Args:
+          numbers: ``place * len(self) + number``, of a row's place in the stream and
+            its number.
+
+        Returns:
+          name -> array [len(numbers), ...].
+
+        Raises:
+          ValueError: if a label is out of range.
+        """
+        at = [divmod(number, len(self)) for number in numbers]
+        batch = self.source.read([number for _, number in at])
+        self._check_labels(batch["label"])
+        prepared = [
+            self._prepared(image, place)
+            for image, (place, _) in zip(batch["image"], at, strict=True)
+        ]
+        pixels = np.stack(prepared).astype(np.float32) / _WHITE
+        return {**batch, "image": (pixels - self._mean) / self._std}
+
+    def _prepared(
+        self, image_HWC: UInt8[np.ndarray, "H W C"], place: int
+    ) -> UInt8[np.ndarray, "h w C"]:
+        moved, is_mirrored = (0, 0), False
+        if self._shift or self._flip:
+            draws = np.random.default_rng([self._seed, place])
+            moved = draws.integers(-self._shift, self._shift + 1, 2).tolist()
+            is_mirrored = self._flip and bool(draws.integers(2))
+        cropped = crop_around(image_HWC, self._crop, moved)
+        return cropped[:, ::-1] if is_mirrored else cropped
+
+    def _check_labels(self, label_B: np.ndarray) -> None:
+        if self._num_labels is None:
+            return
+        wrong = label_B[(label_B < 0) | (label_B >= self._num_labels)]
+        if len(wrong):
+            raise ValueError(
+                f"num_labels={self._num_labels}, but a row has the label {wrong[0]}; "
+                f"labels are from 0 to {self._num_labels - 1}: give the model more of "
+                "them, or number the classes from 0."
+            )
+
+    def identity(self) -> dict[str, Any]:
+        """What is done, and what the source is."""
+        done = {"crop": list(self._crop), "shift": self._shift, "flip": self._flip}
+        done |= {"mean": self._mean.tolist(), "std": self._std.tolist()}
+        return {**self.source.identity(), "prepared": {**done, "seed": self._seed}}
+
+    def order(self, *, seed: int, shuffle: bool, repeat: bool) -> grain.MapDataset[int]:
+        """The source's stream, in which each row has its place."""
+        order = self.source.order(seed=seed, shuffle=shuffle, repeat=repeat)
+        return order.map_with_index(lambda place, number: place * len(self) + number)
+
+
+def crop_around(
+    image_HWC: UInt8[np.ndarray, "H W C"],
+    size: tuple[int, int],
+    moved: Sequence[int] = (0, 0),
+) -> UInt8[np.ndarray, "h w C"]:
+    """Crop an image around its centre, or around a point beside it.
+
+    Args:
+      image_HWC: the image.
+      size: height and width of the crop, at most the image's.
+      moved: rows down and columns to the right, of the crop.
+
+    Returns:
+      The crop; black beyond the image.
+
+    Example:
+      >>> image = np.arange(1, 10, dtype=np.uint8).reshape(3, 3, 1)
+      >>> crop_around(image, (3, 3), (1, -1))[..., 0].tolist()
+      [[0, 4, 5], [0, 7, 8], [0, 0, 0]]
+    """
+    firsts = [
+        (whole - own) // 2 + by
+        for whole, own, by in zip(image_HWC.shape, size, moved, strict=False)
+    ]
+    cropped = np.zeros((*size, image_HWC.shape[-1]), image_HWC.dtype)
+    spans = [
+        (max(first, 0), min(first + own, whole))
+        for first, own, whole in zip(firsts, size, image_HWC.shape, strict=False)
+    ]
+    taken = tuple(slice(start, stop) for start, stop in spans)
+    put = tuple(
+        slice(start - first, stop - first)
+        for (start, stop), first in zip(spans, firsts, strict=True)
+    )
+    cropped[put] = image_HWC[taken]
+    return cropped
+
+
+def _per_channel(
+    name: str, value: float | Sequence[float], channels: int
+) -> Float[np.ndarray, "..."]:
+    array = np.asarray(value, np.float32)
+    if array.shape not in ((), (channels,)):
+        raise ValueError(
+            f"{name}={value} must be one number, or one for each of the {channels} "
+            "channels."
+        )
+    return array
+
+
+def _check_source(source: RowSource) -> None:
+    shapes = source.shapes
+    image, label = shapes.get("image"), shapes.get("label")
+    is_right = image is not None and label is not None
+    is_right = is_right and image.dtype == np.uint8 and len(image.shape) == 3
+    if not (is_right and label.shape == () and np.issubdtype(label.dtype, np.integer)):
+        found = {name: f"{x.dtype}{list(x.shape)}" for name, x in shapes.items()}
+        raise ValueError(
+            f"source: its rows have {found}, but need 'image', uint8 [H, W, C], and "
+            "'label', an integer; give jaxpar.data.ImageFolder or ImageArrays."
+        )
+
+
+def _check_numbers(
+    whole: tuple[int, int], size: int | None, shift: int, seed: int
+) -> None:
+    if size is not None and not 1 <= size <= min(whole):
+        raise ValueError(
+            f"size={size} must be from 1 to {min(whole)}: the source's images are of "
+            f"{whole[0]} x {whole[1]} pixels; read them larger, or crop less."
+        )
+    most = min(whole if size is None else (size, size)) - 1
+    if not 0 <= shift <= most:
+        raise ValueError(
+            f"shift={shift} must be from 0 to {most}, or nothing of an image may be "
+            "left."
+        )
+    if seed < 0:
+        raise ValueError(f"seed={seed} must not be negative; give 0 or more.")
