@@ -9,7 +9,10 @@ from jaxpar.models.bert import (
     num_bert_params,
     pretraining_batch,
 )
-from jaxpar.models.classification import classification_loss
+from jaxpar.models.classification import (
+    classification_loss,
+    classification_metrics,
+)
 from jaxpar.models.coatnet import (
     COATNET_PRESETS,
     CoatnetConfig,
@@ -33,17 +36,21 @@ from jaxpar.models.sparse_attention import (
     tile_work_of,
 )
 from jaxpar.models.t5 import T5_PRESETS, T5Config, make_t5, t5_loss
+from jaxpar.models.vit import VIT_PRESETS, VitConfig, make_vit, vit_config
 
 __all__ = [
     "COATNET_PRESETS",
     "PRESETS",
     "T5_PRESETS",
+    "VIT_PRESETS",
     "BertConfig",
     "CoatnetConfig",
     "DecoderConfig",
     "SparseSelfAttention",
     "T5Config",
+    "VitConfig",
     "classification_loss",
+    "classification_metrics",
     "coatnet_config",
     "continue_text",
     "decoder_config",
@@ -55,6 +62,7 @@ __all__ = [
     "make_coatnet",
     "make_decoder",
     "make_t5",
+    "make_vit",
     "masked_word_accuracy",
     "num_bert_params",
     "num_params",
@@ -63,6 +71,7 @@ __all__ = [
     "t5_loss",
     "tile_work_of",
     "to_huggingface",
+    "vit_config",
 ]
 
 load_modules(globals())

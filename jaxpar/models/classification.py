@@ -1,6 +1,7 @@
-"""What does a classifier of images minimise: the cross entropy of the labels."""
+"""What does a classifier of images minimise, and how often is it right?"""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,11 +37,50 @@ def classification_loss(
     Source: Szegedy et al., "Rethinking the Inception Architecture" (2016), section 7,
     for label smoothing.
     """
+    _require_share(label_smoothing)
+    image_BHWC, label_B = _images_and_labels(batch)
+    return _sum_of_losses(model(image_BHWC), label_B, label_smoothing)
+
+
+def classification_metrics(
+    model: Callable[..., jax.Array], batch: Batch
+) -> tuple[Weighted, dict[str, Weighted]]:
+    """Sum the cross entropy of labels, and count those that are the most likely.
+
+    Args:
+      model: as in `classification_loss`.
+      batch: likewise.
+
+    Returns:
+      (the loss; "accuracy": the number of right images and that of all), for
+      ``jaxpar.initialize(eval_fn=...)``.
+
+    Raises:
+      ValueError: as `classification_loss`.
+
+    Example:
+      >>> sure = lambda image_BHWC: jnp.eye(10)[:2]
+      >>> batch = {"image": jnp.zeros((2, 8, 8, 3)), "label": jnp.array([0, 7])}
+      >>> right = classification_metrics(sure, batch)[1]["accuracy"]
+      >>> float(right.total), float(right.weight)
+      (1.0, 2.0)
+    """
+    image_BHWC, label_B = _images_and_labels(batch)
+    logits_BV = model(image_BHWC)
+    loss = _sum_of_losses(logits_BV, label_B, 0.0)
+    hits = (logits_BV.argmax(-1) == label_B).sum(dtype=jnp.float32)
+    return loss, {"accuracy": Weighted(hits, loss.weight)}
+
+
+def _require_share(label_smoothing: float) -> None:
     if not 0 <= label_smoothing < 1:
         raise ValueError(
             f"classification_loss: label_smoothing={label_smoothing} must be at least "
             "0 and below 1; it is the share that is spread over all classes."
         )
+
+
+def _images_and_labels(batch: Batch) -> tuple[Any, Any]:
     missing = [name for name in ("image", "label") if name not in batch]
     if missing:
         raise ValueError(
@@ -53,7 +93,13 @@ def classification_loss(
             f"batch: label has shape {label_B.shape}, but there are "
             f"{image_BHWC.shape[0]} images; give one label per image, [B]."
         )
-    log_BV = jax.nn.log_softmax(model(image_BHWC).astype(jnp.float32))
+    return image_BHWC, label_B
+
+
+def _sum_of_losses(
+    logits_BV: jax.Array, label_B: Any, label_smoothing: float
+) -> Weighted:
+    log_BV = jax.nn.log_softmax(logits_BV.astype(jnp.float32))
     chosen = log_BV.at[jnp.arange(len(label_B)), label_B]
     own_B = chosen.get(mode="fill", fill_value=jnp.nan)
     found_B = (1 - label_smoothing) * own_B + label_smoothing * log_BV.mean(-1)

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpar.models.classification import classification_loss
+from jaxpar.models.classification import classification_loss, classification_metrics
 
 LOGITS = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
 BATCH = {"image": np.zeros((3, 2, 2, 1)), "label": np.array([4, 0, 2])}
@@ -45,3 +45,14 @@ def test_batch_that_does_not_fit_raises(
     batch = {k: x for k, x in {**BATCH, **change}.items() if x is not None}
     with pytest.raises(ValueError, match=message):
         classification_loss(logits_of, batch, label_smoothing=smoothing)
+
+
+def test_metrics_count_the_images_whose_label_is_the_most_likely():
+    right = int((LOGITS.argmax(-1) == BATCH["label"]).sum())
+    wrong = {**BATCH, "label": (LOGITS.argmax(-1) + 1) % 5}
+    for batch, hits in ((BATCH, right), (wrong, 0)):
+        loss, found = classification_metrics(logits_of, batch)
+        assert float(found["accuracy"].total) == hits
+        assert float(found["accuracy"].weight) == 3
+        plain = classification_loss(logits_of, batch)
+        assert float(loss.total) == float(plain.total)
