@@ -29,6 +29,8 @@ class Family:
         lack those of this model, or have those of another's.
       describe: the published config that is written, from our config and the one that
         was read: another task's head may need another.
+      head_sizes: fields of our config on which the shapes of `heads` depend. Where one
+        is not the published config's, those tensors are left out: the head is new.
     """
 
     read_fields: Callable[[Published], Mapping[str, Any]]
@@ -40,6 +42,7 @@ class Family:
     is_parameter: Callable[[str], bool] = lambda name: True
     heads: tuple[str, ...] = ()
     describe: Callable[[Any, Published], Published] = lambda config, hf: hf
+    head_sizes: tuple[str, ...] = ()
 
     def read_config(self, hf: Published, **overrides: Any) -> Any:
         """Our config of a published one.

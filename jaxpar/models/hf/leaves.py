@@ -37,16 +37,23 @@ class TensorPart:
         for the same dims. `MATRIX` for a kernel that is [out, in].
       part: (number, of): the piece is one of equal parts of one of the tensor's dims.
       part_dim: which dim.
+      ones: the tensor begins with so many dims of size 1 that the piece lacks; dims
+        are counted behind them.
     """
 
     name: str
     axes: tuple[int, ...] | None = None
     part: tuple[int, int] = (0, 1)
     part_dim: int = -1
+    ones: int = 0
 
     def shape(self, tensors: Readable) -> tuple[int, ...]:
-        """The piece's shape."""
-        shape = list(tensors.shape(self.name))
+        """The piece's shape.
+
+        Raises:
+          ValueError: if the tensor has other dims.
+        """
+        shape = self._own_shape(tensors)
         axes = self._axes(len(shape))
         shape[self.part_dim] //= self.part[1]
         return tuple(shape[axis] for axis in axes)
@@ -57,18 +64,30 @@ class TensorPart:
         own = [index[axes.index(dim)] for dim in range(len(index))]
         number, of = self.part
         if of > 1:
-            first = number * (tensors.shape(self.name)[self.part_dim] // of)
+            first = number * (self._own_shape(tensors)[self.part_dim] // of)
             cut = own[self.part_dim]
             own[self.part_dim] = slice(first + cut.start, first + cut.stop)
-        return tensors.read(self.name, tuple(own)).transpose(axes)
+        found = tensors.read(self.name, (*[slice(0, 1)] * self.ones, *own))
+        return found.reshape(found.shape[self.ones :]).transpose(axes)
 
     def split(self, piece: np.ndarray) -> Iterator[tuple["TensorPart", np.ndarray]]:
         """This part, as its tensor has it."""
-        yield self, piece.transpose(np.argsort(self._axes(piece.ndim)))
+        own = piece.transpose(np.argsort(self._axes(piece.ndim)))
+        yield self, own.reshape((1,) * self.ones + own.shape)
 
     def parts(self) -> Iterator["TensorPart"]:
         """This part."""
         yield self
+
+    def _own_shape(self, tensors: Readable) -> list[int]:
+        """The tensor's shape behind its dims of size 1."""
+        shape = tensors.shape(self.name)
+        if shape[: self.ones] != (1,) * self.ones:
+            raise ValueError(
+                f"{self.name}: has the shape {shape}, but should begin with "
+                f"{self.ones} dims of size 1."
+            )
+        return list(shape[self.ones :])
 
     def _axes(self, ndim: int) -> tuple[int, ...]:
         axes = self.axes or tuple(range(ndim))
@@ -199,10 +218,14 @@ MATRIX = (1, 0)
 
 
 def one(
-    name: str, axes: tuple[int, ...] | None = None, *, padded: int | None = None
+    name: str,
+    axes: tuple[int, ...] | None = None,
+    *,
+    padded: int | None = None,
+    ones: int = 0,
 ) -> Leaf:
     """A leaf of one tensor; arguments as in `TensorPart` and `Leaf`."""
-    return Leaf(TensorPart(name, axes), padded)
+    return Leaf(TensorPart(name, axes, ones=ones), padded)
 
 
 def per_layer(

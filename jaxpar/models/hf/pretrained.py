@@ -18,10 +18,11 @@ from jaxpar.models.hf.tensors import Tensors, read_config
 from jaxpar.models.hf.writing import FILE_BYTES, write_folder
 from jaxpar.models.lora import NO_LORA
 from jaxpar.models.t5.hf_family import T5_FAMILY
+from jaxpar.models.vit.hf import VITS
 from jaxpar.tree import near_match
 from jaxpar.types import Params
 
-FAMILIES: dict[str, Family] = {**BERTS, **DECODERS, "t5": T5_FAMILY}
+FAMILIES: dict[str, Family] = {**BERTS, **DECODERS, **VITS, "t5": T5_FAMILY}
 """By model_type, how published models are read and written."""
 
 
@@ -168,15 +169,16 @@ class Pretrained:
 
     def _opened(self) -> tuple[Tensors, dict[str, Leaf], list[str]]:
         """The tensors, the leaves that they make, and those that they lack."""
-        tensors = Tensors(self.folder)
+        tensors, is_new = Tensors(self.folder), self._has_new_head
         leaves, family = self.leaves(tensors.names), self.family
-        rest = {x for x in tensors.names if family.is_parameter(x)}
+        usable = {x for x in tensors.names if not (is_new and self._of_head(x))}
+        rest = {x for x in usable if family.is_parameter(x)}
         absent: dict[str, list[str]] = {}
         for path, leaf in leaves.items():
             used = {part.name for part in leaf.piece.parts()}
             rest -= used
-            if used - tensors.names:
-                absent[path] = sorted(used - tensors.names)
+            if used - usable:
+                absent[path] = sorted(used - usable)
         lost = [x for names in absent.values() for x in names if not self._of_head(x)]
         if lost:
             raise ValueError(
@@ -192,6 +194,13 @@ class Pretrained:
             )
         found = {path: leaf for path, leaf in leaves.items() if path not in absent}
         return tensors, found, sorted(absent)
+
+    @property
+    def _has_new_head(self) -> bool:
+        """Whether the head is of another size than the published one."""
+        fields = self.family.read_fields(self.hf)
+        sizes = self.family.head_sizes
+        return any(getattr(self.config, size) != fields[size] for size in sizes)
 
     def _of_head(self, name: str) -> bool:
         return name.startswith(self.family.heads) if self.family.heads else False

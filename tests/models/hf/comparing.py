@@ -29,17 +29,22 @@ def of_tokens(model: Any, batch: dict[str, Any]) -> Any:
 def loaded(right: Published, **overrides: Any) -> tuple[Any, jaxpar.Engine]:
     """A published model, and an engine with its parameters."""
     ours = from_huggingface(right.folder, **overrides)
-    engine = jaxpar.initialize(
+    engine = engine_of(ours, right.batch)
+    assert not ours.load(engine), "every leaf is in the folder"
+    return ours, engine
+
+
+def engine_of(ours: Any, batch: dict[str, Any]) -> jaxpar.Engine:
+    """An engine of a published model, whose parameters are its own."""
+    return jaxpar.initialize(
         model=ours.model,
         loss_fn=ours.loss_fn,
         optimizer=optax.sgd(1.0),
-        sample_batch=right.batch,
+        sample_batch=batch,
         mesh=jaxpar.MeshShape(data=1),
         devices=jax.devices()[:1],
         check_loss=False,
     )
-    assert not ours.load(engine), "every leaf is in the folder"
-    return ours, engine
 
 
 def check_values(

@@ -40,6 +40,8 @@ TENSORS = {
     },
     "experts": RNG.normal(size=(2, 6, 4)),
     "table": RNG.normal(size=(5, 4)),
+    "token": RNG.normal(size=(1, 1, 5, 4)),
+    "patch": RNG.normal(size=(6, 3, 2, 4)),
 }
 
 LEAVES: dict[str, tuple[Leaf, np.ndarray]] = {
@@ -54,6 +56,14 @@ LEAVES: dict[str, tuple[Leaf, np.ndarray]] = {
     "a part of what is shared": (
         per_layer("layer.{}.fused", range(3), part=(1, 3)),
         np.stack([TENSORS[f"layer.{i}.fused"][:, 3:6] for i in range(3)]),
+    ),
+    "without dims of size 1": (
+        one("token", MATRIX, ones=2),
+        TENSORS["token"][0, 0].T,
+    ),
+    "a kernel of patches": (
+        one("patch", (2, 3, 1, 0)),
+        TENSORS["patch"].transpose(2, 3, 1, 0),
     ),
     "a part of another dim": (
         Leaf(TensorPart("experts", (0, 2, 1), part=(1, 2), part_dim=1)),
@@ -118,3 +128,11 @@ def test_only_what_is_asked_for_is_read() -> None:
     leaf, _ = LEAVES["transposed layers"]
     leaf.read(tensors, (slice(1, 2), slice(0, 4), slice(2, 4)))
     assert tensors.read_elements == 8
+
+
+def test_dims_of_size_one_that_are_missing_are_named() -> None:
+    leaf = one("table", ones=1)
+    with pytest.raises(
+        ValueError, match=r"table: .* \(5, 4\), but should begin with 1"
+    ):
+        leaf.shape(Held(TENSORS))

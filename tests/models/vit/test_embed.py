@@ -46,7 +46,7 @@ def test_patches_begin_with_unit_variance():
 def test_class_token_is_first_and_every_token_has_its_position():
     embed = VitEmbed(CONFIG, rngs=nnx.Rngs(0))
     image = IMAGES[:, :, :8]
-    found = embed(image) - embed.positions.table[...]
+    found = embed(image) - embed.positions[...]
     assert embed.class_token is not None
     for row in found[:, 0]:
         np.testing.assert_allclose(row, embed.class_token[...], rtol=1e-5, atol=1e-6)

@@ -84,7 +84,7 @@ def reference_logits(params: dict[str, Any], config: VitConfig) -> np.ndarray:
                 kernel = embed["patch"]["kernel"]
                 token = np.einsum("pqc,pqcd->d", patch, kernel)
                 tokens.append(token + embed["patch"]["bias"])
-        x = np.stack(tokens) + embed["positions"]["table"]
+        x = np.stack(tokens) + embed["positions"]
         for i in range(config.num_layers):
             block = jax.tree.map(lambda leaf, i=i: leaf[i], params["blocks"])
             y = normalise(x, block["attention_norm"], config.norm_epsilon)
