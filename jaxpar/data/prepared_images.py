@@ -27,7 +27,8 @@ class PreparedImages:
     Args:
       source: rows with "image", uint8 [H, W, C], and "label", an integer, such as
         `jaxpar.data.ImageFolder`.
-      size: height and width of the crop around the centre, pixels; None for all.
+      size: height and width of the crop around the centre, pixels; None for those of
+        the image. A larger one puts a black border around it.
       shift: the crop moves by up to so many pixels up or down, and left or right;
         what is beyond the image is black.
       flip: mirror half of the rows, left to right.
@@ -160,7 +161,7 @@ def crop_around(
 
     Args:
       image_HWC: the image.
-      size: height and width of the crop, at most the image's.
+      size: height and width of the crop.
       moved: rows down and columns to the right, of the crop.
 
     Returns:
@@ -217,10 +218,10 @@ def _check_source(source: RowSource) -> None:
 def _check_numbers(
     whole: tuple[int, int], size: int | None, shift: int, seed: int
 ) -> None:
-    if size is not None and not 1 <= size <= min(whole):
+    if size is not None and size < 1:
         raise ValueError(
-            f"size={size} must be from 1 to {min(whole)}: the source's images are of "
-            f"{whole[0]} x {whole[1]} pixels; read them larger, or crop less."
+            f"size={size} must be at least 1 pixel; None for the source's "
+            f"{whole[0]} x {whole[1]}."
         )
     most = min(whole if size is None else (size, size)) - 1
     if not 0 <= shift <= most:

@@ -64,6 +64,17 @@ def test_crop_beyond_an_image_is_black():
     assert not moved[:, 0].any()
 
 
+def test_larger_crop_has_a_border_in_which_a_shift_loses_nothing():
+    rows = PreparedImages(ROWS, size=8, shift=1, mean=0.0, std=1.0)
+    drawn = rows.read([place * 12 + 5 for place in range(20)])["image"]
+    assert drawn.shape == (20, 8, 8, 2)
+    np.testing.assert_allclose(
+        drawn.sum((1, 2)), [PIXELS[5].sum((0, 1)) / 255] * 20, 1e-5
+    )
+    still = PreparedImages(ROWS, size=8).read([5])["image"][0]
+    np.testing.assert_array_equal(still[1:7, 1:7], scaled(PIXELS[5]))
+
+
 def test_what_is_drawn_depends_on_the_seed_and_the_place_only():
     def batches(batch_size: int, **how: Any) -> np.ndarray:
         rows = PreparedImages(ROWS, shift=2, flip=True, seed=how.pop("seed", 0))
@@ -108,7 +119,7 @@ def test_another_seed_is_another_stream():
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"size": 7}, r"size=7 must be from 1 to 6: .* are of 6 x 6 pixels"),
+        ({"size": 0}, r"size=0 must be at least 1 pixel; None for the source's 6 x 6"),
         ({"shift": 6}, r"shift=6 must be from 0 to 5"),
         ({"shift": -1}, r"shift=-1 must be from 0 to 5"),
         ({"shift": 4, "size": 4}, r"shift=4 must be from 0 to 3"),
