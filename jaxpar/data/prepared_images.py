@@ -205,9 +205,9 @@ def _per_channel(
 def _check_source(source: RowSource) -> None:
     shapes = source.shapes
     image, label = shapes.get("image"), shapes.get("label")
-    is_right = image is not None and label is not None
-    is_right = is_right and image.dtype == np.uint8 and len(image.shape) == 3
-    if not (is_right and label.shape == () and np.issubdtype(label.dtype, np.integer)):
+    has_image = image is not None and image.dtype == np.uint8 and len(image.shape) == 3
+    is_one = label is not None and label.shape == ()
+    if not (has_image and is_one and np.issubdtype(label.dtype, np.integer)):
         found = {name: f"{x.dtype}{list(x.shape)}" for name, x in shapes.items()}
         raise ValueError(
             f"source: its rows have {found}, but need 'image', uint8 [H, W, C], and "
