@@ -206,8 +206,8 @@ def _check_source(source: RowSource) -> None:
     shapes = source.shapes
     image, label = shapes.get("image"), shapes.get("label")
     has_image = image is not None and image.dtype == np.uint8 and len(image.shape) == 3
-    is_one = label is not None and label.shape == ()
-    if not (has_image and is_one and np.issubdtype(label.dtype, np.integer)):
+    whole = None if label is None else np.issubdtype(label.dtype, np.integer)
+    if not (has_image and whole and label is not None and label.shape == ()):
         found = {name: f"{x.dtype}{list(x.shape)}" for name, x in shapes.items()}
         raise ValueError(
             f"source: its rows have {found}, but need 'image', uint8 [H, W, C], and "
