@@ -26,6 +26,8 @@ CLOSE = 1.05
 
 _WORD = re.compile(r"[a-z][\w.\-]*=\S+")
 
+_FRAME = " ─│╭╮╰╯"
+
 Report = Callable[[str, Plan | str], None]
 
 
@@ -167,8 +169,14 @@ def _plan(path: Path, target: Target, choice: str, args: Sequence[str]) -> Plan 
     except (ValueError, CompilerProcessError) as error:
         return str(error)
     if isinstance(answer, Stopped):  # The flags are not the recipe's.
-        return (answer.err.strip() or answer.out).splitlines()[-1]
+        return _first_line(answer.err.strip() or answer.out)
     return answer
+
+
+def _first_line(told: str) -> str:
+    """The first that names something, without the frame of a wrong flag."""
+    lines = [line.strip(_FRAME) for line in told.splitlines()]
+    return next((line for line in lines if ": " in line), told)
 
 
 def _seconds(plan: Plan) -> float:
