@@ -10,7 +10,7 @@ from jaxpar.data.loader import Loader
 from jaxpar.data.masking import MaskedRows, masked_shapes
 from jaxpar.data.mixture import Mixture
 from jaxpar.data.packing import PackedDocuments, batch_shapes, rows_of
-from jaxpar.data.prepared_images import PreparedImages
+from jaxpar.data.prepared_images import PreparedImages, image_shapes, open_images
 from jaxpar.data.rows import RowSource
 from jaxpar.data.span_corruption import (
     SpanCorruption,
@@ -39,9 +39,11 @@ __all__ = [
     "Windows",
     "batch_shapes",
     "encode",
+    "image_shapes",
     "load_digits",
     "masked_shapes",
     "open_corpus",
+    "open_images",
     "open_tokenizer",
     "read_tokens",
     "require_whole_text",

@@ -29,16 +29,19 @@ from jaxpar.launch.extras import import_extra
 _SUFFIXES = frozenset(
     (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 )
-_SPLITS = ("train", "heldout", "all")
-_ON_BAD = ("stop", "skip")
+_CHOICES = {
+    "split": ("train", "heldout", "all"),
+    "mode": ("RGB", "L"),
+    "on_bad": ("stop", "skip"),
+}
 
 
 class ImageFolder:
     """Images in a folder that has one subfolder for each class.
 
     Each image is resized and cropped around its centre to one size. A row has "image",
-    uint8 [H, W, 3], and "label", int32: the place of its class in `classes`. Files
-    without a suffix of an image are left out.
+    uint8 [H, W, 3], or [H, W, 1] of grey ones, and "label", int32: the place of its
+    class in `classes`. Files without a suffix of an image are left out.
 
     A file is held out by a hash of its path below the folder (`jaxpar.data.splits`):
     it stays in its split when others are added or removed.
@@ -53,6 +56,7 @@ class ImageFolder:
       size: height and width of the result, or one number for both; pixels.
       split: "train", "heldout" or "all".
       heldout: one file in so many is held out.
+      mode: "RGB", or "L" for grey; images of any mode are converted.
       on_bad: at a file that can't be decoded, "stop" with an error, or "skip" it with a
         warning: the next good image of `files` takes its place, in all runs alike.
 
@@ -71,12 +75,13 @@ class ImageFolder:
         size: int | tuple[int, int],
         split: str = "train",
         heldout: int = 20,
+        mode: str = "RGB",
         on_bad: str = "stop",
     ):
         self._size = (size, size) if isinstance(size, int) else size
-        _check(self._size, split, heldout, on_bad)
+        _check(self._size, heldout, split=split, mode=mode, on_bad=on_bad)
         _import_pillow()
-        self.path, self._on_bad = Path(path), on_bad
+        self.path, self._mode, self._on_bad = Path(path), mode, on_bad
         names = _find_images(self.path)
         self.classes = tuple(sorted({_class_of(name) for name in names}))
         self.files = tuple(n for n in names if _is_in(n, split, heldout))
@@ -93,7 +98,7 @@ class ImageFolder:
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of one row."""
         return {
-            "image": jax.ShapeDtypeStruct((*self._size, 3), np.uint8),
+            "image": jax.ShapeDtypeStruct((*self._size, len(self._mode)), np.uint8),
             "label": jax.ShapeDtypeStruct((), np.int32),
         }
 
@@ -121,7 +126,9 @@ class ImageFolder:
             # A file that can't be read is not a bad image: the disk may be gone.
             content = (self.path / name).read_bytes()
             try:
-                return _decode(content, self._size), self._labels[_class_of(name)]
+                return _decode(content, self._size, self._mode), self._labels[
+                    _class_of(name)
+                ]
             except _decoding_errors() as error:
                 self._refuse(name, error)
         raise ValueError(f"none of the {len(self):,} images can be decoded.")
@@ -145,6 +152,7 @@ class ImageFolder:
             "image_size": list(self._size),
             "num_images": len(self),
             "sha256": self._sha256,
+            **({} if self._mode == "RGB" else {"mode": self._mode}),
         }
 
     @functools.cached_property
@@ -188,14 +196,16 @@ def _is_in(name: str, split: str, heldout: int) -> bool:
     return is_held == (split == "heldout")
 
 
-def _decode(content: bytes, size: tuple[int, int]) -> UInt8[np.ndarray, "_ _ 3"]:
-    """Decode an image, upright, to RGB of a height and a width."""
+def _decode(
+    content: bytes, size: tuple[int, int], mode: str
+) -> UInt8[np.ndarray, "_ _ C"]:
+    """Decode an image, upright, to a mode of a height and a width."""
     image_module, ops = _import_pillow()
     height, width = size
     with image_module.open(io.BytesIO(content)) as image:
-        upright = ops.exif_transpose(image).convert("RGB")
+        upright = ops.exif_transpose(image).convert(mode)
     fitted = ops.fit(upright, (width, height), image_module.Resampling.BICUBIC)
-    return np.asarray(fitted)
+    return np.asarray(fitted).reshape(height, width, len(mode))
 
 
 def _decoding_errors() -> tuple[type[Exception], ...]:
@@ -212,7 +222,7 @@ def _import_pillow() -> tuple[Any, Any]:
     return image, ops
 
 
-def _check(size: tuple[int, int], split: str, heldout: int, on_bad: str) -> None:
+def _check(size: tuple[int, int], heldout: int, **given: str) -> None:
     if min(size) < 1:
         raise ValueError(f"size={size} must be at least 1 pixel; give a positive one.")
     if heldout < 2:
@@ -220,11 +230,7 @@ def _check(size: tuple[int, int], split: str, heldout: int, on_bad: str) -> None
             f"heldout={heldout} must be at least 2: one file in so many is held out; "
             "give split='all' to hold out none."
         )
-    for name, value, choices in (
-        ("split", split, _SPLITS),
-        ("on_bad", on_bad, _ON_BAD),
-    ):
-        if value not in choices:
-            raise ValueError(
-                f"{name}={value!r} must be one of {', '.join(map(repr, choices))}."
-            )
+    for name, value in given.items():
+        if value not in _CHOICES[name]:
+            choices = ", ".join(map(repr, _CHOICES[name]))
+            raise ValueError(f"{name}={value!r} must be one of {choices}.")

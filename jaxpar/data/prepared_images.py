@@ -13,6 +13,8 @@ import jax
 import numpy as np
 from jaxtyping import Float, UInt8
 
+from jaxpar.data.image_arrays import load_digits
+from jaxpar.data.images import ImageFolder
 from jaxpar.data.rows import RowSource
 
 _WHITE = 255
@@ -203,11 +205,10 @@ def _per_channel(
 
 
 def _check_source(source: RowSource) -> None:
-    shapes = source.shapes
-    image, label = shapes.get("image"), shapes.get("label")
-    has_image = image is not None and image.dtype == np.uint8 and len(image.shape) == 3
-    whole = None if label is None else np.issubdtype(label.dtype, np.integer)
-    if not (has_image and whole and label is not None and label.shape == ()):
+    shapes, missing = source.shapes, jax.ShapeDtypeStruct((), np.bool_)
+    image, label = (shapes.get(name, missing) for name in ("image", "label"))
+    is_label = label.shape == () and np.issubdtype(label.dtype, np.integer)
+    if not (image.dtype == np.uint8 and len(image.shape) == 3 and is_label):
         found = {name: f"{x.dtype}{list(x.shape)}" for name, x in shapes.items()}
         raise ValueError(
             f"source: its rows have {found}, but need 'image', uint8 [H, W, C], and "
@@ -231,3 +232,82 @@ def _check_numbers(
         )
     if seed < 0:
         raise ValueError(f"seed={seed} must not be negative; give 0 or more.")
+
+
+def open_images(
+    data: str,
+    split: str,
+    *,
+    size: int,
+    channels: int,
+    num_labels: int,
+    shift: int = 0,
+    flip: bool = False,
+    seed: int = 0,
+) -> PreparedImages:
+    """Open a split of a data set for a model, a fifth of which is held out.
+
+    Args:
+      data: "digits" of scikit-learn, or a folder for `jaxpar.data.ImageFolder`, whose
+        images are read larger than the model's by `shift` pixels on each side.
+      split: "train", "heldout" or "all"; only "train" is changed at random.
+      size: height and width of the model's images, pixels.
+      channels: of the model's images: 1 of grey, 3 of RGB.
+      num_labels: of the model.
+      shift: as in `PreparedImages`.
+      flip: likewise.
+      seed: likewise.
+
+    Returns:
+      The rows.
+
+    Raises:
+      ValueError: if the data has other channels, or another number of classes.
+    """
+    rows = (
+        load_digits(split=split)
+        if data == "digits"
+        else ImageFolder(
+            data,
+            size=size + 2 * shift,
+            split=split,
+            heldout=5,
+            mode="L" if channels == 1 else "RGB",
+        )
+    )
+    given = {"num_labels": num_labels, "channels": channels}
+    found = {"num_labels": len(rows.classes), "channels": rows.shapes["image"].shape[2]}
+    for name, value in given.items():
+        if value != found[name]:
+            raise ValueError(
+                f"{name}={value}, but data={data!r} has {found[name]} (its classes are "
+                f"{', '.join(rows.classes[:10])}): give the model as many."
+            )
+    random: dict[str, Any] = {"shift": shift, "flip": flip, "seed": seed}
+    return PreparedImages(
+        rows, size=size, num_labels=num_labels, **(random if split == "train" else {})
+    )
+
+
+def image_shapes(
+    batch_size: int, size: int, channels: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of a batch of prepared images, to compile a step before data is there.
+
+    Args:
+      batch_size: rows.
+      size: height and width, pixels.
+      channels: of an image.
+
+    Returns:
+      Those of "image" and "label".
+
+    Example:
+      >>> image_shapes(2, 8, 1)["image"].shape
+      (2, 8, 8, 1)
+    """
+    shape = batch_size, size, size, channels
+    return {
+        "image": jax.ShapeDtypeStruct(shape, np.float32),
+        "label": jax.ShapeDtypeStruct((batch_size,), np.int32),
+    }

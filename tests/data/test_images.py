@@ -72,6 +72,19 @@ def test_image_is_resized(tmp_path: Path):
     np.testing.assert_allclose(image[2:-2], means[2:-2], atol=1)
 
 
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "1"])
+def test_image_of_any_mode_becomes_grey(tmp_path: Path, mode: str):
+    (tmp_path / "a").mkdir()
+    white = Image.new("RGB", (5, 4), (255, 255, 255)).convert(mode)
+    white.save(tmp_path / "a" / "i.png")
+    rows = ImageFolder(tmp_path, size=(4, 5), split="all", mode="L")
+    found = rows.read([0])["image"]
+    assert found.shape == (1, 4, 5, 1)
+    assert rows.shapes["image"].shape == found.shape[1:]
+    assert (found == 255).all()
+    assert rows.identity() != ImageFolder(tmp_path, size=(4, 5), split="all").identity()
+
+
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1"])
 def test_image_of_any_mode_becomes_rgb(tmp_path: Path, mode: str):
     (tmp_path / "a").mkdir()
@@ -201,6 +214,7 @@ def test_identity_is_of_the_files(folder: Path):
         ({"size": (8, -1)}, r"size=\(8, -1\) must be at least 1 pixel"),
         ({"heldout": 1}, "heldout=1 must be at least 2.*split='all'"),
         ({"split": "test"}, "split='test' must be one of 'train', 'heldout', 'all'"),
+        ({"mode": "RGBA"}, "mode='RGBA' must be one of 'RGB', 'L'"),
         ({"on_bad": "ask"}, "on_bad='ask' must be one of 'stop', 'skip'"),
     ],
 )

@@ -1,11 +1,20 @@
 """What is at random in prepared images, what does it depend on, and what is refused?"""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from jaxpar.data import ImageArrays, Loader, PreparedImages, RowSource
+from jaxpar.data import (
+    ImageArrays,
+    Loader,
+    PreparedImages,
+    RowSource,
+    image_shapes,
+    open_images,
+)
 from jaxpar.data.prepared_images import crop_around
 
 PIXELS = np.random.default_rng(0).integers(1, 256, (12, 6, 6, 2), dtype=np.uint8)
@@ -145,3 +154,54 @@ def test_label_that_the_model_lacks_is_named():
         ValueError, match=r"num_labels=3, .* has the label 3; .* 0 to 2"
     ):
         rows.read([2, 3])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number in range(40):
+        file = tmp_path / "ab"[number % 2] / f"{number}.png"
+        file.parent.mkdir(exist_ok=True)
+        Image.new("RGB", (12, 9), (number + 9, 200, 100)).save(file)
+    return tmp_path
+
+
+def test_folder_is_opened_with_room_for_its_shifts(folder: Path):
+    how = {"size": 6, "channels": 3, "num_labels": 2, "shift": 2, "flip": True}
+    train, held = (
+        open_images(str(folder), split, **how) for split in ("train", "heldout")
+    )
+    assert train.source.shapes["image"].shape == (10, 10, 3)
+    assert len(train) + len(held) == 40
+    assert 2 <= len(held) <= 16
+    for rows in (train, held):
+        shapes = image_shapes(1, 6, 3)
+        for name, array in rows.read([0]).items():
+            assert (array.shape, array.dtype) == (
+                shapes[name].shape,
+                shapes[name].dtype,
+            )
+    is_random = [rows.identity()["prepared"]["shift"] for rows in (train, held)]
+    assert is_random == [2, 0]
+    assert train.read([0])["image"].min() > -1, "nothing is beyond the image"
+
+
+def test_folder_of_grey_images_is_read_as_such(folder: Path):
+    rows = open_images(str(folder), "all", size=6, channels=1, num_labels=2)
+    assert rows.read([0])["image"].shape == (1, 6, 6, 1)
+
+
+def test_model_that_does_not_fit_the_data_is_refused(folder: Path):
+    how = {"size": 6, "channels": 3}
+    message = r"num_labels=3, but data='.*' has 2 \(its classes are a, b\)"
+    with pytest.raises(ValueError, match=message):
+        open_images(str(folder), "train", num_labels=3, **how)
+
+
+def test_digits_are_grey():
+    pytest.importorskip("sklearn")
+    how = {"size": 10, "num_labels": 10}
+    assert open_images("digits", "heldout", channels=1, **how).shapes[
+        "image"
+    ].shape == (10, 10, 1)
+    with pytest.raises(ValueError, match=r"channels=3, but data='digits' has 1"):
+        open_images("digits", "heldout", channels=3, **how)

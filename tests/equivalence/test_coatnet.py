@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "zero2-tensor2": {"zero": 2, "data": 2, "tensor": 2},
     "zero3-tensor2": {"zero": 3, "data": 2, "tensor": 2},
     "zero3-full-remat": {"zero": 3, "data": 4, "remat": "full", "unroll": 2},
-    # Of two or four of the process's eight devices, XLA:CPU aborts (docs/parallelism.md).
+    # On two or four of eight devices XLA:CPU aborts: docs/parallelism.md.
     "zero3-prefetch": {"zero": 3, "data": 8, "prefetch": True},
     "pipe2": {"zero": 0, "data": 1, "pipe": 2, "accumulate": 2},
     "pipe2-zero1": {"zero": 1, "data": 2, "pipe": 2, "accumulate": 2},
