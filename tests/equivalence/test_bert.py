@@ -64,7 +64,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"zero": 1, "data": 2, "pipe": 2, "accumulate": 2},
     ),
 }
-QUICK = ("pretraining-pipe2-tensor2", "pretraining-accumulate")
+QUICK = ("pretraining-pipe2-tensor2",)
 
 
 def batches(task: str, *, packed: bool) -> list[dict[str, Any]]:

@@ -64,7 +64,6 @@ CASES: dict[str, dict[str, Any]] = {
     "batch-zero3-remat": {"zero": 3, "data": 4, "norm": "batch", "remat": "full"},
     "batch-dropped": {"zero": 2, "data": 2, "norm": "batch", "stochastic_depth": 0.3},
 }
-QUICK = ("batch-zero3-tensor2",)
 CHANGE_VALUES = ("norm", "accumulate", "stochastic_depth", "stride_in")
 
 
@@ -117,13 +116,8 @@ def on_one_device(**given: Any) -> Any:
     return train(**given)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough)
-        for name in CASES
-    ],
-)
+@pytest.mark.thorough  # Half a minute each: convolutions compile long.
+@pytest.mark.parametrize("name", CASES)
 def test_any_mesh_trains_as_one_device_does(name: str) -> None:
     case = CASES[name]
     same = {key: x for key, x in case.items() if key in CHANGE_VALUES}

@@ -90,7 +90,7 @@ CASES: dict[str, dict[str, Any]] = {
         "dropout": 0.2,
     },
 }
-QUICK = ("sequence-zero3", "mean-pipe2-tensor2")
+QUICK = ("mean-pipe2-tensor2",)
 CHANGE_VALUES = ("accumulate", "dropout", "pooling")
 
 

@@ -61,6 +61,7 @@ def arguments(base: Path, run: Path) -> list[str]:
     return [*args, "--batch-size", "4", "--eval-batches", "1", "--save-every", "3"]
 
 
+@pytest.mark.thorough
 def test_adapters_are_tuned_moved_merged_and_written(base: Path, tmp_path: Path):
     args = [*arguments(base, tmp_path / "run"), "--lora.rank", "4"]
     done = start(RECIPE, *args, "--learning-rate", "0.02")
