@@ -173,10 +173,10 @@ def _plan(path: Path, target: Target, choice: str, args: Sequence[str]) -> Plan 
     return answer
 
 
-def _first_line(told: str) -> str:
+def _first_line(printed: str) -> str:
     """The first that names something, without the frame of a wrong flag."""
-    lines = [line.strip(_FRAME) for line in told.splitlines()]
-    return next((line for line in lines if ": " in line), told)
+    lines = [line.strip(_FRAME) for line in printed.splitlines()]
+    return next((line for line in lines if ": " in line), printed)
 
 
 def _seconds(plan: Plan) -> float:
