@@ -27,6 +27,7 @@ CLOSE = 1.05
 _WORD = re.compile(r"[a-z][\w.\-]*=\S+")
 
 _FRAME = " ─│╭╮╰╯"
+"""What the command line draws around its messages."""
 
 Report = Callable[[str, Plan | str], None]
 
@@ -169,12 +170,12 @@ def _plan(path: Path, target: Target, choice: str, args: Sequence[str]) -> Plan 
     except (ValueError, CompilerProcessError) as error:
         return str(error)
     if isinstance(answer, Stopped):  # The flags are not the recipe's.
-        return _first_line(answer.err.strip() or answer.out)
+        return _reason(answer.err.strip() or answer.out)
     return answer
 
 
-def _first_line(printed: str) -> str:
-    """The first that names something, without the frame of a wrong flag."""
+def _reason(printed: str) -> str:
+    """The first line that names a value, without the frame drawn around it."""
     lines = [line.strip(_FRAME) for line in printed.splitlines()]
     return next((line for line in lines if ": " in line), printed)
 

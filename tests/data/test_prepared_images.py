@@ -198,7 +198,7 @@ def test_model_that_does_not_fit_the_data_is_refused(folder: Path):
 
 
 def test_digits_are_grey():
-    pytest.importorskip("sklearn")
+    pytest.importorskip("sklearn", reason="needs jaxpar[vision]")
     how = {"size": 10, "num_labels": 10}
     assert open_images("digits", "heldout", channels=1, **how).shapes[
         "image"
