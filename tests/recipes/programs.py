@@ -57,6 +57,7 @@ def told(
     *args: str,
 ) -> Ended:
     """What a recipe says to wrong or asking arguments, in this process."""
+    jax.devices()  # Fixed before the recipe, for the tests that follow, asks for four.
     monkeypatch.setattr(sys, "argv", [recipe, *args])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / recipe), run_name="__main__")
