@@ -95,7 +95,7 @@ class MeshShape:
           ValueError: if no such shape exists.
         """
         sizes = dataclasses.asdict(self)
-        fixed = math.prod(size for size in sizes.values() if size != -1)
+        fixed = self.num_fixed
         open_axis = next((axis for axis, size in sizes.items() if size == -1), None)
         if open_axis and num_devices % fixed == 0 and num_devices >= fixed:
             return dataclasses.replace(self, **{open_axis: num_devices // fixed})
@@ -109,10 +109,14 @@ class MeshShape:
         return self
 
     @property
+    def num_fixed(self) -> int:
+        """Devices on the axes that are not -1."""
+        return math.prod(size for size in dataclasses.astuple(self) if size != -1)
+
+    @property
     def num_devices(self) -> int | None:
         """The number of devices that the shape needs; None if an axis is -1."""
-        sizes = dataclasses.astuple(self)
-        return None if -1 in sizes else math.prod(sizes)
+        return None if -1 in dataclasses.astuple(self) else self.num_fixed
 
     @property
     def axes(self) -> dict[str, int]:

@@ -1,7 +1,6 @@
 """Which devices does a run get, on CPU only, or with another number of workers?"""
 
 import dataclasses
-import math
 import socket
 from typing import Any
 
@@ -34,9 +33,7 @@ def choose_mesh(shape: MeshShape, *, on_cpu: MeshShape) -> Mesh:
     wanted = on_cpu if shape == MeshShape() else shape
     if worker is not None:
         wanted, shape = (_for_workers(each, worker) for each in (wanted, shape))
-    sizes = (wanted.data, wanted.pipe, wanted.tensor)
-    num_devices = math.prod(size for size in sizes if size != -1)
-    _make_cpu_devices(_each_worker(num_devices, worker))
+    _make_cpu_devices(_each_worker(wanted.num_fixed, worker))
     devices = jax.devices()
     if devices[0].platform != "cpu":
         wanted = shape
@@ -155,8 +152,7 @@ def _each_worker(num_devices: int, worker: Worker | None) -> int:
 
 def _require_devices(shape: MeshShape, found: int) -> None:
     """Report which worker has too few devices; one process gets the mesh's error."""
-    sizes = (shape.data, shape.pipe, shape.tensor)
-    needed = math.prod(size for size in sizes if size != -1)
+    needed = shape.num_fixed
     if jax.process_count() == 1 or found >= needed:
         return
     mine = [socket.gethostname(), jax.local_device_count()]

@@ -75,6 +75,11 @@ def test_cpu_run_makes_the_devices_of_its_shape_and_none_for_an_open_axis():
     assert chosen([-1, 1, 2]) == [shape(1, 1, 2), 2]
 
 
+def test_cpu_run_counts_replicas_and_experts_too():
+    assert chosen([-1, 1, 1, 2, 2])[1] == 4
+    assert chosen([1, 1, 2, 1, 3]) == [{**shape(1, 1, 2), "expert": 3}, 6]
+
+
 def test_cpu_devices_are_as_many_as_asked_for_and_then_fixed():
     done = subprocess.run(
         [sys.executable, "-c", TO_TRY],
@@ -111,6 +116,7 @@ def test_cpu_devices_are_a_number_of_at_least_one(number):
 def test_accelerators_are_all_used_whatever_the_cpu_mesh(wanted, monkeypatch):
     """Four devices that say they are GPUs."""
     given = []
+    jax.devices()  # Fixed: what is chosen here must not choose for later tests.
 
     class Gpu:
         platform = "gpu"
