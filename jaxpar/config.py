@@ -162,25 +162,9 @@ def _flattened(config: Any, chosen: Mapping[str, Any]) -> Any:
     """The config's class with the presets' fields of plain types, for tyro."""
     parts = []
     for field in _presets(config):
-        own = chosen[field.name]
-        hints = typing.get_type_hints(type(own))
-        plain = [
-            (each.name, _plain(hints[each.name]), getattr(own, each.name))
-            for each in dataclasses.fields(own)
-            if each.init and each.name not in field.metadata["without"]
-        ]
-        flat = dataclasses.make_dataclass(
-            type(own).__name__,
-            [
-                (name, hint, dataclasses.field(default=value))
-                for name, hint, value in plain
-                if hint is not None and _is_plain(value)
-            ],
-            frozen=True,
-            kw_only=True,
-        )
-        flat.__doc__ = type(own).__doc__
-        parts.append((field.name, flat, dataclasses.field(default=flat())))
+        flat = _flat_default(chosen[field.name], field.metadata["without"])
+        default = dataclasses.field(default=flat)
+        parts.append((field.name, type(flat), default))
     # The config checks itself when it is made of its own classes, by `_rebuilt`.
     unchecked = {"__post_init__": lambda self: None}
     return dataclasses.make_dataclass(
@@ -188,14 +172,42 @@ def _flattened(config: Any, chosen: Mapping[str, Any]) -> Any:
     )
 
 
+def _flat_default(own: Any, without: Collection[str] = ()) -> Any:
+    """A dataclass with the plain fields of another, and of those inside it."""
+    hints = typing.get_type_hints(type(own))
+    fields = []
+    for each in dataclasses.fields(own):
+        if not each.init or each.name in without:
+            continue
+        hint, value = _plain(hints[each.name]), getattr(own, each.name)
+        if dataclasses.is_dataclass(value):
+            value = _flat_default(value)
+            hint = type(value)
+        elif hint is None or not _is_plain(value):
+            continue
+        fields.append((each.name, hint, dataclasses.field(default=value)))
+    kind = type(own)
+    flat: Any = dataclasses.make_dataclass(
+        kind.__name__, fields, frozen=True, kw_only=True
+    )
+    flat.__doc__ = kind.__doc__
+    return flat()
+
+
+def _with_fields(own: Any, flat: Any) -> Any:
+    """A dataclass with the values of its flat one."""
+    values = {f.name: getattr(flat, f.name) for f in dataclasses.fields(flat)}
+    inner = {k: x for k, x in values.items() if dataclasses.is_dataclass(x)}
+    made = {k: _with_fields(getattr(own, k), x) for k, x in inner.items()}
+    return dataclasses.replace(own, **{**values, **made})
+
+
 def _rebuilt(config: Any, chosen: Mapping[str, Any], flat: Any) -> Any:
     """A config of its own class, from one of the class that tyro has read."""
     values = {f.name: getattr(flat, f.name) for f in dataclasses.fields(config)}
     for name, own in chosen.items():
-        given = values[name]
-        fields = {f.name: getattr(given, f.name) for f in dataclasses.fields(given)}
         try:
-            values[name] = dataclasses.replace(own, **fields)
+            values[name] = _with_fields(own, values[name])
         except (ValueError, TypeError) as error:
             _stop(f"{_flag(name)}: {error}")
     try:

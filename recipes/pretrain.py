@@ -21,13 +21,14 @@ from jaxpar.models import PRESETS, DecoderConfig
 from jaxpar.optim import OPTIMIZERS, OptimizerSettings
 
 CPU_MESH = jaxpar.MeshShape(data=2, tensor=2)
+SET_HERE = "remat", "sequence_parallel"
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(jaxpar.StartOptions, DataConfig):
     """One run of the GPT."""
 
-    model: DecoderConfig = preset(PRESETS, "1m", without=("remat", "sequence_parallel"))
+    model: DecoderConfig = preset(PRESETS, "1m", without=("lora", *SET_HERE))
     """The GPT's shape."""
     mesh: jaxpar.MeshShape = dataclasses.field(default_factory=jaxpar.MeshShape)
     """Devices by axis; by default all accelerators on data, or data 2 x tensor 2."""
@@ -73,7 +74,7 @@ class Config(jaxpar.StartOptions, DataConfig):
 
 def build(config: Config, mesh: jax.sharding.Mesh | None = None) -> jaxpar.Engine:
     """Make the engine of a config, on its own mesh or another."""
-    how = {"remat": config.remat, "sequence_parallel": config.sequence_parallel}
+    how = {name: getattr(config, name) for name in SET_HERE}
     model = dataclasses.replace(config.model, **how)
     rate, steps = config.learning_rate, config.schedule_steps or config.steps
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps)

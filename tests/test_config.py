@@ -338,6 +338,45 @@ def test_empty_list_of_a_preset_is_taken_from_a_file(tmp_path):
     assert parse(WithList, None, ["--config", str(file)]).model == Listed(())
 
 
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    """A preset of several parts.
+
+    Attributes:
+      layers: of the model.
+      shape: of a layer.
+      sizes: of others.
+    """
+
+    layers: int = 1
+    shape: Shape = Shape()
+    sizes: Listed = Listed()
+
+
+@dataclasses.dataclass(frozen=True)
+class WithParts:
+    """One run."""
+
+    model: Outer = preset({"small": Outer(), "wide": Outer(2, Shape(64))}, "small")
+    """The model."""
+
+
+def test_fields_of_a_presets_parts_are_flags_too(tmp_path, capsys):
+    args = ["--model", "wide", "--model.shape.depth", "3", "--model.sizes.sizes", "4"]
+    found = parse(WithParts, None, args)
+    assert found == WithParts(Outer(2, Shape(64, 3), Listed((4,))))
+    record = dataclasses.asdict(found)
+    del record["model"]["shape"]["own"]
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"config": record, "identity": {}}))
+    assert parse(WithParts, None, ["--config", str(file)]) == found
+    beside = ["--config", str(file), "--model.shape.width", "8"]
+    assert parse(WithParts, None, beside).model.shape == Shape(8, 3)
+    with pytest.raises(SystemExit):
+        parse(WithParts, None, ["--model.shape.width", "0"])
+    assert "--model: width=0 must be at least 1." in capsys.readouterr().err
+
+
 def test_preset_without_a_name_is_named(capsys):
     with pytest.raises(SystemExit):
         parse(WithPresets, None, ["--model", "--steps", "3"])
