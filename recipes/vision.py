@@ -3,8 +3,8 @@
 With no flags: ZeRO 3 on every accelerator, or on four CPU devices (data 2 x tensor 2,
 the last quarter on data 4). --data FOLDER has a subfolder of images for each class;
 then give --vit vit-b16 --vit.num-labels 37 --flip --shift 16, for example. Or a
-CoAtNet: --family coatnet --coatnet.channels 1 --coatnet.image-size 16.
-Run it again to go on; `--out` names another run.
+CoAtNet: --family coatnet --coatnet.channels 1 --coatnet.image-size 16. Run it again to
+go on; `--out` names another run.
 """
 
 import dataclasses
@@ -40,6 +40,8 @@ class Config(jaxpar.StartOptions):
     """scikit-learn's digits, or a folder with a subfolder of images for each class."""
     shift: int = 1
     """Pixels that training images are shifted by at random, at most."""
+    rotate: int = 10
+    """Degrees that they are turned by at random, either way, at most."""
     flip: bool = False
     """Mirror half of the training images, left to right."""
     label_smoothing: float = 0.1
@@ -106,13 +108,13 @@ def build(config: Config, mesh: jax.sharding.Mesh | None = None) -> jaxpar.Engin
 def images_of(config: Config, split: str) -> PreparedImages:
     """The rows of a split, as the model takes them."""
     _, model, labels = model_of(config)
-    shape = {"size": model.image_size, "channels": model.channels, "num_labels": labels}
-    change = {"shift": config.shift, "flip": config.flip, "seed": config.seed}
-    return open_images(config.data, split, **shape, **change)
+    how = {name: getattr(config, name) for name in ("shift", "rotate", "flip", "seed")}
+    how |= {"size": model.image_size, "channels": model.channels, "num_labels": labels}
+    return open_images(config.data, split, **how)
 
 
 def evaluate(engine: jaxpar.Engine, held: Loader) -> dict[str, float]:
-    """The means over the held-out images, of batches of one size."""
+    """Means over the held-out images, of batches of one size."""
     found = jax.device_get([engine.evaluate(batch) for batch in held])
     return {k: sum(float(x[k]) for x in found) / len(found) for k in MEANS}
 

@@ -11,6 +11,7 @@ from typing import Any
 import grain
 import jax
 import numpy as np
+import scipy.ndimage
 from jaxtyping import Float, UInt8
 
 from jaxpar.data.image_arrays import load_digits
@@ -18,6 +19,7 @@ from jaxpar.data.images import ImageFolder
 from jaxpar.data.rows import RowSource
 
 _WHITE = 255
+_HALF_TURN = 180
 
 
 class PreparedImages:
@@ -33,6 +35,8 @@ class PreparedImages:
         the image. A larger one puts a black border around it.
       shift: the crop moves by up to so many pixels up or down, and left or right;
         what is beyond the image is black.
+      rotate: degrees that the crop is turned by, either way, at most; what is beyond
+        the image is black.
       flip: mirror half of the rows, left to right.
       mean: of pixels from 0 to 1, for all channels or each.
       std: likewise.
@@ -61,6 +65,7 @@ class PreparedImages:
         *,
         size: int | None = None,
         shift: int = 0,
+        rotate: int = 0,
         flip: bool = False,
         mean: float | Sequence[float] = 0.5,
         std: float | Sequence[float] = 0.5,
@@ -71,7 +76,11 @@ class PreparedImages:
         height, width, channels = source.shapes["image"].shape
         self.source, self._crop = source, (size or height, size or width)
         _check_numbers((height, width), size, shift, seed)
-        self._shift, self._flip, self._seed = shift, flip, seed
+        if not 0 <= rotate <= _HALF_TURN:
+            raise ValueError(
+                f"rotate={rotate} must be from 0 to {_HALF_TURN} degrees, either way."
+            )
+        self._shift, self._rotate, self._flip, self._seed = shift, rotate, flip, seed
         self._mean = _per_channel("mean", mean, channels)
         self._std = _per_channel("std", std, channels)
         if not (self._std > 0).all():
@@ -123,12 +132,15 @@ class PreparedImages:
     def _prepared(
         self, image_HWC: UInt8[np.ndarray, "H W C"], place: int
     ) -> UInt8[np.ndarray, "h w C"]:
-        moved, is_mirrored = (0, 0), False
-        if self._shift or self._flip:
-            draws = np.random.default_rng([self._seed, place])
-            moved = draws.integers(-self._shift, self._shift + 1, 2).tolist()
-            is_mirrored = self._flip and bool(draws.integers(2))
+        if not (self._shift or self._rotate or self._flip):
+            return crop_around(image_HWC, self._crop)
+        draws = np.random.default_rng([self._seed, place])
+        moved = draws.integers(-self._shift, self._shift + 1, 2).tolist()
+        is_mirrored = self._flip and bool(draws.integers(2))
         cropped = crop_around(image_HWC, self._crop, moved)
+        if self._rotate:
+            degrees = draws.uniform(-self._rotate, self._rotate)
+            cropped = scipy.ndimage.rotate(cropped, degrees, reshape=False, order=1)
         return cropped[:, ::-1] if is_mirrored else cropped
 
     def _check_labels(self, label_B: np.ndarray) -> None:
@@ -145,6 +157,7 @@ class PreparedImages:
     def identity(self) -> dict[str, Any]:
         """What is done, and what the source is."""
         done = {"crop": list(self._crop), "shift": self._shift, "flip": self._flip}
+        done |= {"rotate": self._rotate}
         done |= {"mean": self._mean.tolist(), "std": self._std.tolist()}
         return {**self.source.identity(), "prepared": {**done, "seed": self._seed}}
 
@@ -242,6 +255,7 @@ def open_images(
     channels: int,
     num_labels: int,
     shift: int = 0,
+    rotate: int = 0,
     flip: bool = False,
     seed: int = 0,
 ) -> PreparedImages:
@@ -255,6 +269,7 @@ def open_images(
       channels: of the model's images: 1 of grey, 3 of RGB.
       num_labels: of the model.
       shift: as in `PreparedImages`.
+      rotate: likewise.
       flip: likewise.
       seed: likewise.
 
@@ -283,7 +298,8 @@ def open_images(
                 f"{name}={value}, but data={data!r} has {found[name]} (its classes are "
                 f"{', '.join(rows.classes[:10])}): give the model as many."
             )
-    random: dict[str, Any] = {"shift": shift, "flip": flip, "seed": seed}
+    random: dict[str, Any] = {"shift": shift, "rotate": rotate, "flip": flip}
+    random["seed"] = seed
     return PreparedImages(
         rows, size=size, num_labels=num_labels, **(random if split == "train" else {})
     )

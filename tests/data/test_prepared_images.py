@@ -66,6 +66,27 @@ def test_every_shift_and_mirror_image_is_drawn_about_as_often(size: int | None):
     assert counts.min() > 60, "of 100 that are expected"
 
 
+def test_images_are_turned_by_angles_up_to_the_limit_either_way():
+    pixels = np.zeros((1, 41, 41, 1), np.uint8)
+    pixels[0, 19:22, 34:37] = 255
+    rows = PreparedImages(
+        ImageArrays(pixels, np.zeros(1, int), ("one",)),
+        rotate=30,
+        mean=0.0,
+        std=1.0,
+        seed=2,
+    )
+    turned = rows.read(range(300))["image"][..., 0]
+    share = turned / turned.sum((1, 2), keepdims=True)
+    place = np.arange(41) - 20
+    down, right = share.sum(2) @ place, share.sum(1) @ place
+    np.testing.assert_allclose(np.hypot(down, right), 15, atol=0.2)
+    degrees = np.rad2deg(np.arctan2(down, right))
+    counts, _ = np.histogram(degrees, bins=6, range=(-31, 31))
+    assert counts.sum() == 300
+    assert counts.min() > 30, "of 50 that are expected"
+
+
 def test_crop_beyond_an_image_is_black():
     moved = crop_around(PIXELS[0], (6, 6), (2, -1))
     np.testing.assert_array_equal(moved[:4, 1:], PIXELS[0, 2:, :5])
@@ -130,6 +151,7 @@ def test_another_seed_is_another_stream():
     [
         ({"size": 0}, r"size=0 must be at least 1 pixel; None for the source's 6 x 6"),
         ({"shift": 6}, r"shift=6 must be from 0 to 5"),
+        ({"rotate": -1}, r"rotate=-1 must be from 0 to 180 degrees"),
         ({"shift": -1}, r"shift=-1 must be from 0 to 5"),
         ({"shift": 4, "size": 4}, r"shift=4 must be from 0 to 3"),
         ({"mean": (0.5,) * 3}, r"mean=.* one for each of the 2 channels"),
