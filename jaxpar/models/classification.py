@@ -6,22 +6,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar.models.experts.stream import RouterLosses
 from jaxpar.step.weighted import Weighted
 from jaxpar.types import Batch
 
 
 def classification_loss(
-    model: Callable[..., jax.Array], batch: Batch, *, label_smoothing: float = 0.0
-) -> Weighted:
-    """Sum the cross entropy of labels, in nats.
+    model: Callable[..., Any], batch: Batch, *, label_smoothing: float = 0.0
+) -> Any:
+    """Sum the cross entropy of labels, in nats, and the losses of routers.
 
     Args:
-      model: maps images [B, H, W, C] to logits [B, V].
+      model: maps images [B, H, W, C] to logits [B, V], or to (logits,
+        `jaxpar.models.experts.stream.RouterLosses`).
       batch: "image" and "label", [B] integers from 0 to V - 1; another gives NaN.
       label_smoothing: share of a label that is spread over all classes.
 
     Returns:
-      The sum over images and their number, fp32.
+      The sum over images and their number, fp32; of a model with experts also its
+      metrics.
 
     Raises:
       ValueError: if an entry is missing, there is not one label per image, or
@@ -39,11 +42,15 @@ def classification_loss(
     """
     _require_share(label_smoothing)
     image_BHWC, label_B = _images_and_labels(batch)
-    return _sum_of_losses(model(image_BHWC), label_B, label_smoothing)
+    logits_BV, router = _logits_and_router(model(image_BHWC))
+    loss = _sum_of_losses(logits_BV, label_B, label_smoothing)
+    if router is None:
+        return loss
+    return Weighted(loss.total + router.loss * loss.weight, loss.weight), router.metrics
 
 
 def classification_metrics(
-    model: Callable[..., jax.Array], batch: Batch
+    model: Callable[..., Any], batch: Batch
 ) -> tuple[Weighted, dict[str, Weighted]]:
     """Sum the cross entropy of labels, and count those that are the most likely.
 
@@ -66,7 +73,7 @@ def classification_metrics(
       (1.0, 2.0)
     """
     image_BHWC, label_B = _images_and_labels(batch)
-    logits_BV = model(image_BHWC)
+    logits_BV, _ = _logits_and_router(model(image_BHWC))
     loss = _sum_of_losses(logits_BV, label_B, 0.0)
     hits = (logits_BV.argmax(-1) == label_B).sum(dtype=jnp.float32)
     return loss, {"accuracy": Weighted(hits, loss.weight)}
@@ -94,6 +101,10 @@ def _images_and_labels(batch: Batch) -> tuple[Any, Any]:
             f"{image_BHWC.shape[0]} images; give one label per image, [B]."
         )
     return image_BHWC, label_B
+
+
+def _logits_and_router(found: Any) -> tuple[jax.Array, RouterLosses | None]:
+    return found if isinstance(found, tuple) else (found, None)
 
 
 def _sum_of_losses(

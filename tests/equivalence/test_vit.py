@@ -15,6 +15,7 @@ import pytest
 
 import jaxpar
 from jaxpar.models import VitConfig, classification_loss, make_vit
+from jaxpar.models.experts.config import ExpertsConfig
 from tests.equivalence import problems
 
 CONFIG = VitConfig(
@@ -90,8 +91,28 @@ CASES: dict[str, dict[str, Any]] = {
         "dropout": 0.2,
     },
 }
+EXPERTS = ExpertsConfig(num=4, balance_loss=0.1, router_z_loss=0.01)
+EVERY_SECOND = ExpertsConfig(num=4, every=2, capacity_factor=0.75, balance_loss=0.1)
+CASES |= {
+    "experts-zero3-e2-t2": {
+        "zero": 3,
+        "data": 2,
+        "expert": 2,
+        "tensor": 2,
+        "experts": EXPERTS,
+    },
+    "second-zero2-e4": {"zero": 2, "data": 2, "expert": 4, "experts": EVERY_SECOND},
+    "second-pipe2-e2-mean": {
+        "data": 2,
+        "pipe": 2,
+        "expert": 2,
+        "accumulate": 2,
+        "pooling": "mean",
+        "experts": EVERY_SECOND,
+    },
+}
 QUICK = ("mean-pipe2-tensor2",)
-CHANGE_VALUES = ("accumulate", "dropout", "pooling")
+CHANGE_VALUES = ("accumulate", "dropout", "experts", "pooling")
 
 
 def batches() -> list[dict[str, np.ndarray]]:
@@ -116,12 +137,12 @@ def moved(params: Any) -> Any:
 
 
 def train(
-    *, data: int = 1, pipe: int = 1, tensor: int = 1, **given: Any
+    *, data: int = 1, pipe: int = 1, tensor: int = 1, expert: int = 1, **given: Any
 ) -> tuple[list[float], Any]:
     """Losses and parameters of three steps."""
     own = {name: x for name, x in given.items() if name in OF_CONFIG}
     rest = {name: x for name, x in given.items() if name not in OF_CONFIG}
-    shape = jaxpar.MeshShape(data=data, pipe=pipe, tensor=tensor)
+    shape = jaxpar.MeshShape(data=data, pipe=pipe, tensor=tensor, expert=expert)
     engine = jaxpar.initialize(
         model=make_vit(dataclasses.replace(CONFIG, **own)),
         loss_fn=functools.partial(classification_loss, label_smoothing=0.1),

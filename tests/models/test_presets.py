@@ -20,7 +20,7 @@ MEGATRON = [
     ("1008b", 1008.0, 25_600, 128),
 ]
 PUBLISHED = [("124m", 124.4e6), ("350m", 355e6), ("1.3b", 1.3e9), ("7b", 6.738e9)]
-PUBLISHED += [("8b", 8.030e9), ("70b", 68.98e9)]
+PUBLISHED += [("8b", 8.030e9), ("70b", 68.98e9), ("mixtral-8x7b", 46.7e9)]
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -10,18 +10,12 @@ from jaxpar.losses.logits import hide_columns
 from jaxpar.mesh import DATA, TENSOR
 from jaxpar.models.block import constrain_residual, gather_tokens, make_dropout
 from jaxpar.models.decoder.config import DecoderConfig
-from jaxpar.models.experts.routing import RouterStatistics
+from jaxpar.models.experts.stream import Hidden, begin, router_losses, stream_of
 from jaxpar.models.layers import Embedding, Linear, add_to_rows, project_to_logits
 from jaxpar.models.norms import LayerNorm, RMSNorm
 from jaxpar.sharding.constrain import constrain
 
 Metrics = dict[str, jax.Array]
-
-Hidden = jax.Array | dict[str, jax.Array]
-"""What passes through the blocks: the residual stream, [B, T, D]. With experts a dict:
-"x" is that, and "router", [B, 4], the sum over blocks of their `RouterStatistics`, the
-same in each row.
-"""
 
 
 def make_norm(config: DecoderConfig) -> LayerNorm | RMSNorm:
@@ -93,10 +87,7 @@ class Embed(nnx.Module):
         if self.dropout is not None:
             x_BTD = self.dropout(x_BTD)
         x_BTD = constrain_residual(x_BTD, config.sequence_parallel)
-        if not config.experts.num:
-            return x_BTD
-        statistics = jnp.zeros((x_BTD.shape[0], len(RouterStatistics._fields)))
-        return {"x": x_BTD, "router": statistics}
+        return begin(x_BTD, config.experts)
 
 
 class Head(nnx.Module):
@@ -135,9 +126,8 @@ class Head(nnx.Module):
           Logits, fp32; with targets, the weighted sum of their cross entropies. Of a
           model with experts (that sum and the routers' losses, metrics).
         """
-        x_BTD = hidden["x"] if isinstance(hidden, dict) else hidden
         tokens = self.config.sequence_parallel
-        hidden_BTD = gather_tokens(self.final_norm(x_BTD), tokens)
+        hidden_BTD = gather_tokens(self.final_norm(stream_of(hidden)), tokens)
         logits = self.logits
         is_tied = isinstance(logits, Embedding)
         kernel_DV = logits.table[...].T if is_tied else logits.kernel[...]
@@ -153,21 +143,8 @@ class Head(nnx.Module):
             num_classes=self.config.num_tokens,
             tokens_axis=TENSOR if tokens else None,
         )
-        if not isinstance(hidden, dict):
+        config = self.config
+        router = router_losses(hidden, config.experts, config.num_expert_layers)
+        if router is None:
             return loss.total
-        own = _router_statistics(hidden["router"], self.config)
-        experts = self.config.experts
-        added = experts.balance_loss * own.balance
-        added = added + experts.router_z_loss * own.router_z
-        metrics = {
-            "router_balance": own.balance,
-            "router_z": own.router_z,
-            "largest_expert_load": own.largest_load,
-            "dropped_tokens": own.dropped,
-        }
-        return loss.total + added * loss.weight, metrics
-
-
-def _router_statistics(router_BR: jax.Array, config: DecoderConfig) -> RouterStatistics:
-    """Means over the blocks with experts; every row has the same."""
-    return RouterStatistics(*router_BR.mean(0) / config.num_expert_layers)
+        return loss.total + router.loss * loss.weight, router.metrics

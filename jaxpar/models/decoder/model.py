@@ -14,9 +14,9 @@ from jaxpar.models.attention import Attention, Heads
 from jaxpar.models.block import TransformerBlock
 from jaxpar.models.blocked_attention import Scoring
 from jaxpar.models.decoder.config import DecoderConfig, block_kind
-from jaxpar.models.decoder.embed_head import Embed, Head, Hidden, make_norm
+from jaxpar.models.decoder.embed_head import Embed, Head, make_norm
 from jaxpar.models.experts.layer import Experts
-from jaxpar.models.experts.routing import RouterStatistics
+from jaxpar.models.experts.stream import Hidden, run_block, stream_of
 from jaxpar.models.lora import add_adapters
 from jaxpar.models.mlp import MLP
 from jaxpar.models.norms import RMSNorm
@@ -151,7 +151,7 @@ class Block(TransformerBlock):
         rngs: nnx.Rngs,
     ):
         self.config = config
-        self.is_local, self.has_experts = block_kind(config, place)
+        self.is_local, has_experts = block_kind(config, place)
         window = config.window if self.is_local else None
         scale, cap = config.attention_scale, config.attention_softcap
         attention = make_attention(
@@ -172,7 +172,7 @@ class Block(TransformerBlock):
             rngs=rngs,
         )
         make_mlp = functools.partial(MLP, config.width, config.hidden_width)
-        if self.has_experts:
+        if has_experts:
             sizes = config.width, config.hidden_width, config.experts
             make_mlp = functools.partial(Experts, *sizes)
         mlp = make_mlp(
@@ -211,24 +211,10 @@ class Block(TransformerBlock):
         Returns:
           As `hidden`.
         """
-        x_BTD = hidden["x"] if isinstance(hidden, dict) else hidden
-        rotation = self._rotation(x_BTD.shape[1], positions_BT)
+        rotation = self._rotation(stream_of(hidden).shape[1], positions_BT)
+        is_token_BT = None if segment_ids_BT is None else segment_ids_BT != 0
         how = {"rotation": rotation, "segment_ids_BT": segment_ids_BT}
-        if not isinstance(hidden, dict):
-            return self.run(x_BTD, **how)
-        if not self.has_experts:
-            return {**hidden, "x": self.run(x_BTD, **how)}
-        found: list[RouterStatistics] = []
-
-        def experts(y_BTD: jax.Array) -> jax.Array:
-            is_token_BT = None if segment_ids_BT is None else segment_ids_BT != 0
-            update_BTD, own = self.mlp(y_BTD, is_token_BT)
-            found.append(own)
-            return update_BTD
-
-        x_BTD = self.run_mlp(self.run_attention(x_BTD, **how), experts)
-        router = hidden["router"] + jnp.stack(found[0]).astype(jnp.float32)
-        return {"x": x_BTD, "router": router}
+        return run_block(self, hidden, is_token_BT=is_token_BT, **how)
 
     def _rotation(self, length: int, positions_BT: jax.Array | None) -> Rotation | None:
         config = self.config

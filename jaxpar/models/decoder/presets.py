@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from jaxpar.models.decoder.config import DecoderConfig
+from jaxpar.models.experts.config import ExpertsConfig
 from jaxpar.tree import near_match
 
 
@@ -42,10 +43,11 @@ def _llama(
     )
 
 
-def _small(vocab_size: int, seq_len: int) -> DecoderConfig:
+def _small(vocab_size: int, seq_len: int, num_experts: int = 0) -> DecoderConfig:
     return DecoderConfig(
         vocab_size=vocab_size,
         seq_len=seq_len,
+        experts=ExpertsConfig(num=num_experts),
         num_layers=4,
         num_heads=4,
         width=128,
@@ -59,6 +61,7 @@ def _small(vocab_size: int, seq_len: int) -> DecoderConfig:
 PRESETS: dict[str, DecoderConfig] = {
     "tiny": _small(vocab_size=256, seq_len=256),
     "1m": _small(vocab_size=2048, seq_len=128),
+    "1m-moe": _small(vocab_size=2048, seq_len=128, num_experts=8),
     "124m": DecoderConfig(
         vocab_size=50_304, seq_len=1024, num_layers=12, num_heads=12, width=768
     ),
@@ -76,6 +79,12 @@ PRESETS: dict[str, DecoderConfig] = {
         seq_len=8192,
         rotary_base=500_000.0,
     ),
+    "mixtral-8x7b": dataclasses.replace(
+        _llama(4096, 32, 32, mlp_width=14_336, num_kv_heads=8),
+        seq_len=32_768,
+        rotary_base=1e6,
+        experts=ExpertsConfig(num=8, balance_loss=0.02),
+    ),
     "1.7b": _megatron(2304, 24, 24),
     "3.6b": _megatron(3072, 30, 32),
     "7.5b": _megatron(4096, 36, 32),
@@ -89,9 +98,10 @@ PRESETS: dict[str, DecoderConfig] = {
 }
 """Decoder configs by name.
 
-"tiny" reads bytes, "1m" byte pairs; both train on a CPU. "124m", "350m" and "1.3b" are
-GPT-2's and GPT-3's shapes, with the vocabulary rounded up so that a tensor axis divides
-it; "7b" and "70b" are Llama's and Llama 2's, "8b" is Llama 3's. The rest are
+"tiny" reads bytes, "1m" byte pairs, and "1m-moe" has eight experts in the place of each
+of its MLPs; they train on a CPU. "124m", "350m" and "1.3b" are GPT-2's and GPT-3's
+shapes, with the vocabulary rounded up so that a tensor axis divides it; "7b" and "70b"
+are Llama's and Llama 2's, "8b" is Llama 3's, "mixtral-8x7b" is Mixtral's. The rest are
 Megatron-LM's, whose runs recompute every layer.
 
 Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU

@@ -4,6 +4,11 @@ import dataclasses
 import math
 
 from jaxpar.model.remat import check_policy
+from jaxpar.models.experts.config import (
+    NO_EXPERTS,
+    ExpertsConfig,
+    num_expert_params,
+)
 from jaxpar.models.mlp import ACTIVATIONS, is_gated
 from jaxpar.tree import near_match
 
@@ -52,6 +57,8 @@ class VitConfig:
         axis. Where that does not divide `num_tokens`, as a class token makes likely,
         the last device's share is padded.
       attention: "auto", "xla", "cudnn" or "blocked" (see `jaxpar.models.attention`).
+      experts: those that replace the MLPs, if there are any: a V-MoE. Source: Riquelme
+        et al., "Scaling Vision with Sparse Mixture of Experts" (2021).
 
     Raises:
       ValueError: if a number is out of range, or a word is not one of its choices.
@@ -80,6 +87,7 @@ class VitConfig:
     unroll: int = 1
     sequence_parallel: bool = False
     attention: str = "auto"
+    experts: ExpertsConfig = NO_EXPERTS
 
     def __post_init__(self):
         self._check_numbers()
@@ -116,6 +124,12 @@ class VitConfig:
             )
 
     def _check_shapes(self) -> None:
+        if self.num_layers % self.group_size:
+            raise ValueError(
+                f"VitConfig: num_layers={self.num_layers} must be a multiple of "
+                f"experts.every={self.experts.every}, so that all groups of blocks are "
+                "alike."
+            )
         if self.image_size % self.patch_size:
             near = max(1, round(self.image_size / self.patch_size)) * self.patch_size
             raise ValueError(
@@ -139,6 +153,16 @@ class VitConfig:
     def hidden_width(self) -> int:
         """Features inside the MLP, with None resolved."""
         return 4 * self.width if self.mlp_width is None else self.mlp_width
+
+    @property
+    def group_size(self) -> int:
+        """Blocks of a group, of which the last has experts."""
+        return self.experts.every if self.experts.num else 1
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Blocks with experts."""
+        return self.num_layers // self.group_size if self.experts.num else 0
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -174,7 +198,13 @@ def num_params(config: VitConfig) -> int:
     patch = config.patch_size**2 * config.channels * width + width
     tokens = (config.num_tokens + (config.pooling == "class_token")) * width
     classifier = (width + 1) * config.num_labels
+    experts = num_expert_params(
+        *(config.experts, width, config.experts.width or hidden),
+        gated=is_gated(config.activation),
+        bias=True,
+    )
     blocks = config.num_layers * (attention + mlp + 2 * norm)
+    blocks += config.num_expert_layers * (experts - mlp)
     return patch + tokens + blocks + norm + classifier
 
 

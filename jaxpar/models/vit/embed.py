@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Num
 
 from jaxpar.mesh import DATA
 from jaxpar.models.block import constrain_residual, make_dropout
+from jaxpar.models.experts.stream import Hidden, begin
 from jaxpar.models.layers import add_to_rows, multiply, named_param
 from jaxpar.models.vit.config import VitConfig
 from jaxpar.sharding.constrain import constrain
@@ -46,7 +47,7 @@ class VitEmbed(nnx.Module):
         )
         self.dropout = make_dropout(config.dropout, rngs)
 
-    def __call__(self, image_BHWC: Num[Array, "B H W C"]) -> Float[Array, "B T D"]:
+    def __call__(self, image_BHWC: Num[Array, "B H W C"]) -> Hidden:
         """Embed images.
 
         Args:
@@ -71,7 +72,8 @@ class VitEmbed(nnx.Module):
         x_BTD = add_to_rows(x_BTD, self.positions[...])
         if self.dropout is not None:
             x_BTD = self.dropout(x_BTD)
-        return constrain_residual(x_BTD, config.sequence_parallel)
+        x_BTD = constrain_residual(x_BTD, config.sequence_parallel)
+        return begin(x_BTD, config.experts)
 
 
 class PatchEmbedding(nnx.Module):

@@ -72,8 +72,8 @@ def leaves_of(
       Path of a parameter -> what it is made of.
 
     Raises:
-      ValueError: if the ViT has no class token, or not a bias of keys as of queries:
-        there is none such of theirs.
+      ValueError: if the ViT has no class token, has experts, or not a bias of keys as
+        of queries: there is none such of theirs.
     """
     if config.pooling != "class_token":
         raise ValueError(
@@ -85,6 +85,11 @@ def leaves_of(
             f"VitConfig: key_bias={config.key_bias} with qkv_bias={config.qkv_bias} is "
             "not known to transformers, whose queries, keys and values all have a bias "
             "or none; make both the same."
+        )
+    if config.experts.num:
+        raise ValueError(
+            f"VitConfig: experts.num={config.experts.num} is not known to "
+            "transformers, whose ViTs have none; use experts.num=0."
         )
     has_prefix = not names or any(name.startswith(_PREFIX) for name in names)
     prefix = _PREFIX if has_prefix else ""

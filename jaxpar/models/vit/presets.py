@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from jaxpar.models.experts.config import ExpertsConfig
 from jaxpar.models.vit.config import VitConfig
 from jaxpar.tree import near_match
 
@@ -21,13 +22,20 @@ VIT_PRESETS: dict[str, VitConfig] = {
     "vit-b32": VitConfig(patch_size=32),
     "vit-l16": VitConfig(num_layers=24, num_heads=16, width=1024),
     "vit-h14": VitConfig(patch_size=14, num_layers=32, num_heads=16, width=1280),
+    "v-moe-b16": VitConfig(
+        experts=ExpertsConfig(
+            num=32, every=2, capacity_factor=1.05, normalise_gates=False
+        )
+    ),
 }
 """ViT configs by name; "vit-tiny" is for scikit-learn's digits, 8 x 8 grey pixels
 with a border, in which shifts lose nothing.
 
 "vit-s16" is of half of B's width and heads. Keys have no bias: it has no gradient.
+"v-moe-b16" has 32 experts in every other block, of which a token goes to two.
 
-Source: Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021), table 1.
+Source: Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021), table 1; Riquelme et
+al., "Scaling Vision with Sparse Mixture of Experts" (2021), section 2.
 """
 
 

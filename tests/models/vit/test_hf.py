@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxpar
+from jaxpar.models.experts.config import ExpertsConfig
 from jaxpar.models.hf.pretrained import from_huggingface, to_huggingface
 from jaxpar.models.vit.config import VitConfig, num_params
 from jaxpar.models.vit.hf import VITS, describe
@@ -163,6 +164,7 @@ def test_vits_that_are_not_known_are_named(change: dict[str, Any], message: str)
     ("change", "message"),
     [
         ({"pooling": "mean"}, r"pooling='mean' is not known to transformers"),
+        ({"experts": ExpertsConfig(num=2)}, r"experts.num=2 is not known to trans"),
         ({"key_bias": False}, r"key_bias=False with qkv_bias=True is not known to"),
     ],
 )
