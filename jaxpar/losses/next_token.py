@@ -11,6 +11,7 @@ from jaxpar.types import Batch
 
 _PER_TOKEN = {"segment_ids": "segment_ids_BT", "positions": "positions_BT"}
 """Entries of a packed batch -> a model's keywords."""
+_MASK = "attention_mask"
 
 
 def next_token_loss(model: Callable[..., jax.Array], batch: Batch) -> Weighted:
@@ -48,23 +49,52 @@ def read_targets(
       batch: "tokens", [B, T + 1] integers, and optionally "weights", [B, T]: the weight
         of predicting tokens[:, t + 1]. With "segment_ids" and "positions", [B, T + 1],
         as `jaxpar.data.PackedDocuments` gives them, tokens attend only to tokens of
-        their own segment, and predict none of another; segment 0 is padding.
+        their own segment, and predict none of another; segment 0 is padding. Rows that
+        are padded on either side may have "attention_mask" instead, [B, T + 1], 0 for
+        padding: positions count the tokens.
 
     Returns:
       (inputs [B, T]; targets [B, T]; weights [B, T], fp32; the model's keywords
-      segment_ids_BT and positions_BT, of a packed batch).
+      segment_ids_BT and positions_BT, of a packed or padded batch).
 
     Raises:
       ValueError: if "tokens" is missing, "weights" does not have one entry per target,
-        or "segment_ids" or "positions" not one per token.
+        "segment_ids", "positions" or "attention_mask" not one per token, or there is
+        a mask beside segments.
     """
     if "tokens" not in batch:
         raise ValueError(
             f"batch: has {sorted(batch)}, but the loss reads 'tokens' [B, T + 1] and, "
             "if given, 'weights' [B, T]."
         )
+    batch = _with_segments(batch)
     keywords, weights_BT = _segments(batch), _weights(batch)
     return batch["tokens"][:, :-1], batch["tokens"][:, 1:], weights_BT, keywords
+
+
+def _with_segments(batch: Batch) -> Batch:
+    """A padded batch as a packed one of one segment a row."""
+    if _MASK not in batch:
+        return batch
+    both = [name for name in _PER_TOKEN if name in batch]
+    if both:
+        raise ValueError(
+            f"batch: {_MASK!r} and {both[0]!r} both say which tokens belong together; "
+            "leave the mask out, and make segment 0 the padding."
+        )
+    _require_per_token(batch, _MASK)
+    is_token_BT = (batch[_MASK] != 0).astype(jnp.int32)
+    positions_BT = jnp.maximum(is_token_BT.cumsum(1) - 1, 0)
+    return {**batch, "segment_ids": is_token_BT, "positions": positions_BT}
+
+
+def _require_per_token(batch: Batch, name: str) -> None:
+    shape, tokens = batch[name].shape, batch["tokens"].shape
+    if shape != tokens:
+        raise ValueError(
+            f"batch: {name!r} has shape {shape}, but 'tokens' {tokens}; give one entry "
+            "per token."
+        )
 
 
 def _weights(batch: Batch) -> jax.Array:
@@ -89,11 +119,7 @@ def _weights(batch: Batch) -> jax.Array:
 
 def _segments(batch: Batch) -> dict[str, jax.Array]:
     """What the model takes by keyword of a packed batch; nothing of another."""
-    given = {name: batch[name] for name in _PER_TOKEN if name in batch}
-    for name, array in given.items():
-        if array.shape != batch["tokens"].shape:
-            raise ValueError(
-                f"batch: {name!r} has shape {array.shape}, but 'tokens' "
-                f"{batch['tokens'].shape}; give one entry per token."
-            )
-    return {_PER_TOKEN[name]: array[:, :-1] for name, array in given.items()}
+    given = [name for name in _PER_TOKEN if name in batch]
+    for name in given:
+        _require_per_token(batch, name)
+    return {_PER_TOKEN[name]: batch[name][:, :-1] for name in given}

@@ -1,4 +1,4 @@
-"""Do packed documents train a GPT as each document alone does, in plain JAX?
+"""Do packed or padded documents train a GPT as each alone does, in plain JAX?
 
 The oracle runs the model on every document by itself, without segments or padding, on
 one device, with `jax.value_and_grad`: nothing of a document can reach another. Losses
@@ -53,11 +53,29 @@ def packed_batch() -> dict[str, np.ndarray]:
     return batch
 
 
+@functools.cache
+def padded_batch() -> dict[str, np.ndarray]:
+    """A document a row; every second begins with its padding."""
+    rng = np.random.default_rng(2)
+    tokens = rng.integers(0, VOCAB, (ROWS, LENGTH + 1), np.int32)
+    mask = np.zeros_like(tokens)
+    for row, size in enumerate((LENGTH + 1, 20, 11, 2, 24, 3, 17, 6)):
+        mask[row, -size:] = 1
+        if row % 2:
+            mask[row] = mask[row, ::-1]
+    weights = rng.integers(1, 4, (ROWS, LENGTH)).astype(np.float32)
+    return {"tokens": tokens, "attention_mask": mask, "weights": weights}
+
+
+BATCHES = {"packed": packed_batch, "padded": padded_batch}
+
+
 def documents(batch: dict[str, np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
     """Each document's tokens, and the weights of its targets."""
     found = []
+    segment_ids = batch.get("segment_ids", batch.get("attention_mask"))
     for tokens, segments, weights in zip(
-        batch["tokens"], batch["segment_ids"], batch["weights"], strict=True
+        batch["tokens"], segment_ids, batch["weights"], strict=True
     ):
         for segment in range(1, segments.max() + 1):
             places = np.flatnonzero(segments == segment)
@@ -78,14 +96,16 @@ def loss_of(network: Any, params: Any, tokens: jax.Array, weights: jax.Array) ->
 
 
 @functools.cache
-def oracle(positions: str) -> tuple[float, dict[str, np.ndarray], dict[str, Any]]:
+def oracle(
+    positions: str, kind: str
+) -> tuple[float, dict[str, np.ndarray], dict[str, Any]]:
     """The mean loss, the gradients and the parameters they are taken at."""
     model = make_decoder(make_config(positions))
     network = model.make_network(
         decoder_loss, {"tokens": np.zeros((1, LENGTH + 1), int)}
     )
-    params = jax.device_get(make_engine(positions, {}).state.params)
-    found = documents(packed_batch())
+    params = jax.device_get(make_engine(positions, kind, {}).state.params)
+    found = documents(BATCHES[kind]())
     grad_fn = jax.jit(jax.value_and_grad(functools.partial(loss_of, network)))
     totals = [grad_fn(params, *map(jnp.asarray, document)) for document in found]
     weight = sum(weights.sum() for _, weights in found)
@@ -95,12 +115,14 @@ def oracle(positions: str) -> tuple[float, dict[str, np.ndarray], dict[str, Any]
     return float(total), named_leaves(grads), named_leaves(params)
 
 
-def make_engine(positions: str, mesh: dict[str, int], **given: Any) -> jaxpar.Engine:
+def make_engine(
+    positions: str, kind: str, mesh: dict[str, int], **given: Any
+) -> jaxpar.Engine:
     return jaxpar.initialize(
         model=make_decoder(make_config(positions)),
         loss_fn=decoder_loss,
         optimizer=optax.sgd(RATE),
-        sample_batch=packed_batch(),
+        sample_batch=BATCHES[kind](),
         mesh=jaxpar.make_mesh(
             jaxpar.MeshShape(**{"data": 1, **mesh}),
             jax.devices()[: int(np.prod(list(mesh.values()) or [1]))],
@@ -116,12 +138,16 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("positions", POSITIONS)
-@pytest.mark.parametrize("name", MESHES)
-def test_packed_documents_train_as_each_alone(name: str, positions: str):
-    loss, grads, before = oracle(positions)
-    engine = make_engine(positions, **MESHES[name])
-    metrics = engine.step(packed_batch())
+CASES = [("packed", name, positions) for name in MESHES for positions in POSITIONS]
+CASES += [("padded", "one device", "learned"), ("padded", "pipeline", "rotary")]
+CASES += [("padded", "zero 3", "learned")]
+
+
+@pytest.mark.parametrize(("kind", "name", "positions"), CASES)
+def test_documents_of_a_batch_train_as_each_alone(kind: str, name: str, positions: str):
+    loss, grads, before = oracle(positions, kind)
+    engine = make_engine(positions, kind, **MESHES[name])
+    metrics = engine.step(BATCHES[kind]())
     assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-6)
     after = named_leaves(jax.device_get(engine.state.params))
     assert after.keys() == grads.keys()

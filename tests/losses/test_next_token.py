@@ -93,6 +93,35 @@ def test_loss_with_a_segment_per_target_raises(name: str):
         next_token_loss(predict, batch)
 
 
+def test_mask_is_one_segment_whose_positions_count_its_tokens():
+    mask = np.array([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
+    counted = [[0, 1, 2, 3, 4], [0, 0, 0, 1, 2], [0, 1, 2, 2, 2]]
+
+    def predict_padded(tokens_BT: jax.Array, **given: jax.Array) -> jax.Array:
+        assert (given["segment_ids_BT"] == mask[:, :-1]).all()
+        assert (given["positions_BT"] == np.array(counted)).all()
+        return predict(tokens_BT)
+
+    batch = {"tokens": jnp.asarray(TOKENS), "attention_mask": jnp.asarray(mask)}
+    loss = next_token_loss(predict_padded, batch)
+    learned = mask[:, 1:] * mask[:, :-1]
+    assert float(loss.total) == pytest.approx((reference_losses() * learned).sum())
+    assert float(loss.weight) == 10
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"segment_ids": jnp.ones((3, 6), int)}, "'attention_mask' and 'segment_ids'"),
+        ({"attention_mask": jnp.ones((3, 5))}, r"'attention_mask' has shape \(3, 5\)"),
+    ],
+)
+def test_mask_beside_segments_or_of_another_shape_raises(given: dict, message: str):
+    batch = {"tokens": jnp.asarray(TOKENS), "attention_mask": jnp.ones((3, 6))}
+    with pytest.raises(ValueError, match=message):
+        next_token_loss(predict, {**batch, **given})
+
+
 def test_loss_without_tokens_raises():
     with pytest.raises(ValueError, match=r"has \['inputs'\], but the loss reads"):
         next_token_loss(predict, {"inputs": jnp.asarray(TOKENS)})
