@@ -21,13 +21,13 @@ from benchmarks.contestants.runner import HERE, Contestant
 from benchmarks.record import write_result
 from jaxpar.cli.recipe_flags import parse
 
-SHAPE = "10.8m"
-
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """What takes part, and how often."""
 
+    shape: str = "10.8m"
+    """Of the GPT: 10.8m, or nano, nanoGPT's CPU setting."""
     rounds: int = 8
     """Turns of each contestant; the median counts."""
     steps: int = 2
@@ -42,10 +42,12 @@ class Config:
 
 def commands_of(config: Config) -> dict[str, list[list[str]]]:
     """Contestant -> the commands of its workers."""
-    torch = [config.torch_python or sys.executable, str(HERE / "torch_gpt.py"), SHAPE]
-    ours = [sys.executable, str(HERE / "jaxpar_gpt.py"), SHAPE]
+    shape = config.shape
+    torch = [config.torch_python or sys.executable, str(HERE / "torch_gpt.py")]
+    torch.append(shape)
+    ours = [sys.executable, str(HERE / "jaxpar_gpt.py"), shape]
     commands = {
-        "plain JAX": [[sys.executable, str(HERE / "plain_gpt.py"), SHAPE]],
+        "plain JAX": [[sys.executable, str(HERE / "plain_gpt.py"), shape]],
         "jaxpar": [[*ours, "1", "0"]],
         "torch eager": [[*torch, "eager"]],
         "torch compile": [[*torch, "compile"]],
@@ -98,8 +100,9 @@ def main(config: Config) -> None:
         table.add_row(name, f"{median:.3f}", f"{share:.2f}", f"{losses[name]:.3f}")
     console.print(table)
     if config.write:
+        name = "train_cpu" if config.shape == "10.8m" else f"train_cpu_{config.shape}"
         measured = {"seconds": medians, "last_loss": losses, "others": versions}
-        console.print(f"written: {write_result('train_cpu', measured).name}")
+        console.print(f"written: {write_result(name, measured).name}")
 
 
 if __name__ == "__main__":

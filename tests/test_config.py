@@ -340,14 +340,6 @@ def test_empty_list_of_a_preset_is_taken_from_a_file(tmp_path):
 
 @dataclasses.dataclass(frozen=True)
 class Outer:
-    """A preset of several parts.
-
-    Attributes:
-      layers: of the model.
-      shape: of a layer.
-      sizes: of others.
-    """
-
     layers: int = 1
     shape: Shape = Shape()
     sizes: Listed = Listed()

@@ -56,6 +56,7 @@ class Shape:
 
 SHAPES = {
     "toy": Shape(2, 64, 2, 2, 64, vocab=256, device="cpu"),
+    "nano": Shape(12, 64, 4, 4, 128, vocab=65, device="cpu"),
     "10.8m": Shape(8, 256, 6, 6, 384, vocab=256, device="cpu"),
     "124m": Shape(32, 1024, 12, 12, 768),
     "350m": Shape(16, 1024, 24, 16, 1024),

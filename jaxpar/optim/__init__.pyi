@@ -1,5 +1,6 @@
 """Public names, each with the module that it is loaded from when it is first used."""
 
+from .decay import decayed
 from .fused import fused_adamw, fused_lamb, fused_lion
 from .fused_update import FusedOptimizer
 from .make_update import HostUpdate, MakesUpdate, Update, UpdateSpec
@@ -25,6 +26,7 @@ __all__ = [
     "UpdateSpec",
     "Wire",
     "WithReduction",
+    "decayed",
     "fused_adamw",
     "fused_lamb",
     "fused_lion",
