@@ -2,12 +2,16 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpar.models.conv import Conv, halve
+from jaxpar.models.conv import Conv, convolve_depthwise, halve
+from tests.models.grouped_convolution import convolve_in_groups
+
+WAYS = convolve_depthwise, convolve_in_groups
 
 
 def plainly(x: np.ndarray, kernel: np.ndarray, stride: int, groups: int) -> np.ndarray:
@@ -45,6 +49,26 @@ def test_convolution_is_a_sum_over_neighbours(depthwise: bool, stride: int, size
     x = np.random.default_rng(0).normal(size=(2, 7, 6, 4)).astype(np.float32)
     want = plainly(x, kernel, stride, 4 if depthwise else 1)
     np.testing.assert_allclose(layer(jnp.asarray(x)), want, atol=1e-4)
+
+
+@pytest.mark.parametrize(("stride", "size"), [(1, 3), (2, 3), (3, 5)])
+def test_depthwise_has_the_values_and_gradients_of_as_many_groups(
+    stride: int, size: int
+):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(2, 9, 8, 6)), jnp.float32)
+    kernel = jnp.asarray(rng.normal(size=(size, size, 6)), jnp.float32)
+
+    def found(convolve: Any) -> Any:
+        def total(x: jax.Array, kernel: jax.Array) -> Any:
+            made = convolve(x, kernel, stride)
+            return jnp.square(made).sum(), made
+
+        return jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(x, kernel)
+
+    pairs = zip(*map(jax.tree.leaves, map(found, WAYS)), strict=True)
+    for ours, theirs in pairs:
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_kernels_keep_the_size_of_what_they_are_given():

@@ -10,6 +10,7 @@ from jaxpar.jaxprs.evaluate import flops
 from jaxpar.models.coatnet.config import CoatnetConfig
 from jaxpar.models.coatnet.model import make_coatnet
 from jaxpar.models.coatnet.presets import COATNET_PRESETS, coatnet_config
+from tests.models.grouped_convolution import with_groups
 
 # Preset, image size: millions of parameters, billions of multiply-adds. Tables 3 and 4.
 PUBLISHED = {
@@ -27,7 +28,8 @@ def counted(config: CoatnetConfig) -> tuple[float, float]:
     shape = (1, config.image_size, config.image_size, config.channels)
     image = jax.ShapeDtypeStruct(shape, jnp.float32)
     model = jax.eval_shape(lambda: make_coatnet(config).init(0, image))
-    traced = jax.make_jaxpr(lambda model, image: model(image))(model, image)
+    with with_groups():
+        traced = jax.make_jaxpr(lambda model, image: model(image))(model, image)
     params = sum(leaf.size for leaf in jax.tree.leaves(model.params))
     return params / 1e6, flops(traced.jaxpr.eqns) / 2e9
 

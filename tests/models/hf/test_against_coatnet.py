@@ -18,6 +18,7 @@ from jaxpar.models.coatnet.config import CoatnetConfig
 from jaxpar.models.coatnet.model import make_coatnet
 from jaxpar.models.coatnet.presets import coatnet_config
 from jaxpar.models.coatnet.timm import read_timm, write_timm
+from tests.models.grouped_convolution import with_groups
 from tests.models.hf.published_coatnet import (
     CONFIGS,
     PublishedCoatnet,
@@ -115,5 +116,6 @@ def test_presets_are_theirs(name: str, size: int) -> None:
     model = jax.eval_shape(lambda: make_coatnet(config).init(0, image))
     params = sum(leaf.size for leaf in jax.tree.leaves(model.params))
     assert params == sum(math.prod(shape) for shape in shapes.values())
-    traced = jax.make_jaxpr(lambda model, image: model(image))(model, image)
+    with with_groups():
+        traced = jax.make_jaxpr(lambda model, image: model(image))(model, image)
     assert flops(traced.jaxpr.eqns) / 2e9 == pytest.approx(adds, rel=1e-6)
