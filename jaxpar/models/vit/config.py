@@ -21,8 +21,8 @@ _CHOICES = {
     "attention": ("auto", "xla", "cudnn", "blocked"),
 }
 _AT_LEAST_ONE = (
-    *("image_size", "patch_size", "channels", "num_layers", "num_heads"),
-    *("width", "mlp_width"),
+    *("image_size", "patch_size", "patch_stride", "channels", "num_layers"),
+    *("num_heads", "width", "mlp_width"),
 )
 
 
@@ -31,8 +31,10 @@ class VitConfig:
     """The shape of a ViT, and how its layers are run.
 
     Attributes:
-      image_size: height and width of an image, pixels; a multiple of `patch_size`.
+      image_size: height and width of an image, pixels; patches fill it.
       patch_size: height and width of a patch, pixels; each patch is a token.
+      patch_stride: pixels from one patch to the next, fewer than its size where patches
+        overlap; None for its size.
       channels: of an image: 3 of RGB, 1 of grey.
       num_labels: classes to choose from.
       num_layers: blocks.
@@ -70,6 +72,7 @@ class VitConfig:
 
     image_size: int = 224
     patch_size: int = 16
+    patch_stride: int | None = None
     channels: int = 3
     num_labels: int = 1000
     num_layers: int = 12
@@ -130,12 +133,18 @@ class VitConfig:
                 f"experts.every={self.experts.every}, so that all groups of blocks are "
                 "alike."
             )
-        if self.image_size % self.patch_size:
-            near = max(1, round(self.image_size / self.patch_size)) * self.patch_size
+        size, stride = self.patch_size, self.stride
+        if stride > size:
+            raise ValueError(
+                f"VitConfig: patch_stride={stride} must be at most patch_size={size}, "
+                "or pixels between patches would be left out."
+            )
+        if self.image_size < size or (self.image_size - size) % stride:
+            near = size + max(0, round((self.image_size - size) / stride)) * stride
             raise ValueError(
                 f"VitConfig: image_size={self.image_size} must be a multiple of "
-                f"patch_size={self.patch_size}, or pixels would be left over; the "
-                f"nearest is {near}."
+                f"patch_size={size}, or that size and a multiple of patch_stride="
+                f"{stride}, or pixels would be left over; the nearest is {near}."
             )
         if self.width % self.num_heads:
             near = max(1, round(self.width / self.num_heads)) * self.num_heads
@@ -143,6 +152,11 @@ class VitConfig:
                 f"VitConfig: width={self.width} must be a multiple of "
                 f"num_heads={self.num_heads} (the nearest is {near})."
             )
+
+    @property
+    def stride(self) -> int:
+        """Pixels from one patch to the next, with None resolved."""
+        return self.patch_size if self.patch_stride is None else self.patch_stride
 
     @property
     def head_size(self) -> int:
@@ -172,7 +186,7 @@ class VitConfig:
     @property
     def num_tokens(self) -> int:
         """Tokens of an image: its patches, and the class token if there is one."""
-        patches = (self.image_size // self.patch_size) ** 2
+        patches = ((self.image_size - self.patch_size) // self.stride + 1) ** 2
         return patches + (self.pooling == "class_token")
 
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Num
 
 from jaxpar.mesh import DATA
 from jaxpar.models.block import constrain_residual, make_dropout
+from jaxpar.models.conv import convolve
 from jaxpar.models.experts.stream import Hidden, begin
 from jaxpar.models.layers import add_to_rows, multiply, named_param
 from jaxpar.models.vit.config import VitConfig
@@ -35,6 +36,7 @@ class VitEmbed(nnx.Module):
             config.patch_size,
             config.channels,
             width,
+            stride=config.stride,
             flatten=not config.sequence_parallel,
             rngs=rngs,
         )
@@ -77,7 +79,7 @@ class VitEmbed(nnx.Module):
 
 
 class PatchEmbedding(nnx.Module):
-    """A convolution whose stride is its size: one matmul over all patches.
+    """A convolution over patches; where they don't overlap, one matmul over all.
 
     The kernel [P, P, C, D] is drawn with a standard deviation of 1 / sqrt(P P C).
 
@@ -85,6 +87,7 @@ class PatchEmbedding(nnx.Module):
       size: height and width of a patch, pixels.
       channels: of an image.
       width: features of a patch's token.
+      stride: pixels from one patch to the next; None for its size.
       flatten: as in `jaxpar.models.layers.Linear`.
       rngs: for the ``params`` stream.
 
@@ -97,6 +100,7 @@ class PatchEmbedding(nnx.Module):
         channels: int,
         width: int,
         *,
+        stride: int | None = None,
         flatten: bool = True,
         rngs: nnx.Rngs,
     ):
@@ -106,21 +110,26 @@ class PatchEmbedding(nnx.Module):
         )
         self.kernel = named_param(kernel, (None, None, None, "embed"))
         self.bias = named_param(jnp.zeros(width), ("embed",))
-        self.size, self.flatten = size, flatten
+        self.size, self.stride, self.flatten = size, stride or size, flatten
 
     def __call__(self, image_BHWC: Num[Array, "B H W C"]) -> Float[Array, "B T D"]:
         """Embed the patches of images, row by row from the top left.
 
         Args:
-          image_BHWC: H and W are multiples of the size.
+          image_BHWC: patches fill H and W.
 
         Returns:
           A token for each patch, in the kernel's dtype.
         """
         kernel = self.kernel[...]
         kernel_FD = kernel.reshape(-1, kernel.shape[-1])
-        patches_BTF = split_patches(image_BHWC.astype(kernel.dtype), self.size)
-        x_BTD = multiply(patches_BTF, kernel_FD, flatten=self.flatten)
+        image_BHWC = image_BHWC.astype(kernel.dtype)
+        if self.stride == self.size:
+            patches_BTF = split_patches(image_BHWC, self.size)
+            x_BTD = multiply(patches_BTF, kernel_FD, flatten=self.flatten)
+        else:
+            x_BTD = convolve(image_BHWC, kernel, stride=self.stride)
+            x_BTD = x_BTD.reshape(len(x_BTD), -1, x_BTD.shape[-1])
         return constrain(x_BTD, DATA) + self.bias[...]
 
 

@@ -72,13 +72,18 @@ def leaves_of(
       Path of a parameter -> what it is made of.
 
     Raises:
-      ValueError: if the ViT has no class token, has experts, or not a bias of keys as
-        of queries: there is none such of theirs.
+      ValueError: if the ViT has no class token, has experts, patches that overlap, or
+        not a bias of keys as of queries: there is none such of theirs.
     """
     if config.pooling != "class_token":
         raise ValueError(
             f"VitConfig: pooling={config.pooling!r} is not known to transformers: its "
             "ViTs classify a class token; use pooling='class_token'."
+        )
+    if config.stride != config.patch_size:
+        raise ValueError(
+            f"VitConfig: patch_stride={config.stride} is not known to transformers, "
+            f"whose patches don't overlap; use patch_size={config.patch_size} or None."
         )
     if config.key_bias != config.qkv_bias:
         raise ValueError(

@@ -23,6 +23,11 @@ WRONG = [
         {"image_size": 4},
         r"image_size=4 must be a multiple of patch_size=16.* nearest is 16",
     ),
+    ({"patch_stride": 17}, r"patch_stride=17 must be at most patch_size=16"),
+    (
+        {"patch_stride": 12, "image_size": 225},
+        r"and a multiple of patch_stride=12, .* nearest is 220",
+    ),
     ({"width": 100}, r"width=100 must be a multiple of num_heads=12 .* is 96\)"),
     ({"dropout": 1.0}, r"dropout=1.0 must be at least 0 and below 1"),
     ({"norm_epsilon": 0.0}, r"norm_epsilon=0\.0 must be above 0"),

@@ -165,6 +165,7 @@ def test_vits_that_are_not_known_are_named(change: dict[str, Any], message: str)
     [
         ({"pooling": "mean"}, r"pooling='mean' is not known to transformers"),
         ({"experts": ExpertsConfig(num=2)}, r"experts.num=2 is not known to trans"),
+        ({"patch_stride": 1}, r"patch_stride=1 is not known to transformers"),
         ({"key_bias": False}, r"key_bias=False with qkv_bias=True is not known to"),
     ],
 )

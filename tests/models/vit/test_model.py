@@ -28,6 +28,7 @@ SMALL = VitConfig(
 )
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "overlap": {"patch_stride": 2, "pooling": "mean"},
     "mean": {"pooling": "mean", "key_bias": False, "mlp_width": 20},
     "relu": {"activation": "relu", "qkv_bias": False, "norm_epsilon": 1e-3},
 }
@@ -79,8 +80,9 @@ def reference_logits(params: dict[str, Any], config: VitConfig) -> np.ndarray:
     rows = []
     for image in np.asarray(IMAGES, np.float64):
         tokens = [embed["class_token"]] if "class_token" in embed else []
-        for top in range(0, config.image_size, size):
-            for left in range(0, config.image_size, size):
+        starts = range(0, config.image_size - size + 1, config.stride)
+        for top in starts:
+            for left in starts:
                 patch = image[top : top + size, left : left + size]
                 kernel = embed["patch"]["kernel"]
                 token = np.einsum("pqc,pqcd->d", patch, kernel)
