@@ -6,12 +6,17 @@ the slice that is asked for is read.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from jaxpar.models.hf.copying import copy_into, empty, run_all
+
 Index = tuple[slice, ...]
+_ELEMENTS = 1 << 22
+"""That are read at once by a core."""
 
 
 @runtime_checkable
@@ -70,6 +75,22 @@ class TensorPart:
         found = tensors.read(self.name, (*[slice(0, 1)] * self.ones, *own))
         return found.reshape(found.shape[self.ones :]).transpose(axes)
 
+    def copies(
+        self, tensors: Readable, index: Index, out: np.ndarray
+    ) -> Iterator[Callable[[], None]]:
+        """What writes a slice of the piece into an array, some rows each."""
+        dim = self._axes(len(index)).index(0)
+        start, stop = index[dim].start, index[dim].stop
+        rows = max(1, _ELEMENTS * out.shape[dim] // max(1, out.size))
+        for first in range(start, stop, rows):
+            cut = slice(first, min(first + rows, stop))
+            own = (*index[:dim], cut, *index[dim + 1 :])
+            there = *[slice(None)] * dim, slice(cut.start - start, cut.stop - start)
+            yield functools.partial(self._copy, tensors, own, out[there])
+
+    def _copy(self, tensors: Readable, index: Index, out: np.ndarray) -> None:
+        copy_into(out, self.read(tensors, index))
+
     def split(self, piece: np.ndarray) -> Iterator[tuple["TensorPart", np.ndarray]]:
         """This part, as its tensor has it."""
         own = piece.transpose(np.argsort(self._axes(piece.ndim)))
@@ -125,11 +146,14 @@ class Stack:
                 )
         return len(self.pieces), *own
 
-    def read(self, tensors: Readable, index: Index) -> np.ndarray:
-        """A slice of the stack, within its shape."""
+    def copies(
+        self, tensors: Readable, index: Index, out: np.ndarray
+    ) -> Iterator[Callable[[], None]]:
+        """What writes a slice of the stack into an array, a part of a tensor each."""
         number, *rest = index
         own = self.pieces[number.start : number.stop]
-        return np.stack([piece.read(tensors, tuple(rest)) for piece in own])
+        for piece, into in zip(own, out, strict=True):
+            yield from piece.copies(tensors, tuple(rest), into)
 
     def split(self, piece: np.ndarray) -> Iterator[tuple[TensorPart, np.ndarray]]:
         """The parts of tensors that a whole stack is.
@@ -176,25 +200,27 @@ class Leaf:
         """The shape of what the tensors hold of it."""
         return self.piece.shape(tensors)
 
-    def read(self, tensors: Readable, index: Index) -> np.ndarray:
+    def read(self, tensors: Readable, index: Index, dtype: np.dtype) -> np.ndarray:
         """A slice of the leaf.
 
         Args:
           tensors: of the published model.
           index: a slice of each dim, with its start and stop, of step 1.
+          dtype: of the result.
 
         Returns:
-          The slice, in the tensors' dtype; zeros beyond their rows.
+          The slice; zeros beyond the tensors' rows.
         """
-        if self.padded is None:
-            return self.piece.read(tensors, index)
-        size, dim = self.shape(tensors)[self.padded], self.padded
-        asked, own = index[dim], list(index)
-        own[dim] = slice(min(asked.start, size), min(asked.stop, size))
-        found = self.piece.read(tensors, tuple(own))
-        missing = (asked.stop - asked.start) - found.shape[dim]
-        pads = [(0, missing if i == dim else 0) for i in range(found.ndim)]
-        return np.pad(found, pads) if missing else found
+        out = empty([cut.stop - cut.start for cut in index], dtype)
+        own, there = list(index), out
+        if self.padded is not None:
+            size, asked = self.shape(tensors)[self.padded], index[self.padded]
+            held = slice(min(asked.start, size), min(asked.stop, size))
+            own[self.padded], before = held, (slice(None),) * self.padded
+            there = out[*before, : held.stop - held.start]
+            out[*before, held.stop - held.start :] = 0
+        run_all(self.piece.copies(tensors, tuple(own), there))
+        return out
 
     def split(
         self, leaf: np.ndarray, rows: int | None

@@ -162,8 +162,10 @@ class Pretrained:
         tensors, leaves, _ = self._opened()
         return {
             name: leaf.read(
-                tensors, tuple(slice(0, n) for n in leaf.shape(tensors))
-            ).astype(np.float32)
+                tensors,
+                tuple(slice(0, n) for n in leaf.shape(tensors)),
+                np.dtype(np.float32),
+            )
             for name, leaf in leaves.items()
         }
 
@@ -332,7 +334,7 @@ def _read(
         assert index is not None, "a process is asked for what its devices store"
         pairs = zip(index, like.shape, strict=True)
         own = tuple(slice(*each.indices(size)[:2]) for each, size in pairs)
-        return leaf.read(tensors, own).astype(like.dtype)
+        return leaf.read(tensors, own, like.dtype)
 
     return jax.make_array_from_callback(like.shape, like.sharding, read)
 

@@ -108,7 +108,7 @@ def test_any_slice_is_that_of_the_whole(name: str) -> None:
         rng = np.random.default_rng(seed)
         bounds = [sorted(rng.choice(n + 1, 2, replace=False)) for n in whole.shape]
         index = tuple(slice(int(a), int(b)) for a, b in bounds)
-        found = leaf.read(Held(TENSORS), index)
+        found = leaf.read(Held(TENSORS), index, whole.dtype)
         np.testing.assert_array_equal(found, whole[index])
 
 
@@ -126,7 +126,7 @@ def test_split_gives_back_the_tensors(name: str) -> None:
 def test_only_what_is_asked_for_is_read() -> None:
     tensors = Held(TENSORS)
     leaf, _ = LEAVES["transposed layers"]
-    leaf.read(tensors, (slice(1, 2), slice(0, 4), slice(2, 4)))
+    leaf.read(tensors, (slice(1, 2), slice(0, 4), slice(2, 4)), np.dtype(float))
     assert tensors.read_elements == 8
 
 
