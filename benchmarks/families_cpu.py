@@ -10,7 +10,9 @@ all cores, and on two. Run it with an interpreter that has jaxpar and torch
 """
 
 import dataclasses
+import json
 import statistics
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -40,12 +42,21 @@ class Config:
     """Write benchmarks/results/families_cpu.json."""
 
 
+def write_model(name: str, folder: str) -> None:
+    """Write a family's random model of `transformers`; timm's are none."""
+    twin = twin_models.TWINS[name]
+    command = [sys.executable, str(HERE / "torch_model.py"), folder, twin.name]
+    if twin.name:
+        fields = json.dumps(twin.fields)
+        subprocess.run([*command, fields], check=True, capture_output=True)
+
+
 def take_turns(name: str, config: Config) -> dict[str, dict[str, float]]:
     """Contestant -> its median seconds a step and its first loss."""
     with tempfile.TemporaryDirectory() as folder:
-        twin_models.write(name, Path(folder))
-        ours = [sys.executable, str(HERE / "twin_jaxpar.py"), name, folder]
-        theirs = [sys.executable, str(HERE / "twin_torch.py"), name, folder]
+        write_model(name, folder)
+        ours = [sys.executable, str(HERE / "jaxpar_twin.py"), name, folder]
+        theirs = [sys.executable, str(HERE / "torch_twin.py"), name, folder]
         commands = {"torch": theirs, "one": [*ours, "1"], "two": [*ours, "2"]}
         started = {}
         try:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -45,17 +46,9 @@ class Config:
 
 def write_model(folder: Path, layers: int) -> int:
     """Write the Llama; the bytes of its files."""
-    import torch  # noqa: PLC0415 - only where this runs
-    import transformers  # noqa: PLC0415
-
-    config = transformers.LlamaConfig(**FIELDS | {"num_hidden_layers": layers})
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-    model = model.to_empty(device="cpu")
-    with torch.no_grad():
-        for param in model.parameters():
-            param.uniform_(-0.1, 0.1)
-    model.save_pretrained(folder, max_shard_size="1200MB")
+    command = [sys.executable, str(HERE / "torch_model.py"), str(folder)]
+    fields = json.dumps(FIELDS | {"num_hidden_layers": layers})
+    subprocess.run([*command, "Llama", fields], check=True, capture_output=True)
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
@@ -67,7 +60,7 @@ def main(config: Config) -> None:
         size = write_model(Path(folder), config.layers)
         for _ in range(config.rounds):
             for name, runs in found.items():
-                script = str(HERE / f"import_{name}.py")
+                script = str(HERE / f"{name}_import.py")
                 command = [sys.executable, script, folder]
                 done = subprocess.run(command, capture_output=True, text=True)
                 if done.returncode:
@@ -75,7 +68,7 @@ def main(config: Config) -> None:
                 runs.append(json.loads(done.stdout.strip().splitlines()[-1]))
                 console.print(f"{name}: {runs[-1]}")
     table = Table(f"import of {size / 1e9:.2f} GB", "seconds", "MB beside the result")
-    measured = {"gigabytes": size / 1e9}
+    measured: dict[str, Any] = {"gigabytes": size / 1e9}
     for name, runs in found.items():
         medians = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
         measured[name] = medians

@@ -102,7 +102,7 @@ def theirs(config: Config, folder: Path, seed: int) -> tuple[list[float], np.nda
     said = run([python, "train.py", *flags], folder)
     times = [float(x) for x in re.findall(r"time ([\d.]+)ms", said)]
     files = [str(folder), "out/ckpt.pt", "windows.npy", "theirs.npy"]
-    run([python, str(HERE / "nano_gpt_logits.py"), *files], folder)
+    run([python, str(HERE / "torch_nano_logits.py"), *files], folder)
     return times[:-1], np.load(folder / "theirs.npy")  # The last one evaluates too.
 
 

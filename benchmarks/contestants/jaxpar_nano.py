@@ -1,7 +1,7 @@
 """nanoGPT's character setting by jaxpar: TRAIN WINDOWS OUT SEED STEPS.
 
-TRAIN is an .npy of all tokens; WINDOWS and OUT are as of nano_gpt_logits.py. Prints the
-milliseconds of each step but the first.
+TRAIN is an .npy of all tokens; WINDOWS and OUT are as of torch_nano_logits.py.
+Prints the milliseconds of each step but the first.
 """
 
 import sys

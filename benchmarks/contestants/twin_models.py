@@ -4,7 +4,6 @@ Both contestants of a family are of these; ours is read from the folder that is 
 """
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,27 +38,24 @@ class Twin:
 
     Attributes:
       kind: of its batches: "tokens", "masked", "spans" or "images".
-      model: the class's name in `transformers`; none for timm's.
-      config: likewise, of its config.
-      fields: of that config.
+      name: in `transformers`, as of `torch_model.py`; none for timm's.
+      fields: of its config.
     """
 
     kind: str
-    model: str
-    config: str
+    name: str
     fields: dict[str, Any]
 
 
 def _decoder(name: str, **fields: Any) -> Twin:
     own = {**_DECODER, **fields}
-    return Twin("tokens", f"{name}ForCausalLM", f"{name}Config", own)
+    return Twin("tokens", name, own)
 
 
 TWINS = {
     "gpt2": Twin(
         "tokens",
-        "GPT2LMHeadModel",
-        "GPT2Config",
+        "GPT2",
         {
             **{"vocab_size": VOCAB, "n_positions": LENGTH, "n_embd": WIDTH},
             **{"n_layer": LAYERS, "n_head": HEADS, "resid_pdrop": 0.0},
@@ -73,14 +69,12 @@ TWINS = {
     "mixtral": _decoder("Mixtral", num_local_experts=4, num_experts_per_tok=2),
     "bert": Twin(
         "masked",
-        "BertForMaskedLM",
-        "BertConfig",
+        "Bert",
         {**_ENCODER, "vocab_size": VOCAB, "max_position_embeddings": LENGTH},
     ),
     "t5": Twin(
         "spans",
-        "T5ForConditionalGeneration",
-        "T5Config",
+        "T5",
         {
             **{"vocab_size": VOCAB, "d_model": WIDTH, "d_kv": WIDTH // HEADS},
             **{"d_ff": 640, "num_layers": LAYERS, "num_heads": HEADS},
@@ -90,11 +84,10 @@ TWINS = {
     ),
     "vit": Twin(
         "images",
-        "ViTForImageClassification",
-        "ViTConfig",
+        "ViT",
         {**_ENCODER, "image_size": 64, "patch_size": 8, "num_labels": 100},
     ),
-    "coatnet": Twin("images", "", "", {}),
+    "coatnet": Twin("images", "", {}),
 }
 
 
@@ -134,19 +127,3 @@ def coatnet() -> Any:
         head_size=32,
         key_bias=True,
     )
-
-
-def write(name: str, folder: Path) -> None:
-    """Write a random model of `transformers` into a folder."""
-    import torch  # noqa: PLC0415 - only the environment of twins has it
-    import transformers  # noqa: PLC0415
-
-    twin = TWINS[name]
-    if not twin.model:
-        return
-    config = getattr(transformers, twin.config)(**twin.fields)
-    model = getattr(transformers, twin.model)(config)
-    if twin.fields.get("tie_word_embeddings") is False:
-        # Version 5 ties what it makes, and reads published heads as they are.
-        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
-    model.save_pretrained(folder)

@@ -9,13 +9,15 @@ from jaxpar.tree import near_match
 
 VIT_PRESETS: dict[str, VitConfig] = {
     "vit-tiny": VitConfig(
-        image_size=10,
-        patch_size=2,
+        image_size=12,
+        patch_size=4,
+        patch_stride=2,
         channels=1,
         num_labels=10,
         num_layers=4,
         num_heads=4,
         width=64,
+        pooling="mean",
     ),
     "vit-s16": VitConfig(num_heads=6, width=384),
     "vit-b16": VitConfig(),
@@ -29,7 +31,7 @@ VIT_PRESETS: dict[str, VitConfig] = {
     ),
 }
 """ViT configs by name; "vit-tiny" is for scikit-learn's digits, 8 x 8 grey pixels
-with a border, in which shifts lose nothing.
+with a border, in which shifts lose nothing; its patches overlap.
 
 "vit-s16" is of half of B's width and heads. Keys have no bias: it has no gradient.
 "v-moe-b16" has 32 experts in every other block, of which a token goes to two.

@@ -24,11 +24,11 @@ def make_engine(name: str, folder: str, batch: Any, devices: int) -> jaxpar.Engi
         "devices": jaxpar.cpu_devices(devices),
         "zero": 0,
     }
-    if not twin_models.TWINS[name].model:
+    if not twin_models.TWINS[name].name:
         model = models.make_coatnet(twin_models.coatnet())
         return jaxpar.initialize(model=model, loss_fn=models.classification_loss, **how)
     # Whole loops of layers are faster where one device has both cores.
-    unroll = {"unroll": twin_models.LAYERS} if devices == 1 else {}
+    unroll: dict[str, Any] = {"unroll": twin_models.LAYERS} if devices == 1 else {}
     ours = models.from_huggingface(folder, **unroll if name != "gemma2" else {})
     engine = jaxpar.initialize(model=ours.model, loss_fn=ours.loss_fn, **how)
     ours.load(engine)

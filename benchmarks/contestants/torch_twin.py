@@ -10,16 +10,15 @@ import torch.nn.functional as F  # noqa: N812
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.contestants import protocol, twin_models
+from benchmarks.contestants.torch_model import class_of
 
 
 def make_model(name: str, folder: str) -> Any:
     """The model, ready to train."""
     twin = twin_models.TWINS[name]
-    if twin.model:
-        import transformers  # noqa: PLC0415
-
+    if twin.name:
         how = {"attn_implementation": "eager", "dtype": torch.float32}
-        return getattr(transformers, twin.model).from_pretrained(folder, **how).train()
+        return class_of(twin.name).from_pretrained(folder, **how).train()
     from timm.models.maxxvit import MaxxVit, MaxxVitCfg  # noqa: PLC0415
 
     config = twin_models.coatnet()
