@@ -19,6 +19,9 @@ from jaxpar.training.writers import writers_of
 _WRONG = (ValueError, TypeError, OSError, ImportError)
 """Errors before the first step that mean that a setting can't work."""
 
+_OF_JAX = "JAX_TRACEBACK_FILTERING"
+"""In a note that jax adds to errors, about frames that are not shown here anyway."""
+
 _TRACEBACK = "--traceback"
 _HELP = f"{_TRACEBACK} shows where an error comes from."
 
@@ -53,7 +56,8 @@ def run_recipe(
         # Its launcher prints a worker's error once for all.
         if others != given or current() is not None or not is_wrong:
             raise
-        said = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        notes = [x for x in getattr(error, "__notes__", ()) if _OF_JAX not in x]
+        said = "\n".join([str(error), *notes])
         name = Path(sys.argv[0]).name
         print(f"{name}: {said}\n({_TRACEBACK} shows where)", file=sys.stderr)
         raise SystemExit(2) from None

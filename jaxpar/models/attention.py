@@ -72,7 +72,7 @@ class Attention(nnx.Module):
         make_norm: Callable[[int], nnx.Module] | None = None,
         rngs: nnx.Rngs,
     ):
-        self.head_size = heads.size
+        self.num_heads, self.head_size = heads.num, heads.size
         self.implementation = implementation
         self.pattern_len = pattern_len
         self.scoring = scoring
@@ -126,7 +126,11 @@ class Attention(nnx.Module):
 
         Returns:
           The update of the residual stream.
+
+        Raises:
+          ValueError: if the tensor axis does not divide the heads.
         """
+        self._check_heads()
         query, key, value = self._project(x_BTD, memory_BSD)
         if self.norm_all:
             query, key = self._normed(query, key)
@@ -149,6 +153,18 @@ class Attention(nnx.Module):
         # The constraint is for the cotangent: under sequence parallelism the compiler
         # would leave it sharded over tokens, and compute all heads on every device.
         return self.output(constrain(attended_BTD, DATA, None, TENSOR))
+
+    def _check_heads(self) -> None:
+        """Raise where the tensor axis would cut heads: all devices would gather them.
+
+        Key heads may be fewer than its devices.
+        """
+        tensor = jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1)
+        if self.num_heads % tensor:
+            raise ValueError(
+                f"num_heads={self.num_heads}: the mesh's tensor={tensor} must divide "
+                "it, as devices compute whole heads; change the mesh or the heads."
+            )
 
     def _normed(self, query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         if self.query_norm is None or self.key_norm is None:

@@ -5,10 +5,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
+import jaxpar
 from jaxpar.mesh import MeshShape, make_mesh
+from jaxpar.models import DecoderConfig, decoder_loss, make_decoder
 from jaxpar.models.attention import Attention, Heads
 from jaxpar.models.blocked_attention import Scoring
 
@@ -119,3 +122,17 @@ def test_a_memory_is_attended_to_whole_and_by_its_segments():
             else memory[row : row + 1, seen],
         )
         np.testing.assert_allclose(out[row, token], own[0, 0], atol=1e-6)
+
+
+def test_tensor_axis_that_cuts_heads_is_refused_before_the_step_is_compiled():
+    config = DecoderConfig(num_layers=1, num_heads=4, width=32, seq_len=8)
+    engine = jaxpar.initialize(
+        model=make_decoder(config),
+        loss_fn=decoder_loss,
+        optimizer=optax.sgd(0.1),
+        sample_batch={"tokens": np.zeros((8, 9), np.int32)},
+        mesh=jaxpar.MeshShape(tensor=8),
+    )
+    said = r"num_heads=4: the mesh's tensor=8 must divide it"
+    with pytest.raises(ValueError, match=said):
+        engine.step({"tokens": np.zeros((8, 9), np.int32)})
