@@ -228,12 +228,20 @@ LLAMA3 = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 8192,
 }
+MIXTRAL = {
+    **LLAMA3,
+    "model_type": "mixtral",
+    "vocab_size": 32_000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
 COUNTS: dict[str, tuple[dict[str, Any], int]] = {
     "gpt2": ({**GPT2, "n_embd": 768, "n_layer": 12, "n_head": 12}, 124_439_808),
     "medium": ({**GPT2, "n_embd": 1024, "n_layer": 24, "n_head": 16}, 354_823_168),
     "large": ({**GPT2, "n_embd": 1280, "n_layer": 36, "n_head": 20}, 774_030_080),
     "xl": ({**GPT2, "n_embd": 1600, "n_layer": 48, "n_head": 25}, 1_557_611_200),
     "llama 3 8b": (LLAMA3, 8_030_261_248),
+    "mixtral 8x7b": (MIXTRAL, 46_702_792_704),
 }
 
 
