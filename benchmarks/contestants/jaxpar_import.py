@@ -6,7 +6,6 @@ the parameters.
 
 import json
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,27 +15,8 @@ import jax.numpy as jnp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.contestants.memory import Peak
 from jaxpar import models
-
-
-class Peak(threading.Thread):
-    """Watches how many bytes of its own the process holds; files in memory are not."""
-
-    def __init__(self):
-        super().__init__(daemon=True)
-        self.first = self.most = self.now()
-        self.start()
-
-    def now(self) -> int:
-        """Bytes that are held."""
-        status = Path("/proc/self/status").read_text(encoding="utf-8")
-        return 1024 * int(status.split("RssAnon:")[1].split()[0])
-
-    def run(self) -> None:
-        """Look every five milliseconds."""
-        while True:
-            self.most = max(self.most, self.now())
-            time.sleep(0.005)
 
 
 class Holder:

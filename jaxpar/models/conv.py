@@ -115,7 +115,7 @@ def convolve_depthwise(
     """Convolve each channel for itself, with zeros around the image.
 
     It is a sum of shifted products, which compilers fuse, with their gradients: XLA's
-    convolution of as many groups as channels takes ten times as long on a CPU.
+    convolution of as many groups as channels is slow on CPUs, above all its gradients.
 
     Args:
       x_BHWC: maps of features.
