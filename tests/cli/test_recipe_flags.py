@@ -102,6 +102,7 @@ def main(config):
         own_heartbeat().enter("step", config.step)
     error = ValueError("rows=3 must be even; give 4.")
     error.add_note("It is the loader's.")
+    error.add_note("Set JAX_TRACEBACK_FILTERING=off to include jax's frames.")
     raise error
 
 run_recipe(main, Config, "Fail.")
