@@ -21,6 +21,7 @@ from jaxpar.compiled.hlo import Computation, Instruction, Module, trip_count
 from jaxpar.compiled.kernel_time import Rates, kernel_seconds
 from jaxpar.compiled.link_rates import LinkRates
 from jaxpar.compiled.memory_traffic import is_free
+from jaxpar.jaxprs.branches import fraction_in
 
 _Lag = tuple[tuple[str, float], ...]
 """(link, seconds from now until it is free), for the links that are not."""
@@ -131,7 +132,7 @@ def read_communication(module: Module, rates: Rates, links: LinkRates) -> Commun
 
     A loop counts as often as its trip count says, once where it is unknown. A
     conditional takes the time of its longest branch; each branch's own collectives are
-    exposed as often as `Module.taken` says.
+    exposed as often as `Module.taken_by` says.
 
     Args:
       module: the program, its instructions in scheduled order.
@@ -332,8 +333,12 @@ class _Timer:
         waits: dict[str, float] = collections.defaultdict(float)
         for found in branches:
             for name, seconds in found.waits.items():
-                waits[name] += self.module.taken * seconds
-        clock.add(dataclasses.replace(longest, waits=waits))
+                waits[name] += self.module.taken_by(conditional) * seconds
+        # A stage without work waits for those that have some: its time passes too.
+        said = fraction_in(conditional.op_name)
+        share = 1.0 if said is None else said
+        seconds, kernels = share * longest.seconds, share * longest.kernels
+        clock.add(_Pass(seconds, kernels, waits))
 
     def _called(self, instruction: Instruction, clock: _Clock) -> list[_Pass]:
         names = instruction.called or (instruction.attribute("to_apply").lstrip("%"),)

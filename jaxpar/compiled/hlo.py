@@ -9,6 +9,8 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
+from jaxpar.jaxprs.branches import fraction_in
+
 _BITS = {
     "pred": 8,
     "s2": 2, "u2": 2, "s4": 4, "u4": 4,
@@ -137,8 +139,8 @@ class Module:
     Attributes:
       computations: by name.
       entry: the one that runs.
-      taken: how often each branch of a conditional is taken, as a fraction; the program
-        does not say.
+      taken: how often each branch of a conditional is taken, as a fraction, where the
+        program does not say.
       listed: types of the entry's parameters in the program's first line.
     """
 
@@ -146,6 +148,11 @@ class Module:
     entry: Computation
     taken: float = 1.0
     listed: tuple[ArrayType, ...] = ()
+
+    def taken_by(self, conditional: Instruction) -> float:
+        """How often a conditional's costliest branch is taken, as a fraction."""
+        said = fraction_in(conditional.op_name)
+        return self.taken if said is None else said
 
     @property
     def parameters(self) -> Iterator[tuple[Instruction, bool]]:
@@ -256,7 +263,7 @@ def runs_of(module: Module) -> tuple[dict[str, int], tuple[str, ...]]:
     """Count how often each computation runs when the program runs once.
 
     A loop's body runs as often as the loop's trip count says; each branch of a
-    conditional as often as `Module.taken` says.
+    conditional as often as `Module.taken_by` says.
 
     Args:
       module: the program.
@@ -278,7 +285,7 @@ def runs_of(module: Module) -> tuple[dict[str, int], tuple[str, ...]]:
                     unknown.append(instruction.name)
                 inner = times * (1 if trips is None else trips)
             elif instruction.opcode == "conditional":
-                inner = times * module.taken
+                inner = times * module.taken_by(instruction)
             for name in instruction.called:
                 if name in module.computations:
                     visit(module.computations[name], inner)

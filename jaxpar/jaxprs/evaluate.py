@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.extend import core, source_info_util
 
+from jaxpar.jaxprs.branches import fraction_in
 from kernels_pallas.operations import operations_of
 
 PLACEHOLDER = "jaxpar.planned"
@@ -103,8 +104,9 @@ def flops(
 
     A multiply-add is two. A foreign call has the FLOPs of its attribute ``flops``, a
     kernel of `kernels_pallas` those in its name. A scan's body counts every iteration,
-    a while loop's body once; of a conditional the costliest branch counts. A
-    `shard_map`'s body counts once for each device of its manual mesh axes.
+    a while loop's body once; of a conditional the costliest branch counts, as often as
+    `jaxpar.jaxprs.branches.expected` says. A `shard_map`'s body counts once for each
+    device of its manual mesh axes.
 
     Args:
       eqns: a jaxpr's equations.
@@ -154,8 +156,9 @@ def _flops_of(
         flops_by_scope(closed.jaxpr.eqns, scope, only)
         for closed in inner_jaxprs(eqn).values()
     ]
-    times = 1
+    times = 1.0
     if name == "cond":
+        times = _fraction(eqn)
         inner = [max(inner, key=lambda branch: sum(branch.values()))]
     elif name == "shard_map":
         sizes = dict(params["mesh"].shape)
@@ -165,7 +168,7 @@ def _flops_of(
     found: dict[str, int] = {}
     for part in inner:
         for inside, number in part.items():
-            found[inside] = found.get(inside, 0) + times * number
+            found[inside] = found.get(inside, 0) + round(times * number)
     return found
 
 
@@ -180,10 +183,29 @@ def _own_flops(eqn: core.JaxprEqn) -> int | None:
         kernel = shape_of(eqn.invars[1]).shape
         outputs = kernel[params["dimension_numbers"].rhs_spec[0]]
         return 2 * _size(eqn.outvars[0]) * math.prod(kernel) // outputs
+    if name == "ragged_dot_general":
+        return round(_fraction(eqn) * _ragged_flops(eqn))
     if name == "ffi_call":
         return int(dict(params["attributes"]).get("flops", 0))
     known = operations_of(params["name"]) if name in ("jit", "pjit") else None
     return known if known is not None or inner_jaxprs(eqn) else 0
+
+
+def _ragged_flops(eqn: core.JaxprEqn) -> int:
+    """Of all rows, those beyond the groups' sizes too."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (contracted, _), _ = numbers.dot_dimension_numbers
+    rows, _, groups = (shape_of(var).shape for var in eqn.invars)
+    # Rows that are contracted make a product for each group.
+    is_sum = numbers.lhs_ragged_dimensions[0] in contracted
+    size = _size(eqn.outvars[0]) // (groups[-1] if is_sum else 1)
+    return 2 * size * math.prod(rows[dim] for dim in contracted)
+
+
+def _fraction(eqn: core.JaxprEqn) -> float:
+    """How often an equation does its work, by what was said where it was traced."""
+    said = fraction_in(str(eqn.source_info.name_stack))
+    return 1.0 if said is None else said
 
 
 def _size(var: Any) -> int:

@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from jaxpar.jaxprs.branches import expected
 from jaxpar.mesh import TENSOR
 from jaxpar.models.attend import device_kind
 from jaxpar.models.experts.slots import Tiles
@@ -38,12 +39,28 @@ def rows_of_tile(choices: int, num_experts: int) -> int:
     return min(512, 1 << (most.bit_length() - 1))
 
 
+def fraction_used(choices: int, num_experts: int, num_tiles: int) -> float:
+    """How many of the tiles have rows where all experts are chosen alike.
+
+    Args:
+      choices: rows of these experts together.
+      num_experts: E.
+      num_tiles: M.
+
+    Returns:
+      A fraction of the tiles; an expert's last one counts as half full.
+    """
+    tiles = choices / rows_of_tile(choices, num_experts) + num_experts / 2
+    return min(1.0, tiles / num_tiles)
+
+
 def grouped_matmul(
     x_MTD: Float[Array, "M T D"],
     kernel_EDF: Float[Array, "E D F"],
     tiles: Tiles,
     *,
     split: Side,
+    used: float = 1.0,
 ) -> Float[Array, "M T F"]:
     """Multiply each tile's rows by its expert's kernel.
 
@@ -52,6 +69,7 @@ def grouped_matmul(
       kernel_EDF: a kernel for each expert.
       tiles: which expert each tile is of.
       split: the side of the kernel that the tensor axis splits.
+      used: the fraction of the tiles that plans count as having rows; `fraction_used`.
 
     Returns:
       The products; zeros for tiles without rows.
@@ -59,8 +77,9 @@ def grouped_matmul(
     Source: Gale et al., "MegaBlocks" (2022), for tiles of one expert each.
     """
     if "TPU" in device_kind():
-        return _ragged(x_MTD, kernel_EDF, tiles)
-    return _by_tiles(split, x_MTD, kernel_EDF, tiles.experts, tiles.is_used)
+        with expected(used):
+            return _ragged(x_MTD, kernel_EDF, tiles)
+    return _by_tiles(split, used, x_MTD, kernel_EDF, tiles.experts, tiles.is_used)
 
 
 def _ragged(x_MTD: jax.Array, kernel_EDF: jax.Array, tiles: Tiles) -> jax.Array:
@@ -72,27 +91,28 @@ def _ragged(x_MTD: jax.Array, kernel_EDF: jax.Array, tiles: Tiles) -> jax.Array:
     return product.reshape(M, T, -1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _by_tiles(
     split: Side,
+    used: float,
     x_MTD: jax.Array,
     kernel_EDF: jax.Array,
     expert_M: jax.Array,
     is_used_M: jax.Array,
 ) -> jax.Array:
-    return _products(split, x_MTD, kernel_EDF, expert_M, is_used_M)
+    return _products(split, used, x_MTD, kernel_EDF, expert_M, is_used_M)
 
 
-def _forward(split: Side, *given: jax.Array) -> tuple[jax.Array, tuple]:
-    return _products(split, *given), given
+def _forward(split: Side, used: float, *given: jax.Array) -> tuple[jax.Array, tuple]:
+    return _by_tiles(split, used, *given), given
 
 
-def _backward(split: Side, saved: tuple, grad_MTF: jax.Array) -> tuple:
+def _backward(split: Side, used: float, saved: tuple, grad_MTF: jax.Array) -> tuple:
     x_MTD, kernel_EDF, *of_tiles = saved
     other: Side = "out" if split == "in" else "in"
     transposed_EFD = kernel_EDF.transpose(0, 2, 1)
-    grad_x = _products(other, grad_MTF, transposed_EFD, *of_tiles)
-    grad_kernel = _sums(split, x_MTD, grad_MTF, kernel_EDF, *of_tiles)
+    grad_x = _products(other, used, grad_MTF, transposed_EFD, *of_tiles)
+    grad_kernel = _sums(split, used, x_MTD, grad_MTF, kernel_EDF, *of_tiles)
     return grad_x, grad_kernel, None, None
 
 
@@ -101,6 +121,7 @@ _by_tiles.defvjp(_forward, _backward)
 
 def _products(
     split: Side,
+    used: float,
     x_MTD: jax.Array,
     kernel_EDF: jax.Array,
     expert_M: jax.Array,
@@ -112,7 +133,7 @@ def _products(
     def own(x_MTD, kernel_EDF, expert_M, is_used_M):
         def of_tile(tile):
             rows, expert, is_used = tile
-            return _if(is_used, lambda: rows @ kernel_EDF[expert])
+            return _if(is_used, used, lambda: rows @ kernel_EDF[expert])
 
         product = jax.lax.map(of_tile, (x_MTD, expert_M, is_used_M))
         if not is_split or split == "out":
@@ -131,6 +152,7 @@ def _products(
 
 def _sums(
     split: Side,
+    used: float,
     x_MTD: jax.Array,
     grad_MTF: jax.Array,
     like_EDF: jax.Array,
@@ -148,7 +170,7 @@ def _sums(
             def product() -> jax.Array:
                 return jnp.matmul(rows.T, grads, preferred_element_type=wide)
 
-            return total_EDF.at[expert].add(_if(is_used, product)), None
+            return total_EDF.at[expert].add(_if(is_used, used, product)), None
 
         sizes = like_EDF.shape[0], x_MTD.shape[2], grad_MTF.shape[2]
         tiles = x_MTD, grad_MTF, expert_M, is_used_M
@@ -162,10 +184,11 @@ def _sums(
     return call(x_MTD, grad_MTF, expert_M, is_used_M).astype(like_EDF.dtype)
 
 
-def _if(is_used: jax.Array, product: Callable[[], jax.Array]) -> jax.Array:
+def _if(is_used: jax.Array, used: float, product: Callable[[], jax.Array]) -> jax.Array:
     """A tile's product, if it has rows; else zeros."""
     like = jax.eval_shape(product)
-    return jax.lax.cond(is_used, product, lambda: jnp.zeros(like.shape, like.dtype))
+    with expected(used):
+        return jax.lax.cond(is_used, product, lambda: jnp.zeros(like.shape, like.dtype))
 
 
 def _splits(size: int) -> bool:

@@ -16,7 +16,12 @@ from jaxtyping import Array, Bool, Float
 
 from jaxpar.mesh import EXPERT, TENSOR
 from jaxpar.models.experts.config import ExpertsConfig
-from jaxpar.models.experts.grouped import Side, grouped_matmul, rows_of_tile
+from jaxpar.models.experts.grouped import (
+    Side,
+    fraction_used,
+    grouped_matmul,
+    rows_of_tile,
+)
 from jaxpar.models.experts.routing import (
     RouterStatistics,
     Routing,
@@ -147,11 +152,12 @@ class Experts(nnx.Module):
         own_NK = jnp.where((own_NK >= 0) & (own_NK < E_own), own_NK, E_own)
         choices = routing.experts.size
         tiles = slots_by_tiles(own_NK, E_own, rows_of_tile(choices, E_own))
+        used = fraction_used(choices, E_own, tiles.experts.size)
         rows_MTD = to_slots(x_ND, tiles.slots)
         rows_MTD = rows_MTD.reshape(tiles.experts.size, -1, x_ND.shape[1])
 
         def matmul(x: jax.Array, kernel: jax.Array, split: Side) -> jax.Array:
-            return grouped_matmul(x, kernel, tiles, split=split)
+            return grouped_matmul(x, kernel, tiles, split=split, used=used)
 
         def bias_of(bias_EF: jax.Array) -> jax.Array:
             return bias_EF[tiles.experts][:, None]

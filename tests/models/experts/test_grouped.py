@@ -7,7 +7,11 @@ import pytest
 
 from jaxpar.mesh import MeshShape, make_mesh
 from jaxpar.models.experts import grouped
-from jaxpar.models.experts.grouped import grouped_matmul, rows_of_tile
+from jaxpar.models.experts.grouped import (
+    fraction_used,
+    grouped_matmul,
+    rows_of_tile,
+)
 from jaxpar.models.experts.slots import Tiles, slots_by_tiles
 
 E, T, D, F = 3, 4, 8, 12
@@ -95,3 +99,15 @@ def test_tiles_are_not_thin_and_seldom_empty() -> None:
     assert rows_of_tile(4096, 8) == 64
     assert rows_of_tile(10, 8) == 8
     assert rows_of_tile(10**7, 8) == 512
+
+
+@pytest.mark.parametrize(("own", "ways"), [(8, 1), (1, 8)])
+def test_plans_count_the_tiles_that_have_rows(own, ways) -> None:
+    """Of experts chosen alike, and one device's: its tiles could take all choices."""
+    choices = 4096
+    tile = rows_of_tile(choices, own)
+    experts = jnp.arange(choices * ways)[:, None] % (own * ways)
+    here = jnp.where(experts < own, experts, own)
+    is_used = slots_by_tiles(here, own, tile).is_used
+    fraction = fraction_used(choices, own, is_used.size)
+    assert fraction == pytest.approx(float(is_used.mean()), abs=own / is_used.size)

@@ -1,0 +1,82 @@
+"""Does what an author says of a branch reach the jaxpr and the compiled program?"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxpar.compiled.hlo import parse, runs_of
+from jaxpar.compiled.source_lines import todays_lines
+from jaxpar.jaxprs.branches import expected, fraction_in
+from jaxpar.jaxprs.evaluate import flops
+
+SIZE, TRIPS = 32, 8
+ONE = 2 * SIZE**3
+
+
+def some_products(x: jax.Array, often: float | None) -> jax.Array:
+    """Multiply x by itself in a loop, where it is positive."""
+
+    def square(x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ x)
+
+    def body(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        if often is None:
+            return jax.lax.cond(x[0, 0] > 0, square, lambda x: x, x), None
+        with expected(often):
+            return jax.lax.cond(x[0, 0] > 0, square, lambda x: x, x), None
+
+    return jax.lax.scan(body, x, length=TRIPS)[0]
+
+
+@pytest.mark.parametrize(("often", "trips"), [(None, 8), (0.25, 2), (1.0, 8), (0.0, 0)])
+def test_flops_and_runs_are_the_expected_ones(often, trips) -> None:
+    x = jnp.ones((SIZE, SIZE))
+    jaxpr = jax.make_jaxpr(some_products, static_argnums=1)(x, often)
+    assert flops(jaxpr.jaxpr.eqns) == trips * ONE
+
+    with todays_lines():  # Else a cached program may have the names of another.
+        step = jax.jit(some_products, static_argnums=1).lower(x, often).compile()
+    module = parse(step.as_text())
+    runs, unknown = runs_of(module)
+    (conditional,) = (
+        own
+        for computation in module.computations.values()
+        for own in computation.instructions.values()
+        if own.opcode == "conditional"
+    )
+    assert unknown == ()
+    assert {runs[name] for name in conditional.called} == {trips}
+
+
+def test_gradients_of_a_checkpointed_block_say_it_too() -> None:
+    def loss(x: jax.Array) -> jax.Array:
+        return jax.checkpoint(lambda x: some_products(x, 0.25))(x).sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(jnp.ones((SIZE, SIZE)))
+    # Forward, once more, and two products backward, in a quarter of the trips.
+    assert flops(jaxpr.jaxpr.eqns) == pytest.approx(4 * 2 * ONE)
+
+
+def test_what_is_said_of_a_conditional_around_does_not_count() -> None:
+    around = "jit(f)/while/body/taken_0.25/cond/branch_1_fun/"
+    assert fraction_in(around + "cond") is None
+    assert fraction_in(around + "taken_0.5/cond") == 0.5
+    assert fraction_in("taken_1e-05/cond") == 1e-5
+
+
+def test_products_of_ragged_groups_are_counted() -> None:
+    """Of all rows, forward and twice backward, in the part that has rows."""
+    rows, kernels, sizes = jnp.ones((16, 4)), jnp.ones((2, 4, 8)), jnp.array([8, 8])
+
+    def loss(rows: jax.Array, kernels: jax.Array) -> jax.Array:
+        with expected(0.5):
+            return jax.lax.ragged_dot(rows, kernels, sizes).sum()
+
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(rows, kernels)
+    assert flops(jaxpr.jaxpr.eqns) == 3 * 2 * 16 * 4 * 8 * 0.5
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.5])
+def test_a_fraction_is_one(fraction) -> None:
+    with pytest.raises(ValueError, match=f"fraction={fraction} must be between 0 and"):
+        expected(fraction)
