@@ -12,13 +12,13 @@ from .mesh import MeshShape, make_mesh
 from .model.blocks import PipelineModel
 from .model.remat import remat
 from .model.step_number import Step
+from .offload import Offload
 from .optim.ema import Ema
 from .pipeline.schedules.catalog import make_schedule
 from .pipeline.schedules.table import Schedule
 from .planner.plan_step import plan
 from .sharding.constrain import constrain
 from .sharding.exchange import all_to_all, batch_mean
-from .show.loss import draw_loss
 from .step.inputs import Packed, Replicated
 from .step.precision import Precision, make_precision
 from .step.state import TrainState
@@ -39,6 +39,7 @@ __all__ = [
     "Keep",
     "Max",
     "MeshShape",
+    "Offload",
     "Packed",
     "PipelineModel",
     "Precision",
@@ -57,7 +58,6 @@ __all__ = [
     "constrain",
     "cpu_devices",
     "data",
-    "draw_loss",
     "initialize",
     "make_mesh",
     "make_precision",

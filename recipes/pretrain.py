@@ -19,6 +19,7 @@ from jaxpar.data import DataConfig, Loader, batch_shapes, rows_of
 from jaxpar.launch import choose_meshes
 from jaxpar.models import PRESETS, DecoderConfig
 from jaxpar.optim import OPTIMIZERS, OptimizerSettings
+from jaxpar.show.loss import draw_loss
 
 CPU_MESH = jaxpar.MeshShape(data=2, tensor=2)
 SET_HERE = "remat", "sequence_parallel"
@@ -52,6 +53,8 @@ class Config(jaxpar.StartOptions, DataConfig):
     """Peak of the schedule: linear warm-up over a tenth of it, then cosine."""
     clip_norm: float = 1.0
     """Largest global norm of the gradients."""
+    offload: jaxpar.Offload = dataclasses.field(default_factory=jaxpar.Offload.nothing)
+    """What is stored in the host's memory, not in the devices'."""
     remat: str = "none"
     """Activation checkpointing of each block: none, full, dots or save-names."""
     sequence_parallel: bool = False
@@ -89,6 +92,7 @@ def build(config: Config, mesh: jax.sharding.Mesh | None = None) -> jaxpar.Engin
         accumulate=jaxpar.scaled_accumulation(config.accumulate),
         schedule=config.schedule,
         clip_norm=config.clip_norm,
+        offload=config.offload,
         seed=config.seed,
     )
 
@@ -139,7 +143,7 @@ def main(config: Config) -> None:
     print(f"{' 400 tokens by the model ':─^80}\n{text}\n{'─' * 80}")
     (run.folder / "sample.txt").write_text(text, encoding="utf-8")
     with contextlib.suppress(ModuleNotFoundError):  # It needs matplotlib.
-        print(f"picture  {jaxpar.draw_loss(run.folder).resolve()}")
+        print(f"picture  {draw_loss(run.folder).resolve()}")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from jaxpar.data import (
 )
 from jaxpar.models import T5_PRESETS, T5Config
 from jaxpar.optim import OPTIMIZERS, OptimizerSettings
+from jaxpar.show.loss import draw_loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +142,7 @@ def main(config: Config) -> None:
             tokens_per_step=config.batch_size * (lengths.inputs + lengths.labels),
         )
     with contextlib.suppress(ModuleNotFoundError):  # It needs matplotlib.
-        print(f"picture  {jaxpar.draw_loss(run.folder).resolve()}")
+        print(f"picture  {draw_loss(run.folder).resolve()}")
 
 
 if __name__ == "__main__":

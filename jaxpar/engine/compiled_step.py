@@ -17,6 +17,7 @@ from jaxpar.compiled.closed_form import ClosedForm, closed_form_budget
 from jaxpar.compiled.explain import Explanation, make_explanation, state_bytes, total
 from jaxpar.compiled.exposed_limit import check_exposed_ms
 from jaxpar.compiled.hlo import parse
+from jaxpar.compiled.host_arguments import name_host_arguments
 from jaxpar.compiled.measured import Measured, join_measured, measure
 from jaxpar.compiled.program import CompiledProgram, join_programs, read_program
 from jaxpar.compiled.source_lines import todays_lines
@@ -151,13 +152,23 @@ class CompiledStep(abc.ABC):
             )
         return lowered[part]
 
-    def lowered(self) -> dict[str, jax.stages.Lowered]:
-        """Lower all programs of the step, by name, in the order they run."""
+    def lowered(
+        self, traces: Mapping[str, jax.stages.Traced] | None = None
+    ) -> dict[str, jax.stages.Lowered]:
+        """Lower all programs of the step, by name, in the order they run.
+
+        Args:
+          traces: as `traces` returns them; None to trace.
+        """
         platforms = (lowering_platform(self.placement.mesh),)
-        return {
+        found = {
             name: traced.lower(lowering_platforms=platforms)
-            for name, traced in self.traces().items()
+            for name, traced in (traces or self.traces()).items()
         }
+        if on_host := self.placement.on_host:
+            for each in found.values():
+                name_host_arguments(each, on_host)
+        return found
 
     def explain(self) -> Explanation:
         """Compile the step, and report what a device stores, sends and needs.

@@ -27,6 +27,7 @@ from jaxpar.engine.state_view import (
     with_weights,
 )
 from jaxpar.model.bridge import Network
+from jaxpar.sharding.memory_kinds import moved_to_device
 from jaxpar.step.state import TrainState, filled_in, require_sound
 from jaxpar.tree import merged, named_leaves
 from jaxpar.types import Batch, Metrics, Params
@@ -215,13 +216,14 @@ class Engine(CompiledStep):
 
         Returns:
           The nnx.Module (or a `jaxpar.model.linen.LinenModel`; a dict of several) with
-          the fp32 masters, as they are stored; the next step donates them.
+          the fp32 masters, in the devices' memory; the next step donates those there.
         """
         self.placement.require_devices("model")
         with self._alone("model"):
             packed, how = self._packed, {"training": False, "step": self._packed.step}
             own = params is None and self.placement.update.unpack(packed.params, ())[0]
-            whole = merged(own or self._placed(params), packed.frozen)
+            own = own or self._placed(params)
+            whole = moved_to_device(merged(own, packed.frozen))
             given = (whole, packed.model_state), packed.key, None
             return self._network.run(lambda model, _: model, *given, **how)[0]
 

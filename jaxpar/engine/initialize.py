@@ -19,6 +19,7 @@ from jaxpar.engine.several import check_one, make_several
 from jaxpar.mesh import MeshShape, as_mesh
 from jaxpar.model.bridge import UnderAxisRules, make_network
 from jaxpar.model.trainable import Trainable
+from jaxpar.offload import Offload
 from jaxpar.optim.make_update import Optimizer
 from jaxpar.pipeline.schedules.table import Schedule
 from jaxpar.progress import waiting
@@ -55,6 +56,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     prefetch: bool | None = None,
     two_batch_overlap: bool | None = None,
     xla_options: Mapping[str, Value | None] | None = None,
+    offload: Offload | None = None,
 ) -> Engine:
     """Make an engine that trains a Flax model on a mesh.
 
@@ -111,6 +113,8 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
         for GPUs that a tensor axis joins. Numbers change by rounding alone.
       xla_options: XLA option -> value, overriding those of `jaxpar.compiled.xla_flags`;
         None for XLA's default. `Engine.explain` prints the options that are set.
+      offload: what is stored in the host's memory, such as
+        ``jaxpar.Offload(optimizer="host")``; None for nothing.
 
     Returns:
       An engine whose state is initialised, sharded, on the mesh. On compile-only

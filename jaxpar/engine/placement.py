@@ -13,7 +13,12 @@ from jaxpar.checkpoint.shard_parts import ShardParts
 from jaxpar.jaxprs.pieces import compute_in_pieces
 from jaxpar.mesh import are_present, batch_axes
 from jaxpar.sharding.leaf_sharding import LeafSharding
-from jaxpar.sharding.memory_kinds import in_memory_of
+from jaxpar.sharding.memory_kinds import (
+    KindAlone,
+    has_memory_kinds,
+    in_memory_of,
+    is_on_host,
+)
 from jaxpar.sharding.zero import ZeroStage
 from jaxpar.step.carried import Carried, init_logical_parts, init_shard_parts
 from jaxpar.step.state import (
@@ -115,6 +120,20 @@ class Placement:
     def packed_shardings(self) -> TrainState:
         """The shardings of `packed`."""
         return jax.tree.map(lambda x: x.sharding, self.packed)
+
+    @functools.cached_property
+    def on_host(self) -> tuple[int, ...]:
+        """Numbers of the packed leaves of the parameters and the optimizer in host
+        memory, where shardings keep no memory kinds; empty elsewhere."""
+        if has_memory_kinds(self.mesh):
+            return ()
+        own = self.shardings.params, self.shardings.opt_state
+        kinds = jax.tree.map(lambda _: KindAlone(), own)
+        kinds = self.update.shardings(*self.update.logical_shardings(*kinds))
+        blank = jax.tree.map(lambda _: KindAlone(), self.packed)
+        state = dataclasses.replace(blank, params=kinds[0], opt_state=kinds[1])
+        leaves = enumerate(jax.tree.leaves(state))
+        return tuple(number for number, kind in leaves if is_on_host(kind))
 
     def pack(self, state: TrainState) -> TrainState:
         """Convert a logical state to the optimizer's packed form."""

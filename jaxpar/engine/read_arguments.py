@@ -12,7 +12,8 @@ from jaxpar.engine.checks import check_arguments
 from jaxpar.engine.two_batches import NOT_HALVED, Halves, halves_of
 from jaxpar.mesh import PIPE
 from jaxpar.model.trainable import Trainable
-from jaxpar.optim.make_update import Optimizer
+from jaxpar.offload.streamed_optimizer import offloaded
+from jaxpar.optim.make_update import Optimizer, make_update
 from jaxpar.pipeline.schedules.table import Schedule
 from jaxpar.sharding.rules import Rules
 from jaxpar.sharding.zero import ZeroStage
@@ -92,6 +93,7 @@ def read_loss(
     """
     own = {name: given[name] for name in ("optimizer", "clip_norm", "carried")}
     check_arguments(seed=given["seed"], **own)
+    own["optimizer"] = offloaded(own["optimizer"], given.get("offload"), make_update)
     sample_batch, accumulate = given["sample_batch"], given["accumulate"]
     losses = as_losses(given["loss_fn"], given["eval_fn"], name)
     pipe, coupled = run.mesh.shape[PIPE], run.coupled_batch

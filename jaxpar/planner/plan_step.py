@@ -110,10 +110,8 @@ def plan_step(
         )
     began = time.perf_counter()
     traces, platform = engine.traces(), lowering_platform(mesh)
-    compiled = {
-        name: traced.lower(lowering_platforms=(platform,)).compile()
-        for name, traced in traces.items()
-    }
+    lowered = engine.lowered(traces)
+    compiled = {name: each.compile() for name, each in lowered.items()}
     compile_seconds = time.perf_counter() - began
     program, traffic, text = _read(engine, compiled, target)
     model_flops = spec.model_flops

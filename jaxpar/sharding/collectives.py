@@ -152,7 +152,7 @@ class ManualCollectives:
         """
         if self.platform != "gpu":
             return reduced
-        return with_layout_constraint(reduced, Layout(tuple(range(reduced.ndim))))
+        return row_major(reduced)
 
     def communicated_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
         """`reduce_dtype`, or the one that the platform needs."""
@@ -279,3 +279,8 @@ def from_view(leaf: LeafSharding, view: jax.Array) -> jax.Array:
 def manual_spec(leaf: LeafSharding) -> P:
     """A view's spec, for ``shard_map`` with the batch axes manual."""
     return leaf.batch_spec
+
+
+def row_major(x: jax.Array) -> jax.Array:
+    """Have the compiler store an array in the order of its dims."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))

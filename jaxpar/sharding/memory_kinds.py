@@ -4,6 +4,7 @@ A sharding names the memory of its devices that it means: their own, or the host
 pinned so that the device can copy it.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -28,6 +29,21 @@ def has_memory_kinds(mesh: Mesh) -> bool:
     return bool(mesh.devices.flat[0].addressable_memories())
 
 
+@dataclasses.dataclass(frozen=True)
+class KindAlone:
+    """Stands for a sharding where jax keeps no memory kind: it knows that alone.
+
+    Attributes:
+      memory_kind: the kind; None for the device's.
+    """
+
+    memory_kind: str | None = None
+
+    def with_memory_kind(self, kind: str) -> "KindAlone":
+        """As of `jax.sharding.Sharding`."""
+        return KindAlone(kind)
+
+
 def to_device(arrays: PyTree) -> PyTree:
     """In a traced function, copy the arrays that are on the host to the device."""
 
@@ -36,6 +52,17 @@ def to_device(arrays: PyTree) -> PyTree:
         return jax.device_put(x, jax.memory.Space.Device) if on_host else x
 
     return jax.tree.map(copied, arrays)
+
+
+def moved_to_device(arrays: PyTree) -> PyTree:
+    """Outside of a traced function, copy the arrays that are on the host."""
+
+    def moved(x: jax.Array) -> jax.Array:
+        place = x.sharding
+        is_off = is_on_host(place)
+        return jax.device_put(x, place.with_memory_kind("device")) if is_off else x
+
+    return jax.tree.map(moved, arrays)
 
 
 def in_memory_of(arrays: PyTree, shardings: PyTree) -> PyTree:

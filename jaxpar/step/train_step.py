@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpar.sharding.memory_kinds import to_device
 from jaxpar.step.carried import Carried, Stepped
 from jaxpar.step.inputs import make_inputs
 from jaxpar.step.loss import Sums
@@ -124,7 +125,7 @@ def make_train_step(
             loss=before.results["loss"],
         )
         logical, _ = update.unpack(params, opt_state)
-        stepped = Stepped(logical, before.finite, applied, before.carry)
+        stepped = Stepped(to_device(logical), before.finite, applied, before.carry)
         parts = {p.name: p.after(state.carried[p.name], stepped) for p in carried}
         new = dataclasses.replace(
             state,

@@ -27,6 +27,7 @@ SAME_NUMBERS = (
     "eval_every",
     "keep",
     "mesh",
+    "offload",
     "out",
     "recovery",
     "remat",

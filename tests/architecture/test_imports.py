@@ -26,6 +26,7 @@ HOMES = {
 ENVIRONMENT_HOMES = ("jaxpar/launch/*", "jaxpar/planner/*")
 # file: the condition under which its use of JAX's internals goes away
 JAX_INTERNALS: dict[str, str] = {
+    "jaxpar/compiled/host_arguments.py": "jax keeps the memory kinds of absent GPUs",
     "jaxpar/launch/agreement.py": "a public client of the coordination service",
     "jaxpar/launch/gloo.py": "a public setting for the address of CPU collectives",
     "jaxpar/planner/absent_devices.py": "jax issue 23971: lowering elsewhere",

@@ -17,7 +17,7 @@ LAYERS = (
     ("sharding", "sparse_attention", "data"),
     ("model",),
     ("step",),
-    ("optim", "pipeline", "checkpoint", "losses", "compiled"),
+    ("optim", "offload", "pipeline", "checkpoint", "losses", "compiled"),
     ("engine", "models"),
     ("planner", "training", "testing"),
     ("show",),

@@ -75,7 +75,7 @@ class Block(nnx.Module):
         return x + jnp.tanh(self.up(x))
 
 
-def make_piped_engine(optimizer: Any) -> jaxpar.Engine:
+def make_piped_engine(optimizer: Any, **options: Any) -> jaxpar.Engine:
     """Residual blocks on two stages."""
     return jaxpar.initialize(
         model=jaxpar.PipelineModel(
@@ -89,6 +89,7 @@ def make_piped_engine(optimizer: Any) -> jaxpar.Engine:
         mesh=jaxpar.MeshShape(data=4, pipe=2),
         zero=1,
         accumulate=4,
+        **options,
     )
 
 

@@ -1,0 +1,46 @@
+"""What is offloaded, and where to: what users pass as ``offload=``."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Offload:
+    """What of a run's state is stored in the host's memory, not in the devices'.
+
+    Attributes:
+      optimizer: "host" stores the fp32 masters and the optimizer's state in the host's
+        memory, pinned; each step streams them through the device, a piece at a time.
+        None stores them on the device.
+      fraction: of the bytes of these, the part that is on the host; the other part
+        stays on the device (Twin-Flow). It goes by whole leaves.
+      piece_mb: size of a piece of an array, in MB. A device holds three pieces of every
+        array of a leaf's state at a time.
+
+    Raises:
+      ValueError: if a word is not one of its choices, or a number is out of range.
+
+    Source: Ren et al., "ZeRO-Offload" (2021).
+
+    Example:
+      >>> Offload(optimizer="host", fraction=0.6).fraction
+      0.6
+    """
+
+    optimizer: str | None = "host"
+    fraction: float = 1.0
+    piece_mb: float = 32.0
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in ("host", None):
+            raise ValueError(
+                f"offload: optimizer={self.optimizer!r} must be 'host' or None."
+            )
+        if not 0 <= self.fraction <= 1:
+            raise ValueError(f"offload: fraction={self.fraction} must be from 0 to 1.")
+        if not self.piece_mb > 0:
+            raise ValueError(f"offload: piece_mb={self.piece_mb} must be positive.")
+
+    @classmethod
+    def nothing(cls) -> "Offload":
+        """Everything stays on the devices."""
+        return cls(optimizer=None)

@@ -1,0 +1,80 @@
+"""Which optimizers can be streamed, and how does a run get one?"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jaxpar.offload.host_leaves import choose_host_leaves
+from jaxpar.offload.options import Offload
+from jaxpar.offload.streamed_update import StreamedUpdate
+from jaxpar.step.update import MakesUpdate, Update, UpdateSpec
+from jaxpar.types import Params, PyTree
+
+_LEAST = 64
+"""Leaves of fewer than a piece's elements by this stay on the device."""
+
+Maker = Callable[[Any, UpdateSpec], Update]
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamedOptimizer:
+    """An optimizer whose state is in host memory; see `MakesUpdate`.
+
+    Attributes:
+      inner: the optimizer.
+      make: makes the update of any optimizer.
+      options: what is offloaded.
+    """
+
+    inner: Any
+    make: Maker
+    options: Offload
+
+    def init(self, params: Params) -> PyTree:
+        """See `MakesUpdate`."""
+        return self.inner.init(params)
+
+    def make_update(self, spec: UpdateSpec) -> Update:
+        """See `MakesUpdate`.
+
+        Raises:
+          ValueError: if the optimizer stores its state in a form of its own, or gets
+            the gradients of every data shard.
+        """
+        inner = self.make(self.inner, spec)
+        leaf, name = spec.leaf_shardings[0], type(self.inner).__name__
+        if type(inner).pack is not Update.pack:
+            raise ValueError(
+                f"offload: optimizer={name} stores its state in a form of its own, "
+                "which is not streamed; use the optax optimizer of the same rule, or "
+                "Offload(optimizer=None)."
+            )
+        if inner.reduction.gradient_shape(leaf) != leaf.shape:
+            raise ValueError(
+                f"offload: optimizer={name} gets the gradients of every data shard, "
+                "whole; its state is not streamed. Use Offload(optimizer=None)."
+            )
+        elements = max(1, int(self.options.piece_mb * 1e6) // 4)
+        least = elements // _LEAST
+        leaves = choose_host_leaves(spec, self.options.fraction, least)
+        reduction = inner.reduction
+        return StreamedUpdate(inner, spec, leaves, elements, reduction=reduction)
+
+
+def offloaded(optimizer: Any, options: Offload | None, make: Maker) -> Any:
+    """The optimizer that a run with some options has.
+
+    Args:
+      optimizer: an optimizer.
+      options: what is offloaded; None for nothing.
+      make: makes the update of any optimizer.
+
+    Returns:
+      The optimizer itself, or a `StreamedOptimizer`. A fused optimizer is replaced by
+      the equal optax transformation: streamed pieces are bound by the link to the host.
+    """
+    if options is None or options.optimizer is None:
+        return optimizer
+    if isinstance(optimizer, MakesUpdate) and getattr(optimizer, "bits", 8) == 32:
+        optimizer = getattr(optimizer, "equal", optimizer)
+    return StreamedOptimizer(optimizer, make, options)

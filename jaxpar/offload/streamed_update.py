@@ -1,0 +1,201 @@
+"""How does an optimizer step on a state in host memory: a piece of a leaf at a time?
+
+The optimizer's update is traced, and split: what goes by elements runs on pieces that
+pass through the device; what is needed of all gradients, such as their norm in a chain,
+is computed before. A leaf whose update needs all of it passes through whole.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.jaxprs.by_element import ByElement, LeafGroup, SplitJaxpr, split_by_element
+from jaxpar.jaxprs.evaluate import inlined
+from jaxpar.offload.chunks import StreamChunks, chunks_of
+from jaxpar.offload.host_leaves import HostLeaf
+from jaxpar.offload.stream import stream_in, stream_through
+from jaxpar.sharding.leaf_sharding import LeafSharding
+from jaxpar.sharding.memory_kinds import to_device
+from jaxpar.step.reduction import PLAIN, Reduction
+from jaxpar.step.update import Update, UpdateSpec
+from jaxpar.tree import named_leaves
+from jaxpar.types import Metrics, Params, PyTree
+
+_HOST = jax.memory.Space.Host
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StreamedUpdate(Update):
+    """An update whose masters and moments are in host memory.
+
+    Attributes:
+      inner: the optimizer's own; its packed state is the logical one.
+      spec: what is known of the run.
+      host_leaves: parameter name -> what of its state is in host memory.
+      piece_elements: most elements of a piece of an array on a device.
+      memory_kind: where these are stored; "device" runs the same update there.
+      reduction: how the gradients that it gets are reduced.
+    """
+
+    inner: Update
+    spec: UpdateSpec
+    host_leaves: Mapping[str, HostLeaf]
+    piece_elements: int
+    memory_kind: str = "pinned_host"
+    reduction: Reduction = PLAIN
+
+    def logical_shardings(
+        self, params: PyTree, opt_state: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        """See `Update`."""
+        leaves, structure = jax.tree.flatten((params, opt_state))
+        offset = len(jax.tree.leaves(params))
+        for host in self.host_leaves.values():
+            for number in (host.param, *(offset + n for n in host.moments)):
+                leaves[number] = leaves[number].with_memory_kind(self.memory_kind)
+        return jax.tree.unflatten(structure, leaves)
+
+    def compute_params(self, params: PyTree) -> Params:
+        """See `Update`: in the compute dtype, where they come from the host."""
+        leaves, structure = jax.tree.flatten(params)
+        streamed = {part.group.name for part in self._split_shapes.parts}
+        for name, host in self.host_leaves.items():
+            masters = leaves[host.param]
+            if name not in streamed:
+                leaves[host.param] = to_device(masters)
+                continue
+            leaf, chunks = self._leaf(host), self._chunks(host)
+            copied = functools.partial(stream_in, self._cast, chunks=chunks)
+            spec = leaf.stored_spec
+            leaves[host.param] = self._mapped(copied, (spec,), spec)(self._put(masters))
+        return jax.tree.unflatten(structure, leaves)
+
+    def apply(
+        self,
+        grads: PyTree,
+        params: PyTree,
+        opt_state: PyTree,
+        *,
+        factor: jax.Array,
+        applied: jax.Array,
+        loss: jax.Array,
+    ) -> tuple[PyTree, PyTree, Metrics]:
+        """See `Update`."""
+        given = grads, params, opt_state, factor, applied, loss
+        args, shapes = jax.tree.leaves(given), jax.tree.map(_shape, given)
+        result, split = jax.eval_shape(self._step, shapes), self._split(shapes)
+        own = {number for part in split.parts for number in part.group.ins}
+        others = {n: x for n, x in enumerate(args) if n not in own}
+        outs, scalars = split.rest(to_device(others))
+        for host in self.host_leaves.values():
+            outs |= {n: self._put(outs[n]) for n in self._outs(host) if n in outs}
+        for part, numbers in zip(split.parts, scalars, strict=True):
+            streamed = self._streamed(part, args, numbers)
+            outs.update(zip(part.group.outs, streamed, strict=True))
+        ordered = [outs[number] for number in range(len(outs))]
+        return jax.tree.unflatten(jax.tree.structure(result), ordered)
+
+    def _step(self, given: tuple) -> tuple[PyTree, PyTree, Metrics]:
+        *state, factor, applied, loss = given
+        return self.inner.apply(*state, factor=factor, applied=applied, loss=loss)
+
+    def _split(self, given: tuple) -> SplitJaxpr:
+        """The update, split, for arguments of these shapes and dtypes."""
+        shapes, structure = jax.tree.flatten(given)
+
+        def flat(*args: jax.Array) -> list[jax.Array]:
+            return jax.tree.leaves(self._step(jax.tree.unflatten(structure, args)))
+
+        groups = [self._group(*item) for item in self.host_leaves.items()]
+        return split_by_element(inlined(flat, *shapes), groups)
+
+    @functools.cached_property
+    def _split_shapes(self) -> SplitJaxpr:
+        """The same, for fp32 gradients."""
+        spec, one = self.spec, jax.ShapeDtypeStruct((), jnp.float32)
+        yes = jax.ShapeDtypeStruct((), jnp.bool_)
+        return self._split((spec.params, spec.params, spec.opt_state, one, yes, one))
+
+    def _group(self, name: str, host: HostLeaf) -> LeafGroup:
+        num = len(self.spec.leaf_shardings)
+        ins = num + host.param, *(2 * num + n for n in host.moments)
+        return LeafGroup(name, ins, self._outs(host), (host.param,))
+
+    def _outs(self, host: HostLeaf) -> tuple[int, ...]:
+        num = len(self.spec.leaf_shardings)
+        return host.param, *(num + n for n in host.moments)
+
+    def _streamed(
+        self, part: ByElement, args: Sequence[jax.Array], scalars: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """The new arrays of a leaf."""
+        host = self.host_leaves[part.group.name]
+        chunks, spec = self._chunks(host), self._leaf(host).stored_spec
+
+        def step(stored: list, beside: list, scalars: list) -> list[jax.Array]:
+            def new(pieces: Sequence, near: Sequence) -> list[jax.Array]:
+                return part([*pieces, *near], scalars)
+
+            return stream_through(new, stored, beside, chunks)
+
+        stored = [self._put(args[number]) for number in part.group.ins]
+        beside = [args[number] for number in part.group.beside]
+        given = stored, beside, list(scalars)
+        return self._mapped(step, (spec, spec, P()), spec)(*given)
+
+    def _mapped(self, fn: Callable, ins: tuple, outs: Any) -> Callable:
+        return jax.shard_map(
+            fn, mesh=self.spec.mesh, in_specs=ins, out_specs=outs, check_vma=False
+        )
+
+    def _leaf(self, host: HostLeaf) -> LeafSharding:
+        return self.spec.leaf_shardings[host.param]
+
+    def _chunks(self, host: HostLeaf) -> StreamChunks:
+        leaf = self._leaf(host)
+        place = NamedSharding(self.spec.mesh, leaf.stored_spec)
+        return chunks_of(place.shard_shape(leaf.shape), self.piece_elements)
+
+    def _put(self, x: jax.Array) -> jax.Array:
+        # On compile-only GPUs it is in host memory, and jax does not know it.
+        return jax.device_put(x, _HOST) if self.memory_kind == "pinned_host" else x
+
+    def _cast(self, x: jax.Array) -> jax.Array:
+        return x.astype(self.spec.compute_dtype)
+
+    def with_shardings(
+        self, leaf_shardings: tuple[LeafSharding, ...]
+    ) -> "StreamedUpdate":
+        """See `Update`."""
+        return dataclasses.replace(
+            self,
+            inner=self.inner.with_shardings(leaf_shardings),
+            spec=dataclasses.replace(self.spec, leaf_shardings=leaf_shardings),
+        )
+
+    def notes(self) -> tuple[str, ...]:
+        """See `Update`."""
+        whole = self._split_shapes.whole
+        num = len(named_leaves(self.spec.params))
+        lines = [
+            f"offload: the masters and moments of {len(self.host_leaves)} of {num} "
+            "parameters are in host memory."
+        ]
+        if whole:
+            name, why = next(iter(whole.items()))
+            lines.append(
+                f"offload: the update of {len(whole)} of them needs whole leaves, "
+                f"which pass through the device as such ({name}: {why})."
+            )
+        return (*self.inner.notes(), *lines)
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    """Without its memory."""
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))

@@ -1,0 +1,105 @@
+"""What is compiled: a GPT's step with its state in host memory, or without.
+
+Runs in the process that has the compilers; arguments and results travel as pickles.
+"""
+
+import dataclasses
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxpar
+from jaxpar.models import DecoderConfig, decoder_loss, make_decoder
+from jaxpar.planner.targets import parse_target
+from jaxpar.tree import num_elements
+
+PIECE_MB = 2.0
+LAYERS, WIDTH, VOCAB, LENGTH = 8, 512, 8192, 256
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadedStep:
+    """A compiled step.
+
+    Attributes:
+      psi: parameters.
+      state: bytes of the state on a device.
+      on_host: bytes of the host's memory that its arguments take, for a device.
+      temporaries: bytes on a device.
+      copied_whole: sizes of arrays in host memory that the program copies.
+      reads: copies of pieces to the device, started and awaited apart.
+      writes: those to the host.
+      beside: of the kernels in the loops over pieces, those between the start of a copy
+        and its end.
+    """
+
+    psi: int
+    state: int
+    on_host: int
+    temporaries: int
+    copied_whole: tuple[int, ...]
+    reads: int
+    writes: int
+    beside: int
+
+
+def compile_step(target: str, zero: int, offloads: bool) -> OffloadedStep:
+    """Compile the step for a target's devices."""
+    devices = parse_target(target).devices()
+    config = DecoderConfig(
+        num_layers=LAYERS,
+        num_heads=8,
+        width=WIDTH,
+        seq_len=LENGTH,
+        vocab_size=VOCAB,
+        remat="full",
+    )
+    engine = jaxpar.initialize(
+        model=make_decoder(config),
+        loss_fn=decoder_loss,
+        optimizer=optax.adamw(1e-3),
+        sample_batch={
+            "tokens": jax.ShapeDtypeStruct((len(devices), LENGTH + 1), jnp.int32)
+        },
+        mesh=jaxpar.make_mesh(jaxpar.MeshShape(), devices),
+        zero=zero,
+        precision="bf16",
+        clip_norm=1.0,
+        offload=jaxpar.Offload(piece_mb=PIECE_MB) if offloads else None,
+    )
+    compiled = engine.lower().compile()
+    stats, text = compiled.memory_analysis(), compiled.as_text()
+    return OffloadedStep(
+        psi=num_elements(engine.placement.abstract.params),
+        state=stats.argument_size_in_bytes,
+        on_host=stats.host_argument_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+        copied_whole=_copied_whole(text),
+        reads=len(re.findall(r"dynamic-slice-start\S* = [^\n]*S\(5\)", text)),
+        writes=len(re.findall(r"dynamic-update-slice-start\S* = [^\n]*S\(5\)", text)),
+        beside=_kernels_beside(text),
+    )
+
+
+def _copied_whole(text: str) -> tuple[int, ...]:
+    """Elements of arrays in host memory that are copied to host memory."""
+    found = re.findall(r"= \w+\[([\d,]*)\]\{[^}]*S\(5\)\} copy\(", text)
+    return tuple(math.prod(map(int, filter(None, dims.split(",")))) for dims in found)
+
+
+def _kernels_beside(text: str) -> int:
+    """Kernels while a copy of a piece is under way, in the bodies of loops."""
+    found = 0
+    for body in re.findall(r"\n%[^\n]*\{\n(.*?)\n\}", text, re.DOTALL):
+        under_way = 0
+        for line in body.splitlines():
+            if re.search(r"slice-start\S* = [^\n]*S\(5\)", line):
+                under_way += 1
+            elif re.search(r"slice-done\S* = ", line):
+                under_way -= 1
+            elif under_way and " = " in line and "fusion(" in line:
+                found += 1
+    return found

@@ -1,0 +1,191 @@
+"""Does a state in host memory train as one on the device, on any mesh?
+
+To the bit as the same update with its pieces on the device; and as the plain step, to
+design's tolerances: losses 1e-6 and parameters 1e-5, relative, over six steps.
+"""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxpar
+from jaxpar.offload import streamed_optimizer
+from jaxpar.optim import fused_adamw, fused_lion
+from tests.equivalence.perceptron import batches, make_engine, make_piped_engine
+from tests.equivalence.problems import distance
+
+OFFLOAD = jaxpar.Offload(piece_mb=0.0002)
+"""Pieces of 50 elements."""
+
+ADAM = optax.adamw(1e-2)
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": ADAM,
+    "sgd": optax.sgd(0.05, momentum=0.9),
+    "chained": optax.chain(optax.clip_by_global_norm(0.3), optax.lion(1e-3)),
+    "lamb": optax.lamb(1e-2),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    "muon": optax.contrib.muon(1e-2),
+    "fused": fused_adamw(1e-2),
+    "fused lion": fused_lion(1e-3),
+    "every 2": optax.MultiSteps(ADAM, 2).gradient_transformation(),
+}
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::jaxpar.engine.run_ahead.SkippedStepWarning"
+)
+QUICK = ("adamw", "chained", "lamb")
+
+
+def trained(engine: jaxpar.Engine) -> tuple[list[float], dict]:
+    losses = [float(engine.step(batch)["loss"]) for batch in batches()]
+    return losses, jax.device_get((engine.state.params, engine.state.opt_state))
+
+
+def kinds(engine: jaxpar.Engine) -> set[str]:
+    leaves = jax.tree.leaves((engine.state.params, engine.state.opt_state))
+    return {leaf.sharding.memory_kind for leaf in leaves if leaf.size > 8}
+
+
+def equal(one: Any, other: Any) -> bool:
+    return jax.tree.all(jax.tree.map(np.array_equal, one, other))
+
+
+@functools.cache
+def plain(name: str, zero: int, **options: Any) -> tuple[list[float], dict]:
+    return trained(make_engine(OPTIMIZERS[name], 4, 2, zero, **options))
+
+
+def assert_alike(found: tuple, right: tuple) -> None:
+    np.testing.assert_allclose(found[0], right[0], rtol=1e-6)
+    assert distance(found[1][0], right[1][0]) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "zero"),
+    [
+        pytest.param(
+            name,
+            zero,
+            marks=() if name in QUICK and zero == 3 else pytest.mark.thorough,
+        )
+        for name, zero in [
+            *((name, 3) for name in OPTIMIZERS),
+            *(("adamw", zero) for zero in (0, 1, 2)),
+        ]
+    ],
+)
+def test_trains_as_the_plain_step(name: str, zero: int) -> None:
+    engine = make_engine(OPTIMIZERS[name], 4, 2, zero, offload=OFFLOAD)
+    assert_alike(trained(engine), plain(name, zero))
+    assert "pinned_host" in kinds(engine)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate": 2, "clip_norm": 0.5},
+        pytest.param({"precision": "bf16"}, marks=pytest.mark.thorough),
+        pytest.param({"precision": "fp16"}, marks=pytest.mark.thorough),
+    ],
+    ids=["accumulated", "bf16", "fp16"],
+)
+def test_to_the_bit_as_the_same_pieces_on_the_device(options: dict) -> None:
+    there = make_engine(ADAM, 4, 2, 1, offload=OFFLOAD, **options)
+    real = streamed_optimizer.StreamedUpdate
+    here_too = functools.partial(real, memory_kind="device")
+    with mock.patch.object(streamed_optimizer, "StreamedUpdate", here_too):
+        here = make_engine(ADAM, 4, 2, 1, offload=OFFLOAD, **options)
+    found, right = trained(there), trained(here)
+    assert found[0] == right[0]
+    assert equal(found[1], right[1])
+    assert kinds(there) == {"pinned_host"}
+    assert kinds(here) == {"device"}
+
+
+@pytest.mark.thorough
+def test_trains_alike_on_a_pipe() -> None:
+    found, right = (
+        trained(make_piped_engine(ADAM, **options))
+        for options in ({"offload": OFFLOAD}, {})
+    )
+    assert_alike(found, right)
+
+
+def test_a_part_stays_on_the_device() -> None:
+    half = dataclasses.replace(OFFLOAD, fraction=0.6)
+    engine = make_engine(ADAM, 4, 2, 3, offload=half)
+    assert_alike(trained(engine), plain("adamw", 3))
+    assert kinds(engine) == {"device", "pinned_host"}
+    report = engine.explain()
+    assert 0 < report.host_bytes_per_device < report.bytes_per_device * 4
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, OFFLOAD),
+        pytest.param(OFFLOAD, None, marks=pytest.mark.thorough),
+    ],
+    ids=["to the host", "to the device"],
+)
+def test_a_run_moves_between_the_two(before, after, tmp_path: Path) -> None:
+    first = make_engine(ADAM, 4, 2, 3, offload=before)
+    for batch in batches()[:3]:
+        first.step(batch)
+    first.save(tmp_path)
+    first.wait()
+    second = make_engine(ADAM, 8, 1, 1, offload=after)
+    second.restore(tmp_path)
+    assert equal(*(jax.device_get(e.state.params) for e in (first, second)))
+    losses = [float(second.step(batch)["loss"]) for batch in batches()[3:]]
+    np.testing.assert_allclose(losses, plain("adamw", 3)[0][3:], rtol=1e-6)
+
+
+def test_a_skipped_step_changes_nothing() -> None:
+    engine = make_engine(ADAM, 4, 2, 1, offload=OFFLOAD)
+    engine.step(batches()[0])
+    before = jax.device_get((engine.state.params, engine.state.opt_state))
+    wrong = {name: np.full_like(x, np.inf) for name, x in batches()[0].items()}
+    assert int(engine.step(wrong)["skipped"]) == 1
+    assert equal(before, jax.device_get((engine.state.params, engine.state.opt_state)))
+
+
+def test_tools_see_the_host() -> None:
+    engine = make_engine(ADAM, 4, 2, 1, offload=OFFLOAD)
+    whole = make_engine(ADAM, 4, 2, 1)
+    budget, right = engine.verify(), whole.verify()
+    assert budget.state_bytes + budget.host_state_bytes == right.state_bytes
+    assert budget.communicated == right.communicated
+    engine.probe()
+    own = [engine.evaluate(batches()[0])["loss"] for _ in range(2)]
+    assert own[0] == own[1] == whole.evaluate(batches()[0])["loss"]
+
+
+def test_the_model_that_was_trained_can_be_called() -> None:
+    engine = make_engine(ADAM, 4, 2, 1, offload=OFFLOAD)
+    engine.step(batches()[0])
+    model = engine.model()
+    assert model.up.kernel[...].sharding.memory_kind == "device"
+    found = model(batches()[1]["x"])
+    loss = np.mean((np.asarray(found) - batches()[1]["y"]) ** 2)
+    assert loss == pytest.approx(float(engine.evaluate(batches()[1])["loss"]), rel=1e-6)
+
+
+@pytest.mark.thorough
+def test_an_average_of_the_parameters_is_kept() -> None:
+    carried = [jaxpar.Ema(0.9)]
+    found, right = (
+        make_engine(ADAM, 4, 2, 1, carried=carried, offload=offload)
+        for offload in (OFFLOAD, None)
+    )
+    for batch in batches():
+        found.step(batch)
+        right.step(batch)
+    one, other = (jax.device_get(e.state.carried["ema"]) for e in (found, right))
+    assert distance(one, other) <= 1e-5

@@ -1,0 +1,52 @@
+"""Is every piece read once before it is written, whatever the number of arrays?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.offload.chunks import chunks_of
+from jaxpar.offload.stream import stream_in, stream_through
+
+SHAPE = 12, 4
+
+
+def on_host(seed: int) -> jax.Array:
+    place = jax.sharding.SingleDeviceSharding(
+        jax.devices()[0], memory_kind="pinned_host"
+    )
+    return jax.device_put(np.random.default_rng(seed).normal(size=SHAPE), place)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 6, 12])
+@pytest.mark.parametrize("arrays", [1, 2, 3, 4])
+def test_arrays_are_replaced(arrays: int, rows: int) -> None:
+    chunks = chunks_of(SHAPE, rows * SHAPE[1])
+    assert chunks.num == SHAPE[0] // rows
+    stored = [on_host(number) for number in range(arrays)]
+    beside = [jax.device_put(np.arange(48.0).reshape(SHAPE))]
+    right = [np.asarray(x) * 2 + np.asarray(beside[0]) for x in stored]
+
+    def compute(pieces, near):
+        return [x * 2 + near[0] for x in pieces]
+
+    def step(stored, beside):
+        return stream_through(compute, stored, beside, chunks)
+
+    places = [x.sharding for x in stored]
+    found = jax.jit(step, out_shardings=places, donate_argnums=0)(stored, beside)
+    for one, expected in zip(found, right, strict=True):
+        assert one.sharding.memory_kind == "pinned_host"
+        np.testing.assert_array_equal(one, expected.astype(one.dtype))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 12])
+def test_an_array_is_cast_on_the_way(rows: int) -> None:
+    array, chunks = on_host(0), chunks_of(SHAPE, rows * SHAPE[1])
+
+    def cast(x):
+        return x.astype(jnp.bfloat16)
+
+    found = jax.jit(lambda x: stream_in(cast, x, chunks))(array)
+    assert found.sharding.memory_kind == "device"
+    np.testing.assert_array_equal(found, np.asarray(array).astype(jnp.bfloat16))
