@@ -8,8 +8,9 @@ other, and the same kernels hide only one of them at a time.
 
 Limits: rates are those of large transfers, without a latency, so small collectives look
 too cheap. Collectives slow down none of the kernels beside them. Sends and receives of
-XLA's own pipelining, copies to the host, and slices that XLA copies beside the kernels
-(asynchronous fusions) take no time and hide nothing.
+XLA's own pipelining, and slices that XLA copies beside the kernels (asynchronous
+fusions) take no time and hide nothing. Copies between the device and its host are timed
+as collectives are, each direction a link of its own.
 """
 
 import collections
@@ -18,6 +19,7 @@ from collections.abc import Iterable, Mapping
 
 from jaxpar.compiled.collectives import Site, find_sites
 from jaxpar.compiled.hlo import Computation, Instruction, Module, trip_count
+from jaxpar.compiled.host_copies import find_host_copies
 from jaxpar.compiled.kernel_time import Rates, kernel_seconds
 from jaxpar.compiled.link_rates import LinkRates
 from jaxpar.compiled.memory_traffic import is_free
@@ -143,12 +145,12 @@ def read_communication(module: Module, rates: Rates, links: LinkRates) -> Commun
       What is exposed.
     """
     # Weighted by `taken`, what runs less than half a time would not be found.
-    sites, _ = find_sites(dataclasses.replace(module, taken=1.0), links.sizes)
+    whole = dataclasses.replace(module, taken=1.0)
+    sites = [*find_sites(whole, links.sizes)[0], *find_host_copies(whole)]
     timer = _Timer(module, rates, links, sites)
     found = timer.run(module.entry, ())
-    counts = {
-        site.instruction.name: site.times for site in find_sites(module, links.sizes)[0]
-    }
+    counted = [*find_sites(module, links.sizes)[0], *find_host_copies(module)]
+    counts = {site.instruction.name: site.times for site in counted}
     rows = [timer.row(site, counts, found.waits) for site in timer.sites.values()]
     return Communication(
         kernel_seconds=found.kernels,

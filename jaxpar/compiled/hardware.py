@@ -6,6 +6,7 @@ a new file.
 
 import dataclasses
 import functools
+import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,6 +44,10 @@ class Hardware:
       inside_host: bytes per second that a device sends to others of its host.
       between_hosts: likewise, to devices of other hosts.
       links_achieved: fraction of both that large collectives reach.
+      host_memory_bytes: of the host, for each of its devices; None where unknown.
+      host_rate: bytes per second that a device copies to its host, and as many back;
+        infinite where unknown.
+      host_achieved: fraction of it that large copies reach.
       sources: the sources of the numbers, by section.
       compiler: the GPU's entries of XLA's target config; empty for others.
     """
@@ -59,6 +64,9 @@ class Hardware:
     inside_host: float
     between_hosts: float
     links_achieved: float
+    host_memory_bytes: int | None
+    host_rate: float
+    host_achieved: float
     sources: Mapping[str, str]
     compiler: Mapping[str, Any]
 
@@ -85,7 +93,9 @@ def load_hardware(kind: str) -> Hardware:
     """
     found = tomllib.loads((_FOLDER / f"{kind}.toml").read_text())
     memory, peak, links = found["memory"], dict(found["peak"]), found["links"]
-    sources = {name: found[name]["source"] for name in ("memory", "peak", "links")}
+    host = found.get("host", {})
+    tables = ("memory", "peak", "links", *(["host"] if host else []))
+    sources = {name: found[name]["source"] for name in tables}
     achieved = peak.pop("achieved")
     del peak["source"]
     return Hardware(
@@ -101,6 +111,9 @@ def load_hardware(kind: str) -> Hardware:
         inside_host=links["inside_host"],
         between_hosts=links["between_hosts"],
         links_achieved=links["achieved"],
+        host_memory_bytes=host.get("bytes"),
+        host_rate=host.get("bytes_per_second", math.inf),
+        host_achieved=host.get("achieved", 1.0),
         sources=sources,
         compiler=found.get("compiler", {}),
     )

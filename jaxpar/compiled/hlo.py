@@ -54,6 +54,11 @@ class ArrayType:
         return -(-math.prod(self.dims) * _BITS[self.dtype] // 8)
 
     @property
+    def is_on_host(self) -> bool:
+        """Whether it is in the host's memory."""
+        return _HOST in self.layout
+
+    @property
     def padded_bytes(self) -> int:
         """Bytes in memory: TPUs pad the minor dims to tiles."""
         order, _, rest = self.layout.partition(":")
@@ -166,7 +171,7 @@ class Module:
                 types = list(instruction.types)
                 number = int(instruction.literal)
                 types += [listed[number]] if number in listed else []
-                yield instruction, any(_HOST in array.layout for array in types)
+                yield instruction, any(array.is_on_host for array in types)
 
 
 def parse(text: str, taken: float = 1.0) -> Module:

@@ -11,6 +11,8 @@ from jax.sharding import Mesh
 from jaxpar.compiled.hardware import Hardware
 
 INSIDE, BETWEEN = "inside host", "between hosts"
+TO_DEVICE, TO_HOST = ("host to device",), ("device to host",)
+"""In place of mesh axes: the two directions of a device's link to its host."""
 
 GPUS_PER_HOST = 8
 """Assumed where neither a target nor the devices say how many GPUs a host has."""
@@ -26,15 +28,20 @@ class LinkRates:
       inside_host: bytes per second that large collectives of a device send to others of
         its host.
       between_hosts: likewise, to devices of other hosts.
+      host: bytes per second that a device copies to its host, and as many back.
     """
 
     sizes: Mapping[str, int]
     devices_per_host: int
     inside_host: float
     between_hosts: float
+    host: float = math.inf
 
     def link(self, axes: tuple[str, ...]) -> str:
-        """The slowest link of groups over these axes: `INSIDE` or `BETWEEN`."""
+        """The slowest link of groups over these axes: `INSIDE`, `BETWEEN` or a
+        direction of the link to the host."""
+        if axes in (TO_DEVICE, TO_HOST):
+            return axes[0]
         spans = spans_hosts(axes, self.sizes, self.devices_per_host)
         return BETWEEN if spans else INSIDE
 
@@ -43,6 +50,8 @@ class LinkRates:
 
         Groups with several members on a host use the links of all of them.
         """
+        if axes in (TO_DEVICE, TO_HOST):
+            return self.host
         if self.link(axes) == INSIDE:
             return self.inside_host
         members = members_per_host(axes, self.sizes, self.devices_per_host)
@@ -64,6 +73,7 @@ def link_rates_of(
         devices_per_host=devices_per_host,
         inside_host=hardware.inside_host * hardware.links_achieved,
         between_hosts=hardware.between_hosts * hardware.links_achieved,
+        host=hardware.host_rate * hardware.host_achieved,
     )
 
 

@@ -28,7 +28,7 @@ class Offload:
 
     optimizer: str | None = "host"
     fraction: float = 1.0
-    piece_mb: float = 32.0
+    piece_mb: float = 8.0
 
     def __post_init__(self) -> None:
         if self.optimizer not in ("host", None):

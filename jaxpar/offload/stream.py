@@ -19,52 +19,54 @@ Pieces = Sequence[jax.Array]
 
 
 def stream_through(
-    compute: Callable[[Pieces, Pieces], Pieces],
+    compute: Callable[[Pieces, Pieces], tuple[Pieces, Pieces]],
     stored: Pieces,
     beside: Pieces,
     chunks: StreamChunks,
-) -> list[jax.Array]:
+    kept: Pieces = (),
+) -> tuple[list[jax.Array], list[jax.Array]]:
     """Replace every piece of arrays by what is computed of it; traceable.
 
     Args:
-      compute: ``(pieces of stored, pieces of beside) -> new pieces of stored``.
+      compute: ``(pieces of stored, pieces of beside) -> (new pieces of stored, pieces
+        of kept)``.
       stored: arrays of one shape, in host memory.
       beside: arrays in device memory, of that shape.
       chunks: the pieces.
+      kept: arrays in device memory, of that shape, which are replaced too.
 
     Returns:
       The new arrays, in the memory of the old ones; in place where they are donated.
     """
     last = chunks.num - 1
 
-    def computed(pieces: Pieces, number: jax.Array) -> list[jax.Array]:
-        return list(compute(pieces, [chunks.read(x, number) for x in beside]))
+    def computed(pieces: Pieces, number: jax.Array) -> tuple[list, list]:
+        new, made = compute(pieces, [chunks.read(x, number) for x in beside])
+        return list(new), list(made)
 
     if not last:
         number = jnp.int32(0)
-        new = computed([_fetch(chunks, x, number) for x in stored], number)
-        return [_beside(*pair) for pair in zip(stored, new, strict=True)]
+        new, made = computed([_fetch(chunks, x, number) for x in stored], number)
+        return [_beside(*pair) for pair in zip(stored, new, strict=True)], made
 
     def turn(carry: Any, number: jax.Array) -> tuple[Any, None]:
-        arrays, here, done = carry
+        arrays, kept, here, done = carry
         given = jnp.minimum(number + 1, last), jnp.maximum(number - 1, 0)
-        new = computed(here, number)
-        pairs = list(zip(arrays, done, strict=True))
-        moved = [
-            _exchange(chunks, *pair, *given, first=place % 2 == 0)
-            for place, pair in enumerate(pairs)
-        ]
-        arrays, ahead = [x for x, _ in moved], [x for _, x in moved]
-        return (arrays, ahead, new), None
+        new, made = computed(here, number)
+        pairs = zip(kept, made, strict=True)
+        kept = [chunks.write(x, piece, number) for x, piece in pairs]
+        arrays, ahead = _exchange(chunks, arrays, done, *given)
+        return (arrays, kept, ahead, new), None
 
     first = [_fetch(chunks, x, jnp.int32(0)) for x in stored]
     # The first turn writes the first piece as it was.
-    begin = list(stored), first, first
-    (arrays, _, done), _ = jax.lax.scan(turn, begin, jnp.arange(last + 1))
-    return [
+    begin = list(stored), list(kept), first, first
+    (arrays, kept, _, done), _ = jax.lax.scan(turn, begin, jnp.arange(last + 1))
+    written = [
         _store(chunks, x, piece, jnp.int32(last))
         for x, piece in zip(arrays, done, strict=True)
     ]
+    return written, kept
 
 
 def stream_in(
@@ -93,24 +95,26 @@ def stream_in(
 
 def _exchange(
     chunks: StreamChunks,
-    array: jax.Array,
-    done: jax.Array,
+    arrays: Pieces,
+    done: Pieces,
     to_read: jax.Array,
     to_write: jax.Array,
-    *,
-    first: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """Read one piece and write another, which must be one after the other.
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Read one piece of every array, and write another.
 
-    A write beside a read of the same array would make the compiler copy all of it. Some
-    arrays are read first and others written first, so that both directions are busy.
+    A write beside a read of the same array would make the compiler copy all of it. So
+    while one array is read, the next is written, which is read after that.
     """
-    if first:
-        ahead = _fetch(chunks, array, to_read)
-        ahead, done = jax.lax.optimization_barrier((ahead, done))
-        return _store(chunks, array, done, to_write), ahead
-    array = _store(chunks, array, done, to_write)
-    return array, _fetch(chunks, array, to_read)
+    arrays, done, ahead = list(arrays), list(done), []
+    for place in range(len(arrays)):
+        other = (place + 1) % len(arrays)
+        ahead.append(_fetch(chunks, arrays[place], to_read))
+        if place or len(arrays) == 1:
+            before = max(place - 1, 0)
+            pair = ahead[before], done[other]
+            ahead[before], done[other] = jax.lax.optimization_barrier(pair)
+        arrays[other] = _store(chunks, arrays[other], done[other], to_write)
+    return arrays, ahead
 
 
 def _fetch(chunks: StreamChunks, array: jax.Array, number: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ from jaxpar.offload.chunks import StreamChunks, chunks_of
 from jaxpar.offload.host_leaves import HostLeaf
 from jaxpar.offload.stream import stream_in, stream_through
 from jaxpar.sharding.leaf_sharding import LeafSharding
-from jaxpar.sharding.memory_kinds import to_device
+from jaxpar.sharding.memory_kinds import has_memory_kinds, to_device
 from jaxpar.step.reduction import PLAIN, Reduction
 from jaxpar.step.update import Update, UpdateSpec
 from jaxpar.tree import named_leaves
@@ -33,6 +33,10 @@ _HOST = jax.memory.Space.Host
 @dataclasses.dataclass(frozen=True, eq=False)
 class StreamedUpdate(Update):
     """An update whose masters and moments are in host memory.
+
+    Packed parameters are ``{"masters": tree, "copies": {name: array}}``: in half
+    precision each step also writes the copy, on the device, that the next one computes
+    with, so that the masters pass through the device once a step.
 
     Attributes:
       inner: the optimizer's own; its packed state is the logical one.
@@ -50,6 +54,14 @@ class StreamedUpdate(Update):
     memory_kind: str = "pinned_host"
     reduction: Reduction = PLAIN
 
+    def pack(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+        """See `Update`: with copies in the compute dtype, which stay on the device."""
+        return {"masters": params, "copies": self._copies_of(params)}, opt_state
+
+    def unpack(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+        """See `Update`."""
+        return params["masters"], opt_state
+
     def logical_shardings(
         self, params: PyTree, opt_state: PyTree
     ) -> tuple[PyTree, PyTree]:
@@ -61,20 +73,58 @@ class StreamedUpdate(Update):
                 leaves[number] = leaves[number].with_memory_kind(self.memory_kind)
         return jax.tree.unflatten(structure, leaves)
 
+    def shardings(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+        """See `Update`."""
+        leaves = jax.tree.leaves(params)
+        copies = {
+            name: leaves[self.host_leaves[name].param].with_memory_kind("device")
+            for name in self._copied
+        }
+        return {"masters": params, "copies": copies}, opt_state
+
     def compute_params(self, params: PyTree) -> Params:
-        """See `Update`: in the compute dtype, where they come from the host."""
-        leaves, structure = jax.tree.flatten(params)
-        streamed = {part.group.name for part in self._split_shapes.parts}
+        """See `Update`."""
+        leaves, structure = jax.tree.flatten(params["masters"])
         for name, host in self.host_leaves.items():
-            masters = leaves[host.param]
-            if name not in streamed:
-                leaves[host.param] = to_device(masters)
-                continue
-            leaf, chunks = self._leaf(host), self._chunks(host)
-            copied = functools.partial(stream_in, self._cast, chunks=chunks)
-            spec = leaf.stored_spec
-            leaves[host.param] = self._mapped(copied, (spec,), spec)(self._put(masters))
+            master = leaves[host.param]
+            if name in self._copied:
+                leaves[host.param] = params["copies"][name]
+            elif name in self._streamed_names:
+                leaves[host.param] = self._read(host, master)
+            else:
+                leaves[host.param] = to_device(master)
         return jax.tree.unflatten(structure, leaves)
+
+    @functools.cached_property
+    def _streamed_names(self) -> frozenset[str]:
+        return frozenset(part.group.name for part in self._split_shapes.parts)
+
+    @property
+    def _copied(self) -> tuple[str, ...]:
+        """The parameters of which the device keeps copies in the compute dtype."""
+        if self.spec.compute_dtype == jnp.float32:
+            return ()
+        return tuple(n for n in self.host_leaves if n in self._streamed_names)
+
+    @functools.cached_property
+    def _copies_of(self) -> Callable[[Params], dict[str, jax.Array]]:
+        def copies(params: Params) -> dict[str, jax.Array]:
+            leaves = jax.tree.leaves(params)
+            hosts = {name: self.host_leaves[name] for name in self._copied}
+            return {
+                name: self._read(host, leaves[host.param])
+                for name, host in hosts.items()
+            }
+
+        return jax.jit(copies)
+
+    def _read(self, host: HostLeaf, master: jax.Array) -> jax.Array:
+        """A master in the compute dtype, on the device."""
+        if not self._is_there(master):
+            return self._cast(master)
+        spec, chunks = self._leaf(host).stored_spec, self._chunks(host)
+        copied = functools.partial(stream_in, self._cast, chunks=chunks)
+        return self._mapped(copied, (spec,), spec)(self._put(master))
 
     def apply(
         self,
@@ -87,7 +137,7 @@ class StreamedUpdate(Update):
         loss: jax.Array,
     ) -> tuple[PyTree, PyTree, Metrics]:
         """See `Update`."""
-        given = grads, params, opt_state, factor, applied, loss
+        given = grads, params["masters"], opt_state, factor, applied, loss
         args, shapes = jax.tree.leaves(given), jax.tree.map(_shape, given)
         result, split = jax.eval_shape(self._step, shapes), self._split(shapes)
         own = {number for part in split.parts for number in part.group.ins}
@@ -95,11 +145,16 @@ class StreamedUpdate(Update):
         outs, scalars = split.rest(to_device(others))
         for host in self.host_leaves.values():
             outs |= {n: self._put(outs[n]) for n in self._outs(host) if n in outs}
+        copies = dict(params["copies"])
         for part, numbers in zip(split.parts, scalars, strict=True):
-            streamed = self._streamed(part, args, numbers)
-            outs.update(zip(part.group.outs, streamed, strict=True))
+            name = part.group.name
+            kept = [copies[name]] if name in copies else []
+            new, kept = self._streamed(part, args, numbers, kept)
+            outs.update(zip(part.group.outs, new, strict=True))
+            copies |= dict(zip([name], kept, strict=False))
         ordered = [outs[number] for number in range(len(outs))]
-        return jax.tree.unflatten(jax.tree.structure(result), ordered)
+        masters, *rest = jax.tree.unflatten(jax.tree.structure(result), ordered)
+        return {"masters": masters, "copies": copies}, *rest
 
     def _step(self, given: tuple) -> tuple[PyTree, PyTree, Metrics]:
         *state, factor, applied, loss = given
@@ -132,22 +187,27 @@ class StreamedUpdate(Update):
         return host.param, *(num + n for n in host.moments)
 
     def _streamed(
-        self, part: ByElement, args: Sequence[jax.Array], scalars: Sequence[jax.Array]
-    ) -> list[jax.Array]:
-        """The new arrays of a leaf."""
+        self,
+        part: ByElement,
+        args: Sequence[jax.Array],
+        scalars: Sequence[jax.Array],
+        kept: Sequence[jax.Array],
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The new arrays of a leaf, and its copy if one is kept."""
         host = self.host_leaves[part.group.name]
         chunks, spec = self._chunks(host), self._leaf(host).stored_spec
 
-        def step(stored: list, beside: list, scalars: list) -> list[jax.Array]:
-            def new(pieces: Sequence, near: Sequence) -> list[jax.Array]:
-                return part([*pieces, *near], scalars)
+        def step(stored: list, beside: list, kept: list, scalars: list) -> tuple:
+            def new(pieces: Sequence, near: Sequence) -> tuple[list, list]:
+                made = part([*pieces, *near], scalars)
+                return made, [self._cast(made[0])] if kept else []
 
-            return stream_through(new, stored, beside, chunks)
+            return stream_through(new, stored, beside, chunks, kept)
 
         stored = [self._put(args[number]) for number in part.group.ins]
         beside = [args[number] for number in part.group.beside]
-        given = stored, beside, list(scalars)
-        return self._mapped(step, (spec, spec, P()), spec)(*given)
+        given = stored, beside, list(kept), list(scalars)
+        return self._mapped(step, (spec, spec, spec, P()), spec)(*given)
 
     def _mapped(self, fn: Callable, ins: tuple, outs: Any) -> Callable:
         return jax.shard_map(
@@ -165,6 +225,12 @@ class StreamedUpdate(Update):
     def _put(self, x: jax.Array) -> jax.Array:
         # On compile-only GPUs it is in host memory, and jax does not know it.
         return jax.device_put(x, _HOST) if self.memory_kind == "pinned_host" else x
+
+    def _is_there(self, x: jax.Array) -> bool:
+        """Whether a traced array is in host memory, as far as jax knows."""
+        if not has_memory_kinds(self.spec.mesh):
+            return self.memory_kind == "pinned_host"
+        return jax.typeof(x).memory_space == _HOST
 
     def _cast(self, x: jax.Array) -> jax.Array:
         return x.astype(self.spec.compute_dtype)

@@ -79,6 +79,7 @@ class Plan:
       schedule: the pipeline's; None without one.
       schedule_times: the time of each kind of its work, in forwards of a stage.
       notes: other facts to know.
+      host_memory_bytes: of the host, for each of its devices; None where it is unknown.
     """
 
     target: str
@@ -100,13 +101,17 @@ class Plan:
     schedule: Schedule | None
     schedule_times: Mapping[str, float]
     notes: tuple[str, ...]
+    host_memory_bytes: int | None = None
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak fits the device's memory; None if that is unknown."""
+        """Whether the peak fits the device's memory, and the rest the host's; None if
+        the device's is unknown."""
         if self.device_memory_bytes is None:
             return None
-        return self.memory.peak <= self.device_memory_bytes
+        room = self.host_memory_bytes
+        is_held = room is None or self.memory.host_state <= room
+        return is_held and self.memory.peak <= self.device_memory_bytes
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -153,6 +153,7 @@ def plan_step(
             *engine.notes,
             *_host_notes(list(traces)),
         ),
+        host_memory_bytes=hardware.host_memory_bytes if hardware else None,
     )
 
 

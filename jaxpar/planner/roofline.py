@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from jaxpar.compiled.collectives import Collective
 from jaxpar.compiled.exposed import Communication
+from jaxpar.compiled.hardware import Hardware
 from jaxpar.compiled.link_rates import LinkRates, link_rates_of
 from jaxpar.mesh import DATA
 from jaxpar.planner.targets import Target
@@ -131,12 +132,15 @@ def exposed_by_rule(
     return waited + hidden, waited + max(0.0, hidden - beside)
 
 
-def assumptions(target: Target, *, is_scheduled: bool) -> list[str]:
+def assumptions(
+    target: Target, *, is_scheduled: bool, copies: bool = False
+) -> list[str]:
     """The assumptions of an estimate, for people.
 
     Args:
       target: the devices.
       is_scheduled: whether exposed communication was read from the compiled schedule.
+      copies: whether a part of the state is in the host's memory.
     """
     hardware = target.hardware
     if hardware is None:
@@ -151,7 +155,19 @@ def assumptions(target: Target, *, is_scheduled: bool) -> list[str]:
         f"{hardware.inside_host / 1e9:.0f} GB/s inside its host and of "
         f"{hardware.between_hosts / 1e9:.0f} GB/s between hosts, times the members of "
         f"its group on the host ({hardware.sources['links']}).",
+        *(_of_host(hardware, is_scheduled=is_scheduled) if copies else ()),
         _SCHEDULED if is_scheduled else _UNSCHEDULED,
+    ]
+
+
+def _of_host(hardware: Hardware, *, is_scheduled: bool) -> list[str]:
+    """What copies between the device and the host are taken to be."""
+    if "host" not in hardware.sources or not is_scheduled:
+        return ["copies between the device and its host are not part of the estimate."]
+    return [
+        f"a device copies to its host, and as much back at once, at "
+        f"{hardware.host_achieved:.0%} of {hardware.host_rate / 1e9:.0f} GB/s "
+        f"({hardware.sources['host']}); they are hidden and exposed as collectives are."
     ]
 
 

@@ -87,17 +87,23 @@ def notes(plan: Plan) -> list[str]:
         return list(plan.notes)
     is_scheduled = plan.program.communication is not None
     target = parse_target(plan.target)
-    return [*plan.notes, *assumptions(target, is_scheduled=is_scheduled)]
+    copies = plan.memory.host_state > 0
+    found = assumptions(target, is_scheduled=is_scheduled, copies=copies)
+    return [*plan.notes, *found]
 
 
 def verdict(plan: Plan) -> str:
     """Say whether the plan fits, and by how much."""
     peak, whole = plan.memory.peak, plan.device_memory_bytes
     on_host = plan.memory.host_state
-    beside = f"; {quantity(on_host, 'B')} a device in host memory" if on_host else ""
+    room = plan.host_memory_bytes
+    on = quantity(on_host, "B") + (f" of {quantity(room, 'B')}" if room else "")
+    beside = f"; {on} a device in host memory" if on_host else ""
     if whole is None:
         return f"peak {quantity(peak, 'B')}; the device's memory is unknown{beside}"
     over, size = quantity(abs(peak - whole), "B"), quantity(whole, "B")
+    if room and on_host > room:
+        return f"does not fit{beside}"
     if peak > whole:
         return f"does not fit: {over} over {size}{beside}"
     return f"fits: {over} of {size} are free{beside}"

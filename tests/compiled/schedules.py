@@ -59,7 +59,8 @@ def done(name: str, of: str, size: int = 4) -> str:
 def communication(text: str, taken: float = 1.0, launch: float = 0.0) -> Communication:
     """Read a program at one byte and one FLOP a second, on data 2 x tensor 2."""
     rates = Rates(memory=1.0, matmuls={"bfloat16": 1.0}, attention=2.0, launch=launch)
-    links = LinkRates({"data": 2, "tensor": 2}, 2, inside_host=1.0, between_hosts=0.5)
+    sizes = {"data": 2, "tensor": 2}
+    links = LinkRates(sizes, 2, inside_host=1.0, between_hosts=0.5, host=1.0)
     return read_communication(parse(text, taken), rates, links)
 
 

@@ -27,7 +27,13 @@ def test_file_has_rates_that_can_be_and_their_sources(kind):
         found.links_achieved,
     ):
         assert 0.5 < fraction < 1
-    assert set(found.sources) == {"memory", "peak", "links"}
+    tables = {"memory", "peak", "links"}
+    if found.host_memory_bytes is not None:
+        tables.add("host")
+        assert found.memory_bytes < found.host_memory_bytes < 1e12
+        assert 10e9 < found.host_rate < found.inside_host
+        assert 0.5 < found.host_achieved < 1
+    assert set(found.sources) == tables
     assert all("achieved: " in source for source in found.sources.values())
     assert bool(found.compiler) == (found.platform == "cuda")
 

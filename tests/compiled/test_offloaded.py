@@ -20,20 +20,19 @@ def test_the_device_holds_three_pieces_beside_what_it_computes(target, compiled)
     here = compiled(compile_step, target, zero, False)
     # Masters and two moments; vectors are small, and stay.
     assert there.on_host == pytest.approx(12 * there.psi / 4, rel=1e-2)
-    assert there.on_host + there.state == pytest.approx(here.state, rel=1e-2)
+    # And the shards in bf16, which are kept between steps.
+    kept = there.on_host + there.state - 2 * there.psi / 4
+    assert kept == pytest.approx(here.state, rel=1e-2)
     assert there.copied_whole == ()
-    # Three pieces of three arrays, and the shards in bf16 that are gathered from: on
-    # the device they are cast as they are gathered.
-    pieces, copies = 3 * 3 * PIECE_MB * 1e6, 2 * there.psi / 4
-    assert there.temporaries <= here.temporaries + pieces + copies
+    # A group is a piece of three fp32 arrays, of the gradient and of the copy in bf16.
+    assert there.temporaries <= here.temporaries + 3 * (12 + 4) / 4 * PIECE_MB * 1e6
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_pieces_are_copied_beside_kernels(target, compiled):
     step = compiled(compile_step, target, 1, True)
-    # Of each streamed leaf three arrays, once before its loop and once in it; and one
-    # for the parameters in bf16.
-    assert step.reads >= 8 * (3 + 1)
+    # Of each streamed leaf three arrays, once before its loop and once in it.
+    assert step.reads >= 8 * 3
     assert step.writes >= 8 * 3
     if "h200" in target:
         assert step.beside > 0

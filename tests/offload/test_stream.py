@@ -28,13 +28,17 @@ def test_arrays_are_replaced(arrays: int, rows: int) -> None:
     right = [np.asarray(x) * 2 + np.asarray(beside[0]) for x in stored]
 
     def compute(pieces, near):
-        return [x * 2 + near[0] for x in pieces]
+        new = [x * 2 + near[0] for x in pieces]
+        return new, [new[0].astype(jnp.bfloat16)]
 
-    def step(stored, beside):
-        return stream_through(compute, stored, beside, chunks)
+    def step(stored, beside, kept):
+        return stream_through(compute, stored, beside, chunks, kept)
 
-    places = [x.sharding for x in stored]
-    found = jax.jit(step, out_shardings=places, donate_argnums=0)(stored, beside)
+    kept = [jnp.zeros(SHAPE, jnp.bfloat16)]
+    places = [x.sharding for x in stored], [kept[0].sharding]
+    run = jax.jit(step, out_shardings=places, donate_argnums=(0, 2))
+    found, (copy,) = run(stored, beside, kept)
+    np.testing.assert_array_equal(copy, right[0].astype(jnp.bfloat16))
     for one, expected in zip(found, right, strict=True):
         assert one.sharding.memory_kind == "pinned_host"
         np.testing.assert_array_equal(one, expected.astype(one.dtype))

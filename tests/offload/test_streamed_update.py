@@ -39,7 +39,7 @@ def test_masters_and_moments_are_pinned_and_counts_are_not() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_parameters_come_in_the_compute_dtype(precision: str) -> None:
     update, engine = update_of(optax.adam(0.1), precision)
-    found = jax.jit(update.compute_params)(engine.state.params)
+    found = jax.jit(update.compute_params)(engine._packed.params)
     for name, leaf in named_leaves(found).items():
         right = named_leaves(engine.state.params)[name]
         assert leaf.dtype == jnp.dtype(

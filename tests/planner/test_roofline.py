@@ -18,7 +18,8 @@ HARDWARE = Hardware(
     memory_bytes=1000, memory_rate=10.0,
     memory_achieved=0.5, peak={"float32": 100.0, "bfloat16": 200.0}, peak_achieved=0.5,
     inside_host=8.0, between_hosts=1.0, links_achieved=0.5,
-    sources={"memory": "m", "peak": "p", "links": "l"}, compiler={},
+    host_memory_bytes=2000, host_rate=2.0, host_achieved=0.5,
+    sources={"memory": "m", "peak": "p", "links": "l", "host": "h"}, compiler={},
 )  # fmt: skip
 TARGET = Target("toy:2x4", 2, 4, HARDWARE)
 WORK = Work(
@@ -111,6 +112,18 @@ def test_cpus_have_no_rates():
     assert assumptions(parse_target("cpu:8"), is_scheduled=False)[0].startswith(
         "no rates of CPUs"
     )
+
+
+def test_assumptions_name_the_link_to_the_host_where_it_is_used():
+    def said(target: str, **given: bool) -> str:
+        return "\n".join(assumptions(parse_target(target), **given))
+
+    assert "host at 87%" not in said("h200:1x8", is_scheduled=True)
+    found = said("h200:1x8", is_scheduled=True, copies=True)
+    assert "a device copies to its host" in found
+    assert "at 87% of 63 GB/s (PCIe 5.0 x16" in found
+    unknown = said("v5e:2x4", is_scheduled=False, copies=True)
+    assert "copies between the device and its host are not part of" in unknown
 
 
 def test_assumptions_name_rates_and_sources():

@@ -184,3 +184,13 @@ def test_notes_have_the_assumptions_of_an_estimate():
 )
 def test_quantity_has_three_digits_in_the_unit_of_its_size(number, unit, text):
     assert quantity(number, unit) == text
+
+
+def test_the_verdict_counts_the_host_too():
+    memory = dataclasses.replace(make_plan().memory, host_state=90 * 10**9)
+    plan = make_plan(memory=memory, host_memory_bytes=256 * 10**9)
+    assert plan.fits
+    assert "90.0 GB of 256 GB a device in host memory" in verdict(plan)
+    small = make_plan(memory=memory, host_memory_bytes=64 * 10**9)
+    assert not small.fits
+    assert verdict(small) == "does not fit; 90.0 GB of 64.0 GB a device in host memory"
