@@ -66,7 +66,7 @@ def stream_through(
         _store(chunks, x, piece, jnp.int32(last))
         for x, piece in zip(arrays, done, strict=True)
     ]
-    return written, kept
+    return written, list(kept)
 
 
 def stream_in(

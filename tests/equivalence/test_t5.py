@@ -81,6 +81,14 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 QUICK = ("packed-pipe2-tensor2",)
+SLOW = {
+    "packed-pipe2-gpipe",
+    "packed-pipe2-zero3",
+    "padded-pipe2-drops",
+    "padded-sequence-pipe2",
+    "padded-zero2",
+}
+"""Twenty seconds and more each."""
 
 
 def batches(kind: str) -> list[dict[str, np.ndarray]]:
@@ -134,7 +142,14 @@ def on_one_device(kind: str, accumulate: int, given: tuple) -> Any:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough)
+        pytest.param(
+            name,
+            marks=()
+            if name in QUICK
+            else pytest.mark.slow
+            if name in SLOW
+            else pytest.mark.thorough,
+        )
         for name in CASES
     ],
 )
