@@ -257,7 +257,8 @@ def make_gradients(
         # rounded cotangents) then sees the same numbers as on one device.
         weight = partition.collectives.total(sums.loss.weight)
         (grads,) = pull(jnp.where(weight > 0, scale / weight, 0.0))
-        grads = [grad.astype(jnp.float32) * weight for grad in grads]
+        if accumulate > 1:
+            grads = [grad.astype(jnp.float32) * weight for grad in grads]
         return grads, sums, state
 
     def body(shards, inputs, model_state, key, scale, carry):
@@ -270,9 +271,11 @@ def make_gradients(
 
         grads, sums, state = _accumulated(one, model_state, inputs, accumulate)
         sums = sums.over_data(partition.collectives)
-        weight = sums.loss.weight
-        inverse = jnp.where(weight > 0, 1.0 / weight, 0.0)
-        grads, carry = partition.reduced([grad * inverse for grad in grads], carry)
+        if accumulate > 1:
+            weight = sums.loss.weight
+            inverse = jnp.where(weight > 0, 1.0 / weight, 0.0)
+            grads = [grad * inverse for grad in grads]
+        grads, carry = partition.reduced(grads, carry)
         return grads, sums, state, carry
 
     return gradients_on_shards(partition, jax.tree.structure(like[0]), body)
