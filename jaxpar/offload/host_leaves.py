@@ -30,28 +30,40 @@ def choose_host_leaves(
 
     Args:
       spec: what is known of the run.
-      fraction: of the state's bytes, what is on the host at least, as far as leaves of
-        at least `least` elements make it up. The largest leaves come first; where the
-        last one would exceed it by more than it lacks now, a smaller one is tried.
+      fraction: of the state's bytes, what is on the host, as nearly as the largest
+        leaves that fit into it make it up.
       least: elements of a leaf on a device; smaller ones stay there.
 
     Returns:
       Parameter name -> its part.
     """
-    found = _all_leaves(spec)
-    whole = sum(leaf.num_bytes for leaf in found.values())
-    sizes = {name: leaf.shape for name, leaf in named_leaves(spec.params).items()}
+    every = _all_leaves(spec)
+    wanted = fraction * sum(leaf.num_bytes for leaf in every.values())
+    shapes = [leaf.shape for leaf in named_leaves(spec.params).values()]
     ways = [leaf.ways_stored for leaf in spec.leaf_shardings]
-    chosen: dict[str, HostLeaf] = {}
-    lacking = fraction * whole
-    for name in sorted(found, key=lambda name: -found[name].num_bytes):
-        host = found[name]
-        is_small = math.prod(sizes[name]) // ways[host.param] < least
-        if is_small or host.num_bytes > 2 * lacking:
-            continue
-        chosen[name] = host
-        lacking -= host.num_bytes
-    return {name: host for name, host in found.items() if name in chosen}
+    large = {
+        name: host
+        for name, host in every.items()
+        if math.prod(shapes[host.param]) // ways[host.param] >= least
+    }
+    # With the last one a little over, or with none.
+    chosen = [_largest_first(large, wanted, over) for over in (1.0, 2.0)]
+    return min(chosen, key=lambda found: abs(wanted - _bytes_of(found)))
+
+
+def _largest_first(
+    leaves: Mapping[str, HostLeaf], wanted: float, over: float
+) -> dict[str, HostLeaf]:
+    """Those that fit into so many bytes, or into what is lacking times `over`."""
+    found: dict[str, HostLeaf] = {}
+    for name in sorted(leaves, key=lambda name: -leaves[name].num_bytes):
+        if leaves[name].num_bytes <= over * (wanted - _bytes_of(found)):
+            found[name] = leaves[name]
+    return {name: host for name, host in leaves.items() if name in found}
+
+
+def _bytes_of(leaves: Mapping[str, HostLeaf]) -> int:
+    return sum(leaf.num_bytes for leaf in leaves.values())
 
 
 def _all_leaves(spec: UpdateSpec) -> dict[str, HostLeaf]:

@@ -40,7 +40,14 @@ def test_bytes_are_those_of_a_device() -> None:
 
 @pytest.mark.parametrize(
     ("fraction", "names"),
-    [(0.0, []), (0.5, ["a"]), (0.8, ["a", "b"]), (0.25, ["b"]), (1.0, ["a", "b", "c"])],
+    [
+        (0.0, []),
+        (0.5, ["a"]),
+        (0.4, ["b", "c"]),
+        (0.8, ["a", "b"]),
+        (0.25, ["b"]),
+        (1.0, ["a", "b", "c"]),
+    ],
 )
 def test_the_largest_that_fit_are_chosen(fraction: float, names: list[str]) -> None:
     found = choose_host_leaves(spec_of(optax.sgd(0.1)), fraction, least=100)
