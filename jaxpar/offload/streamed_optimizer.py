@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxpar.offload.host_leaves import choose_host_leaves
 from jaxpar.offload.options import Offload
+from jaxpar.offload.room import CGROUP, MEMINFO, check_room
 from jaxpar.offload.streamed_update import StreamedUpdate
 from jaxpar.step.update import MakesUpdate, Update, UpdateSpec
 from jaxpar.types import Params, PyTree
@@ -39,7 +40,7 @@ class StreamedOptimizer:
 
         Raises:
           ValueError: if the optimizer stores its state in a form of its own, or gets
-            the gradients of every data shard.
+            the gradients of every data shard; or if the host has no room.
         """
         inner = self.make(self.inner, spec)
         leaf, name = spec.leaf_shardings[0], type(self.inner).__name__
@@ -57,6 +58,8 @@ class StreamedOptimizer:
         elements = max(1, int(self.options.piece_mb * 1e6) // 4)
         least = elements // _LEAST
         leaves = choose_host_leaves(spec, self.options.fraction, least)
+        held = sum(leaf.num_bytes for leaf in leaves.values())
+        check_room(held, spec.mesh, MEMINFO, CGROUP)
         reduction = inner.reduction
         return StreamedUpdate(inner, spec, leaves, elements, reduction=reduction)
 

@@ -1,0 +1,61 @@
+"""Does the host's memory have room for what is offloaded?"""
+
+import re
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from jaxpar.mesh import are_present
+
+
+def check_room(bytes_per_device: int, mesh: Mesh, meminfo: Path, cgroup: Path) -> None:
+    """Raise if this process's part of the state is larger than what is free.
+
+    Nothing is checked for devices that are not here.
+
+    Args:
+      bytes_per_device: what is offloaded of each device's state.
+      mesh: the mesh.
+      meminfo: the kernel's file of memory, `MEMINFO`.
+      cgroup: the folder of this process's limits, `CGROUP`.
+
+    Raises:
+      ValueError: if it is larger; the message says by how much.
+    """
+    if not are_present(mesh):
+        return
+    own = [x for x in mesh.devices.flat if x.process_index == jax.process_index()]
+    needed, free = len(own) * bytes_per_device, free_bytes(meminfo, cgroup)
+    if free is not None and needed > free:
+        raise ValueError(
+            f"offload: {needed / 1e9:,.1f} GB of state ({len(own)} x "
+            f"{bytes_per_device / 1e9:,.1f} GB) must fit into this host's memory, of "
+            f"which {free / 1e9:,.1f} GB are free. Lower fraction, shard the state "
+            "over more hosts (zero=1 or more), or use a smaller optimizer state."
+        )
+
+
+MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+
+
+def free_bytes(meminfo: Path, cgroup: Path) -> int | None:
+    """The bytes that this process may still allocate; None where that is unknown.
+
+    Args:
+      meminfo: as Linux has it.
+      cgroup: version 2's folder, whose limit counts too.
+    """
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.M)
+    except OSError:
+        return None
+    free = int(found.group(1)) * 1024 if found else None
+    try:
+        most = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    left = int(most) - used if most.isdecimal() else None
+    known = [number for number in (free, left) if number is not None]
+    return max(0, min(known)) if known else None
