@@ -53,7 +53,7 @@ _MEANT = {
 _PARTS = ("params", "frozen", "model_state", "opt_state", "carried")
 """Parts of the train state that are named; the others are a few scalars."""
 
-_COPIES = "params/copies/"
+COPIES = "params/copies/"
 """Begins the names of copies in the compute dtype, where a packed state has some."""
 
 _FOR_DETAILS = "explain().details has a row for each leaf and each collective"
@@ -164,7 +164,7 @@ class Explanation:
             part = leaf.name.partition("/")[0]
             part = part if part in _PARTS else "other"
             stored[part] += leaf.bytes_per_device + leaf.host_bytes_per_device
-            is_copy = leaf.name.startswith(_COPIES)
+            is_copy = leaf.name.startswith(COPIES)
             is_weight = part in ("params", "frozen") and not is_copy
             parameters += math.prod(leaf.shape) if is_weight else 0
         parts = ", ".join(f"{decimal(n)} {part}" for part, n in stored.items() if n)

@@ -8,7 +8,7 @@ import jax
 
 from jaxpar import tree
 from jaxpar.compiled.closed_form import step_bytes
-from jaxpar.compiled.explain import state_bytes
+from jaxpar.compiled.explain import COPIES, state_bytes
 from jaxpar.compiled.hlo import parse
 from jaxpar.compiled.program import CompiledProgram, join_programs, read_program
 from jaxpar.engine.compiled_step import CompiledStep
@@ -191,4 +191,8 @@ def _memory(engine: CompiledStep, program: CompiledProgram) -> BytesPerDevice:
     copies, gradients = step_bytes(own.trained, engine.closed_form, own.frozen)
     packed = state_bytes(engine.placement.packed)
     stored = {name: sum(number) for name, number in packed.items()}
+    if not any(leaf.is_split for leaf in own.trained):
+        # Copies that an update keeps are those that the step computes with.
+        kept = sum(n for name, n in stored.items() if name.startswith(COPIES))
+        copies = max(0, copies - kept)
     return split_memory(program, stored, copies=copies, gradients=gradients)

@@ -88,6 +88,16 @@ def test_state_is_the_masters_and_both_moments_split_over_data(plan):
     assert plan.memory.gradients == 2 * PSI
 
 
+@pytest.mark.parametrize(("zero", "copies"), [(0, 0), (1, 2 * PSI)])
+def test_copies_that_an_update_keeps_are_in_the_state(zero, copies):
+    """At ZeRO 1 the ones that are gathered from them are not."""
+    offload = jaxpar.Offload(piece_mb=0.01)
+    plan = jaxpar.plan(planned(zero=zero, precision="bf16", offload=offload), "cpu:8")
+    assert plan.memory.copies == copies
+    assert plan.memory.parameters == 2 * PSI // (8 if zero else 1)
+    assert plan.memory.host_state == 12 * PSI // (8 if zero else 1)
+
+
 @pytest.mark.parametrize(
     ("zero", "copies", "gradients"),
     [(0, 0, 4 * PSI), (1, 4 * PSI, 4 * PSI), (2, 4 * PSI, PSI // 2), (3, 0, PSI // 2)],
