@@ -258,7 +258,7 @@ class _Reads:
         found: dict[str, str] = {}
         for number, var in enumerate(self.jaxpr.outvars):
             for name in self.groups_of(var) - {own.get(number)}:
-                found.setdefault(name, f"output {number} depends on it")
+                found.setdefault(name, f"result {number} of another leaf depends on it")
         return found
 
 

@@ -34,6 +34,9 @@ OPTIMIZERS: dict[str, Any] = {
     "muon": optax.contrib.muon(1e-2),
     "fused": fused_adamw(1e-2),
     "fused lion": fused_lion(1e-3),
+    "bf16 moments": optax.adam(1e-2, mu_dtype="bfloat16"),
+    "schedule-free": optax.contrib.schedule_free_adamw(1e-2),
+    "adan": optax.adan(1e-2),
     "every 2": optax.MultiSteps(ADAM, 2).gradient_transformation(),
 }
 pytestmark = pytest.mark.filterwarnings(

@@ -114,7 +114,7 @@ def test_a_leaf_that_another_output_needs_is_whole() -> None:
         return x + 1, y * 2, x.sum()
 
     split = split_by_element(inlined(step, shape, shape), groups)
-    assert split.whole == {"x": "output 2 depends on it"}
+    assert split.whole == {"x": "result 2 of another leaf depends on it"}
     assert [part.group.name for part in split.parts] == ["y"]
 
 
