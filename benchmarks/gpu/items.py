@@ -294,7 +294,7 @@ ITEMS = (
         "offload",
         "How fast are steps whose optimizer state is on the host?",
         (),
-        not_built="the engine can't keep its state on the host yet",
+        not_built="no case steps with jaxpar.Offload yet",
     ),
 )
 
