@@ -14,6 +14,7 @@ from jaxpar.engine.compiled_step import StepSpec
 from jaxpar.engine.placement import Placement
 from jaxpar.engine.tracing import ModelTrace, check_callbacks, precision_of_check
 from jaxpar.mesh import PIPE, num_batch_shards, on_abstract_mesh, rows_spec
+from jaxpar.sharding.memory_kinds import to_device
 from jaxpar.step.gradients import Partition
 from jaxpar.step.inputs import Inputs, make_inputs
 from jaxpar.step.loss import Loss, Sums
@@ -115,7 +116,7 @@ def make_loss_check(
         weights, model_state, batch, step, key, noise = given
         noised = with_noise(placement.update.compute_params(weights[0]), noise)
         given = make_inputs(batch, step), model_state, key
-        return run(of.views((noised, weights[1])), *given)
+        return run(of.views((noised, to_device(weights[1]))), *given)
 
     def compare(*given: Any) -> dict[str, jax.Array]:
         with on_abstract_mesh(mesh):

@@ -91,7 +91,7 @@ def make_program(
         with on_abstract_mesh(mesh):
             # Logical parameters are wherever a user's tree is placed.
             as_given = placement.update.compute_params if is_packed else to_device
-            computed = as_given(weights[0]), weights[1]
+            computed = as_given(weights[0]), to_device(weights[1])
             inputs = make_inputs(batch, step)
             return evaluation(computed, model_state, inputs, key, is_left_over)
 

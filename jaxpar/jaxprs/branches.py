@@ -9,7 +9,7 @@ import re
 
 import jax
 
-_MARK = "taken_"
+_MARK = "jaxpar_taken_"
 _FRACTION = re.compile(_MARK + r"(\d*\.?\d+(?:e-\d+)?)")
 
 

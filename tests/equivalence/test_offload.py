@@ -11,9 +11,11 @@ from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jaxpar
 from jaxpar.offload import streamed_optimizer
@@ -177,6 +179,47 @@ def test_tools_see_the_host(precision: str) -> None:
     engine.probe()
     own = [engine.evaluate(batches()[0])["loss"] for _ in range(2)]
     assert own[0] == own[1] == whole.evaluate(batches()[0])["loss"]
+
+
+class Tanh(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.tanh(self.linear(x))
+
+
+def two_losses(precision: str, offload: jaxpar.Offload | None) -> tuple[list, Any]:
+    """Of two models; the second loss reads both."""
+    x = batches()[0]["x"]
+    engine = jaxpar.initialize(
+        model={"a": lambda rngs: Tanh(rngs), "b": lambda rngs: Tanh(rngs)},
+        loss_fn={
+            "a": lambda models, x: jnp.mean((models["a"](x) - 1) ** 2),
+            "b": lambda models, x: jnp.mean((models["b"](models["a"](x)) - x) ** 2),
+        },
+        optimizer=ADAM,
+        sample_batch={"a": x, "b": x},
+        mesh=jaxpar.make_mesh(jaxpar.MeshShape(data=4), jax.devices()[:4]),
+        zero=2,
+        precision=precision,
+        offload=offload,
+    )
+    steps = [engine.step(x, loss=n)["loss"] for _ in range(3) for n in ("a", "b")]
+    steps.append(engine.evaluate(x, loss="b")["loss"])
+    return [float(loss) for loss in steps], engine
+
+
+@pytest.mark.usefixtures("checked_losses")
+@pytest.mark.parametrize(
+    "precision", ["fp32", pytest.param("bf16", marks=pytest.mark.thorough)]
+)
+def test_a_loss_reads_a_model_that_another_one_keeps_on_the_host(precision) -> None:
+    losses, engine = two_losses(precision, OFFLOAD)
+    assert kinds(engine) == {"pinned_host"}
+    tolerance = 1e-6 if precision == "fp32" else 1e-3
+    right, _ = two_losses(precision, None)
+    np.testing.assert_allclose(losses, right, rtol=tolerance)
 
 
 def test_the_model_that_was_trained_can_be_called() -> None:

@@ -58,10 +58,11 @@ def test_gradients_of_a_checkpointed_block_say_it_too() -> None:
 
 
 def test_what_is_said_of_a_conditional_around_does_not_count() -> None:
-    around = "jit(f)/while/body/taken_0.25/cond/branch_1_fun/"
+    around = "jit(f)/while/body/jaxpar_taken_0.25/cond/branch_1_fun/"
     assert fraction_in(around + "cond") is None
-    assert fraction_in(around + "taken_0.5/cond") == 0.5
-    assert fraction_in("taken_1e-05/cond") == 1e-5
+    assert fraction_in(around + "jaxpar_taken_0.5/cond") == 0.5
+    assert fraction_in("jaxpar_taken_1e-05/cond") == 1e-5
+    assert fraction_in("branch_taken_3/cond") is None, "a user's scope"
 
 
 def test_products_of_ragged_groups_are_counted() -> None:
