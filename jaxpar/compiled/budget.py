@@ -43,9 +43,10 @@ class Budget:
         a step that does not reduce its gradients communicates less. All-reduces and
         reduce-scatters are counted together. Not checked in a program that has loops
         of unknown trip counts.
-      exposed_ms: milliseconds a step that kernels may wait for collectives, by the
-        compiled schedule at assumed rates (`Explanation.details` shows them); None for
-        no limit. Only of steps compiled for GPUs. `record` leaves it open.
+      exposed_ms: milliseconds a step that kernels may wait for collectives, and for
+        copies to and from the host, by the compiled schedule at assumed rates
+        (`Explanation.details` shows them); None for no limit. Only of steps compiled
+        for GPUs. `record` leaves it open.
     """
 
     state_bytes: int

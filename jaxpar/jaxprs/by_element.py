@@ -1,8 +1,8 @@
-"""Which part of a traced function goes by elements, and of which of its inputs?
+"""Which part of a traced function is elementwise, and in which of its inputs?
 
 An optimizer's update of a leaf is mostly a function of the element, its gradient and
 moments, and a few scalars. Such a part runs on any piece of the leaf by itself; what it
-needs of whole arrays is computed before, where it is a scalar. What goes by elements is
+needs of whole arrays is computed before, where it is a scalar. What is elementwise is
 read from the jaxpr, so that any function may be asked.
 """
 
@@ -141,8 +141,8 @@ class SplitJaxpr:
     """A traced function, split.
 
     Attributes:
-      parts: those that go by elements.
-      whole: name of a group that does not -> what it would need of the whole leaf.
+      parts: those that are elementwise.
+      whole: name of a group that is not -> what it would need of the whole leaf.
       closed: the function.
     """
 
@@ -182,7 +182,7 @@ def split_by_element(
       groups: inputs and outputs that are asked of.
 
     Returns:
-      The split. A group goes by elements where its outputs depend on arrays of its own
+      The split. A group is elementwise where its outputs depend on arrays of its own
       inputs alone, and nothing else depends on these.
     """
     whole: dict[str, str] = {}
@@ -207,7 +207,7 @@ class _Reads:
 
     Args:
       jaxpr: the function's.
-      groups: those that are to go by elements.
+      groups: those that are to be elementwise.
     """
 
     def __init__(self, jaxpr: core.Jaxpr, groups: Sequence[LeafGroup]):
@@ -227,7 +227,7 @@ class _Reads:
         return frozenset() if is_literal else self.of_groups.get(atom, frozenset())
 
     def part(self, group: LeafGroup) -> ByElement | str:
-        """The part of a group, or what keeps it from going by elements."""
+        """The part of a group, or what keeps it from being elementwise."""
         inputs = [self.jaxpr.invars[n] for n in (*group.ins, *group.beside)]
         outs = [self.jaxpr.outvars[n] for n in group.outs]
         shape = shape_of(inputs[0]).shape

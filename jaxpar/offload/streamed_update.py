@@ -1,6 +1,6 @@
 """How does an optimizer step on a state in host memory: a piece of a leaf at a time?
 
-The optimizer's update is traced, and split: what goes by elements runs on pieces that
+The optimizer's update is traced, and split: what is elementwise runs on pieces that
 pass through the device; what is needed of all gradients, such as their norm in a chain,
 is computed before. A leaf whose update needs all of it passes through whole.
 """

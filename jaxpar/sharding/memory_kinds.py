@@ -57,12 +57,8 @@ def to_device(arrays: PyTree) -> PyTree:
 def moved_to_device(arrays: PyTree) -> PyTree:
     """Outside of a traced function, copy the arrays that are on the host."""
 
-    def moved(x: jax.Array) -> jax.Array:
-        place = x.sharding
-        is_off = is_on_host(place)
-        return jax.device_put(x, place.with_memory_kind("device")) if is_off else x
-
-    return jax.tree.map(moved, arrays)
+    places = jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), arrays)
+    return in_memory_of(arrays, places)
 
 
 def in_memory_of(arrays: PyTree, shardings: PyTree) -> PyTree:
