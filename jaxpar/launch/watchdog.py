@@ -115,8 +115,12 @@ class Watchdog:
         stopped = self._group.stopped()
         place, why = next((each for each in late if each[0] in stopped), late[0])
         self._group.dump_stacks()
-        state = " (the process was stopped)" if place in stopped else ""
-        return "stalled", 1, f"{self._name(place)} {why}{state}"
+        said = f"{self._name(place)} {why}"
+        if place in stopped:
+            said += " (the process was stopped)"
+        elif stopped:
+            said = f"{self._name(min(stopped))} was stopped by a signal: {said}"
+        return "stalled", 1, said
 
     def _name(self, place: int) -> str:
         index = self._group.workers[place].index

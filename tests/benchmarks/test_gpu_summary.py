@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.items import ITEMS
+from benchmarks.gpu.items import ITEMS, Item
 from benchmarks.gpu.kernel_tests import read_report
 from benchmarks.gpu.lines import DONE, RESULT
 from benchmarks.gpu.summary import Found, of_day, proposed, table, verdicts
@@ -36,9 +36,10 @@ def test_newest_result_of_the_code_and_device_counts() -> None:
     found, ended = of_day(known, "c", "H200")
     assert found["124m", "engine"]["step"] == {"tokens_per_second": 2}
     assert list(ended.values()) == [DONE]
-    printed = "\n".join(table(ITEMS, found, ended))
+    unbuilt = Item("later", "What then?", (), not_built="the engine")
+    printed = "\n".join(table([*ITEMS, unbuilt], found, ended))
     assert "  engine: done\n    step: 2 tokens/s\n  kernels: not begun" in printed
-    assert "  not built: the engine" in printed
+    assert "later: What then?\n  not built: the engine" in printed
 
 
 def test_training_step_is_judged_by_its_rate_and_beside_each_contestant() -> None:

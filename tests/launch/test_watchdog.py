@@ -136,6 +136,19 @@ def test_stopped_worker_is_named_before_those_that_wait_for_it(
     assert why.endswith("above the limit of 50 s (the process was stopped)")
 
 
+def test_stopped_worker_is_named_though_the_one_that_waits_is_late_first(
+    watched: Watched,
+) -> None:
+    watched.group.since -= 100
+    watched.group.phases = ["step", "save"]
+    watched.group.halted = {1}
+    kind, _, why = watched.end(step=50.0)
+    assert (kind, watched.group.dumped) == ("stalled", 1)
+    one, other = (f"worker {index} ({watched.name})" for index in range(2))
+    assert why.startswith(f"{other} was stopped by a signal: {one} was at step, step 3")
+    assert why.endswith("above the limit of 50 s")
+
+
 def test_workers_that_do_not_end_after_a_signal_are_ended(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
