@@ -19,9 +19,10 @@ def name_host_arguments(lowered: jax.stages.Lowered, numbers: Collection[int]) -
 
     Args:
       lowered: the program, changed in place.
-      numbers: of its arguments, flattened.
+      numbers: of its arguments, flattened; those that it does not use are not in it.
     """
     lowering: Any = lowered._lowering
+    kept = sorted(lowering.compile_args["kept_var_idx"])
     module = lowering._hlo
     with module.context:
         main = next(
@@ -31,7 +32,7 @@ def name_host_arguments(lowered: jax.stages.Lowered, numbers: Collection[int]) -
         )
         kind = ir.StringAttr.get("pinned_host")
         found = []
-        for number, attributes in enumerate(main.attributes["arg_attrs"]):
+        for number, attributes in zip(kept, main.attributes["arg_attrs"], strict=True):
             own = {named.name: named.attr for named in ir.DictAttr(attributes)}
             own |= {_KIND: kind} if number in numbers else {}
             found.append(ir.DictAttr.get(own))

@@ -168,6 +168,9 @@ class CompiledStep(abc.ABC):
         if on_host := self.placement.on_host:
             for each in found.values():
                 name_host_arguments(each, on_host)
+            if grads := self.placement.host_grads:
+                after = len(jax.tree.leaves(self.placement.packed))
+                name_host_arguments(found["update"], [after + n for n in grads])
         return found
 
     def explain(self) -> Explanation:

@@ -29,7 +29,7 @@ from jaxpar.step.state import (
     unpack_state,
     with_shard_parts,
 )
-from jaxpar.step.update import Update
+from jaxpar.step.update import HostUpdate, Update
 from jaxpar.tree import named_leaves
 from jaxpar.types import Params, PyTree
 
@@ -133,6 +133,17 @@ class Placement:
         blank = jax.tree.map(lambda _: KindAlone(), self.packed)
         state = dataclasses.replace(blank, params=kinds[0], opt_state=kinds[1])
         leaves = enumerate(jax.tree.leaves(state))
+        return tuple(number for number, kind in leaves if is_on_host(kind))
+
+    @functools.cached_property
+    def host_grads(self) -> tuple[int, ...]:
+        """Numbers of the packed gradients that a `HostUpdate` gets in host memory."""
+        if not isinstance(self.update, HostUpdate):
+            return ()
+        own = self.shardings.params, self.shardings.opt_state
+        kinds = jax.tree.map(lambda _: KindAlone(), own)
+        kinds = self.update.grads_shardings(self.update.logical_shardings(*kinds)[0])
+        leaves = enumerate(jax.tree.leaves(kinds))
         return tuple(number for number, kind in leaves if is_on_host(kind))
 
     def pack(self, state: TrainState) -> TrainState:

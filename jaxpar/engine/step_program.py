@@ -88,7 +88,7 @@ class HostBetween:
         """See `StepProgram`; waits for the gradients."""
         reduced = self.gradients(leaves, batch)
         state: TrainState = jax.tree.unflatten(self.structure, leaves)
-        grads, opt_state = self.host.on_host(
+        grads, params, opt_state = self.host.on_host(
             reduced.grads,
             state.params,
             state.opt_state,
@@ -97,12 +97,13 @@ class HostBetween:
             loss=reduced.results["loss"],
         )
         name = f"{type(self.host).__name__}.on_host"
-        given = {"grads": reduced.grads, "opt_state": state.opt_state}
-        found = {"grads": grads, "opt_state": opt_state}
+        before = {"params": state.params, "opt_state": state.opt_state}
+        after = {"params": params, "opt_state": opt_state}
+        given, found = ({"grads": reduced.grads, **before}, {"grads": grads, **after})
         require_same(name, "it takes", given, found)
-        kept = set(map(id, jax.tree.leaves(opt_state)))
-        discard([x for x in jax.tree.leaves(state.opt_state) if id(x) not in kept])
-        state = dataclasses.replace(state, opt_state=opt_state)
+        kept = set(map(id, jax.tree.leaves(after)))
+        discard([x for x in jax.tree.leaves(before) if id(x) not in kept])
+        state = dataclasses.replace(state, **after)
         reduced = dataclasses.replace(reduced, grads=grads)
         return self.update(jax.tree.leaves(state), reduced)
 
@@ -159,7 +160,11 @@ def make_step_program(
 
     def gradients(state: list, batch: Batch) -> Reduced:
         with on_abstract_mesh(mesh):
-            return step.gradients(jax.tree.unflatten(structure, state), batch)
+            reduced = step.gradients(jax.tree.unflatten(structure, state), batch)
+        grads, form = jax.tree.flatten(reduced.grads)
+        for number in placement.host_grads:
+            grads[number] = jax.device_put(grads[number], jax.memory.Space.Host)
+        return dataclasses.replace(reduced, grads=jax.tree.unflatten(form, grads))
 
     taken = (stored, batch_spec.shardings)
     if not isinstance(update, HostUpdate):

@@ -15,6 +15,10 @@ class Offload:
         stays on the device (Twin-Flow). It goes by whole leaves.
       piece_mb: size of a piece of an array, in MB. A device holds three pieces of every
         array of a leaf's state at a time.
+      update: where the update of what is on the host is computed: on the "device", or
+        on the "host", to which gradients are sent and which sends parameters in the
+        compute dtype back. The latter moves a sixth of Adam's bytes and needs a CPU
+        that is fast for the number of parameters.
 
     Raises:
       ValueError: if a word is not one of its choices, or a number is out of range.
@@ -29,11 +33,16 @@ class Offload:
     optimizer: str | None = "host"
     fraction: float = 1.0
     piece_mb: float = 8.0
+    update: str = "device"
 
     def __post_init__(self) -> None:
         if self.optimizer not in ("host", None):
             raise ValueError(
                 f"offload: optimizer={self.optimizer!r} must be 'host' or None."
+            )
+        if self.update not in ("device", "host"):
+            raise ValueError(
+                f"offload: update={self.update!r} must be 'device' or 'host'."
             )
         if not 0 <= self.fraction <= 1:
             raise ValueError(f"offload: fraction={self.fraction} must be from 0 to 1.")

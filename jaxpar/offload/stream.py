@@ -39,14 +39,15 @@ def stream_through(
       The new arrays, in the memory of the old ones; in place where they are donated.
     """
     last = chunks.num - 1
+    # Nothing is read before the gradients are there: XLA:TPU would begin all leaves.
+    zero, *beside = jax.lax.optimization_barrier((jnp.int32(0), *beside))
 
     def computed(pieces: Pieces, number: jax.Array) -> tuple[list, list]:
         new, made = compute(pieces, [chunks.read(x, number) for x in beside])
         return list(new), list(made)
 
     if not last:
-        number = jnp.int32(0)
-        new, made = computed([_fetch(chunks, x, number) for x in stored], number)
+        new, made = computed([_fetch(chunks, x, zero) for x in stored], zero)
         return [_beside(*pair) for pair in zip(stored, new, strict=True)], made
 
     def turn(carry: Any, number: jax.Array) -> tuple[Any, None]:
@@ -58,7 +59,7 @@ def stream_through(
         arrays, ahead = _exchange(chunks, arrays, done, *given)
         return (arrays, kept, ahead, new), None
 
-    first = [_fetch(chunks, x, jnp.int32(0)) for x in stored]
+    first = [_fetch(chunks, x, zero) for x in stored]
     # The first turn writes the first piece as it was.
     begin = list(stored), list(kept), first, first
     (arrays, kept, _, done), _ = jax.lax.scan(turn, begin, jnp.arange(last + 1))

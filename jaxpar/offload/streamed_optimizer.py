@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from jaxpar.offload.cpu_update import CpuUpdate
 from jaxpar.offload.host_leaves import choose_host_leaves
 from jaxpar.offload.options import Offload
 from jaxpar.offload.room import CGROUP, MEMINFO, check_room
@@ -60,8 +61,8 @@ class StreamedOptimizer:
         leaves = choose_host_leaves(spec, self.options.fraction, least)
         held = sum(leaf.num_bytes for leaf in leaves.values())
         check_room(held, spec.mesh, MEMINFO, CGROUP)
-        reduction = inner.reduction
-        return StreamedUpdate(inner, spec, leaves, elements, reduction=reduction)
+        kind = CpuUpdate if self.options.update == "host" else StreamedUpdate
+        return kind(inner, spec, leaves, elements, reduction=inner.reduction)
 
 
 def offloaded(optimizer: Any, options: Offload | None, make: Maker) -> Any:

@@ -138,13 +138,8 @@ class StreamedUpdate(Update):
     ) -> tuple[PyTree, PyTree, Metrics]:
         """See `Update`."""
         given = grads, params["masters"], opt_state, factor, applied, loss
-        args, shapes = jax.tree.leaves(given), jax.tree.map(_shape, given)
-        result, split = jax.eval_shape(self._step, shapes), self._split(shapes)
-        own = {number for part in split.parts for number in part.group.ins}
-        others = {n: x for n, x in enumerate(args) if n not in own}
-        outs, scalars = split.rest(to_device(others))
-        for host in self.host_leaves.values():
-            outs |= {n: self._put(outs[n]) for n in self._outs(host) if n in outs}
+        args, split = jax.tree.leaves(given), self._split(jax.tree.map(_shape, given))
+        outs, scalars = self._of_rest(split, args)
         copies = dict(params["copies"])
         for part, numbers in zip(split.parts, scalars, strict=True):
             name = part.group.name
@@ -152,6 +147,22 @@ class StreamedUpdate(Update):
             new, kept = self._streamed(part, args, numbers, kept)
             outs.update(zip(part.group.outs, new, strict=True))
             copies |= dict(zip([name], kept, strict=False))
+        return self._result(given, outs, copies)
+
+    def _of_rest(
+        self, split: SplitJaxpr, args: Sequence[jax.Array]
+    ) -> tuple[dict[int, jax.Array], list[list[jax.Array]]]:
+        """What is not elementwise, and each part's scalars; see `SplitJaxpr.rest`."""
+        outs, scalars = split.rest(to_device(others(split, args)))
+        for host in self.host_leaves.values():
+            outs |= {n: self._put(outs[n]) for n in self._outs(host) if n in outs}
+        return outs, scalars
+
+    def _result(
+        self, given: tuple, outs: Mapping[int, jax.Array], copies: dict[str, jax.Array]
+    ) -> tuple[PyTree, PyTree, Metrics]:
+        """What `apply` returns, from its outputs by number."""
+        result = jax.eval_shape(self._step, jax.tree.map(_shape, given))
         ordered = [outs[number] for number in range(len(outs))]
         masters, *rest = jax.tree.unflatten(jax.tree.structure(result), ordered)
         return {"masters": masters, "copies": copies}, *rest
@@ -260,6 +271,12 @@ class StreamedUpdate(Update):
                 f"which pass through the device as such ({name}: {why})."
             )
         return (*self.inner.notes(), *lines)
+
+
+def others(split: SplitJaxpr, args: Sequence[jax.Array]) -> dict[int, jax.Array]:
+    """Number of an argument -> the argument, of those that are not the parts' own."""
+    own = {number for part in split.parts for number in part.group.ins}
+    return {number: x for number, x in enumerate(args) if number not in own}
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

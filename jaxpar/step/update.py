@@ -125,20 +125,20 @@ class HostUpdate(Update, Protocol):
         factor: jax.Array,
         applied: jax.Array,
         loss: jax.Array,
-    ) -> tuple[PyTree, PyTree]:
+    ) -> tuple[PyTree, PyTree, PyTree]:
         """Work on the host; each process has its own shards of the arrays.
 
         Args:
           grads: packed; they may be computed still, so reading them waits.
-          params: packed; of the step before.
-          opt_state: packed; leaves that are not returned are deleted.
+          params: packed; of the step before. Leaves that are not returned are deleted.
+          opt_state: packed; likewise.
           factor: as for `apply`.
           applied: as for `apply`: if it is false, the state must not change.
           loss: as for `apply`.
 
         Returns:
-          What `apply` gets in place of the gradients, and the optimizer's state; both
-          of the shapes, dtypes and shardings that it was given.
+          What `apply` gets in place of the gradients, the parameters and the
+          optimizer's state; of the shapes, dtypes and shardings that it was given.
         """
         ...
 

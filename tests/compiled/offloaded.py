@@ -46,8 +46,8 @@ class OffloadedStep:
     beside: int
 
 
-def compile_step(target: str, zero: int, offloads: bool) -> OffloadedStep:
-    """Compile the step for a target's devices."""
+def _engine(target: str, zero: int, offload: jaxpar.Offload | None) -> jaxpar.Engine:
+    """The engine on a target's devices."""
     devices = parse_target(target).devices()
     config = DecoderConfig(
         num_layers=LAYERS,
@@ -57,7 +57,7 @@ def compile_step(target: str, zero: int, offloads: bool) -> OffloadedStep:
         vocab_size=VOCAB,
         remat="full",
     )
-    engine = jaxpar.initialize(
+    return jaxpar.initialize(
         model=make_decoder(config),
         loss_fn=decoder_loss,
         optimizer=optax.adamw(1e-3),
@@ -68,8 +68,14 @@ def compile_step(target: str, zero: int, offloads: bool) -> OffloadedStep:
         zero=zero,
         precision="bf16",
         clip_norm=1.0,
-        offload=jaxpar.Offload(piece_mb=PIECE_MB) if offloads else None,
+        offload=offload,
     )
+
+
+def compile_step(target: str, zero: int, offloads: bool) -> OffloadedStep:
+    """Compile the step for a target's devices."""
+    offload = jaxpar.Offload(piece_mb=PIECE_MB) if offloads else None
+    engine = _engine(target, zero, offload)
     compiled = engine.lower().compile()
     stats, text = compiled.memory_analysis(), compiled.as_text()
     return OffloadedStep(
@@ -81,6 +87,42 @@ def compile_step(target: str, zero: int, offloads: bool) -> OffloadedStep:
         reads=len(re.findall(r"dynamic-slice-start\S* = [^\n]*S\(5\)", text)),
         writes=len(re.findall(r"dynamic-update-slice-start\S* = [^\n]*S\(5\)", text)),
         beside=_kernels_beside(text),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class HostComputedStep:
+    """The two programs of a step whose update the host computes.
+
+    Attributes:
+      psi: parameters.
+      sent: bytes that the first one's results take in the host's memory.
+      held: bytes of the host's memory that the second one's arguments take.
+      aliased: of them, those that its results take over.
+      copied: names of the second one's instructions that copy to or from the host.
+    """
+
+    psi: int
+    sent: int
+    held: int
+    aliased: int
+    copied: tuple[str, ...]
+
+
+def compile_host_computed(target: str, zero: int) -> HostComputedStep:
+    """Compile both programs for a target's devices."""
+    engine = _engine(target, zero, jaxpar.Offload(update="host"))
+    gradients, update = (
+        engine.lower(part).compile() for part in ("gradients", "update")
+    )
+    first, second = gradients.memory_analysis(), update.memory_analysis()
+    text = update.as_text()
+    return HostComputedStep(
+        psi=num_elements(engine.placement.abstract.params),
+        sent=first.host_output_size_in_bytes,
+        held=second.host_argument_size_in_bytes,
+        aliased=second.host_alias_size_in_bytes,
+        copied=tuple(re.findall(r"%(\S*copy\S*) = [^\n]*S\(5\)", text)),
     )
 
 

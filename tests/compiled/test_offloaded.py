@@ -5,7 +5,7 @@ Read from programs that XLA compiled for them.
 
 import pytest
 
-from tests.compiled.offloaded import PIECE_MB, compile_step
+from tests.compiled.offloaded import PIECE_MB, compile_host_computed, compile_step
 
 TARGETS = [
     "h200:1x4",
@@ -36,3 +36,15 @@ def test_pieces_are_copied_beside_kernels(target, compiled):
     assert step.writes >= 8 * 3
     if "h200" in target:
         assert step.beside > 0
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_of_an_update_by_the_host_only_gradients_are_sent(target, compiled) -> None:
+    step = compiled(compile_host_computed, target, 1)
+    # In bf16; vectors are small, and stay.
+    assert step.sent == pytest.approx(2 * step.psi / 4, rel=1e-2)
+    # The state stays where it is: the second program has it as arguments alone.
+    assert step.held == pytest.approx(12 * step.psi / 4, rel=1e-2)
+    assert step.copied == ()
+    if "h200" in target:
+        assert step.aliased == step.held

@@ -70,8 +70,9 @@ def test_lowered_program_is_named() -> None:
 def test_what_the_host_returns_is_checked() -> None:
     class Halved(NumpyUpdate):
         def on_host(self, grads, params, opt_state, **given):
-            del params, given
-            return jax.tree.map(lambda x: x.astype(jnp.float16), grads), opt_state
+            del given
+            halved = jax.tree.map(lambda x: x.astype(jnp.float16), grads)
+            return halved, params, opt_state
 
     class Makes(NumpyAdam):
         def make_update(self, spec):

@@ -4,6 +4,7 @@ To the bit as the same update with its pieces on the device; and as the plain st
 design's tolerances: losses 1e-6 and parameters 1e-5, relative, over six steps.
 """
 
+import contextlib
 import dataclasses
 import functools
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 from flax import nnx
 
 import jaxpar
-from jaxpar.offload import streamed_optimizer
+from jaxpar.offload import cpu_update, streamed_optimizer
 from jaxpar.optim import fused_adamw, fused_lion
 from tests.equivalence.perceptron import batches, make_engine, make_piped_engine
 from tests.equivalence.problems import distance
@@ -45,6 +46,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::jaxpar.engine.run_ahead.SkippedStepWarning"
 )
 QUICK = ("adamw", "chained", "lamb")
+QUICK_ON_HOST: list = [("adamw", 3, {"accumulate": 2, "clip_norm": 0.5})]
+QUICK_ON_HOST += [("chained", 3, {}), ("lamb", 3, {})]
 
 
 def trained(engine: jaxpar.Engine) -> tuple[list[float], dict]:
@@ -114,12 +117,79 @@ def test_to_the_bit_as_the_same_pieces_on_the_device(options: dict) -> None:
 
 
 @pytest.mark.thorough
-def test_trains_alike_on_a_pipe() -> None:
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_trains_alike_on_a_pipe(update: str) -> None:
+    offload = dataclasses.replace(OFFLOAD, update=update)
     found, right = (
         trained(make_piped_engine(ADAM, **options))
-        for options in ({"offload": OFFLOAD}, {})
+        for options in ({"offload": offload}, {})
     )
     assert_alike(found, right)
+
+
+@pytest.mark.parametrize(
+    ("name", "zero", "options"),
+    [
+        pytest.param(*case, marks=() if case in QUICK_ON_HOST else pytest.mark.thorough)
+        for case in [
+            *(("adamw", zero, {}) for zero in (0, 1, 2)),
+            *((name, 3, {}) for name in OPTIMIZERS),
+            ("adamw", 3, {"accumulate": 2, "clip_norm": 0.5}),
+        ]
+    ],
+    ids=str,
+)
+def test_the_host_computes_the_update(name: str, zero: int, options: dict) -> None:
+    offload = dataclasses.replace(OFFLOAD, update="host")
+    engine = make_engine(OPTIMIZERS[name], 4, 2, zero, offload=offload, **options)
+    assert_alike(trained(engine), plain(name, zero, **options))
+    assert "pinned_host" in kinds(engine)
+    computes = name not in ("lamb", "adafactor", "every 2")
+    lines = [line for line in engine.explain().notes if "the host computes" in line]
+    assert bool(lines) == computes
+    assert not computes or "compiled C code" in lines[0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("way", ["C", "XLA", "in place"])
+def test_the_host_computes_as_the_device_does(way: str, precision: str) -> None:
+    """Each way, from one initial state; a step that is skipped is among them."""
+    offload = dataclasses.replace(OFFLOAD, update="host")
+    kind = streamed_optimizer.CpuUpdate
+    wrong = {name: np.full_like(x, np.inf) for name, x in batches()[0].items()}
+    with contextlib.ExitStack() as changed:
+        if way == "in place":
+            made = functools.partial(kind, in_place=True)
+            where = mock.patch.object(streamed_optimizer, "CpuUpdate", made)
+            changed.enter_context(where)
+        if way == "XLA":
+            failing = mock.patch.object(cpu_update, "compiled", side_effect=OSError)
+            changed.enter_context(failing)
+        engines = [
+            make_engine(ADAM, 4, 2, 1, offload=each, precision=precision)
+            for each in (offload, OFFLOAD)
+        ]
+        for batch in (*batches()[:2], wrong, *batches()[2:]):
+            found, right = (float(each.step(batch)["loss"]) for each in engines)
+            assert found == pytest.approx(right, rel=2e-6, nan_ok=True)
+        states = [jax.device_get((e.state.params, e.state.opt_state)) for e in engines]
+    # In half precision one rounding of a parameter is 5e-4 of its gradients.
+    assert distance(states[0][0], states[1][0]) <= 1e-5
+    most = 1e-5 if precision == "fp32" else 1e-3
+    assert distance(states[0][1], states[1][1]) <= most
+    assert [int(e.state.carried["loss_scale"].skipped) for e in engines] == [1, 1]
+
+
+def test_a_state_that_was_read_does_not_change() -> None:
+    """NumPy's view of it, which the CPU platform makes without a copy."""
+    offload = dataclasses.replace(OFFLOAD, update="host")
+    engine = make_engine(ADAM, 4, 2, 1, offload=offload)
+    before = jax.device_get((engine.state.params, engine.state.opt_state))
+    copied = jax.tree.map(np.copy, before)
+    engine.step(batches()[0])
+    assert equal(before, copied)
+    after = jax.device_get((engine.state.params, engine.state.opt_state))
+    assert not equal(before, after)
 
 
 def test_a_part_stays_on_the_device() -> None:

@@ -45,9 +45,9 @@ class NumpyUpdate(HostUpdate):
         return jax.tree.map(lambda x: x.astype(jnp.float32), grads)
 
     def on_host(self, grads, params, opt_state, *, factor, applied, loss):
-        del params, loss
+        del loss
         if not bool(applied):
-            return grads, opt_state
+            return grads, params, opt_state
         adam, rest = opt_state
         own, scale = self.optimizer, np.float32(factor)
         count = np.float32(adam.count) + 1
@@ -67,7 +67,7 @@ class NumpyUpdate(HostUpdate):
             jax.tree.unflatten(structure, leaf) for leaf in zip(*stepped, strict=True)
         )
         counted = _by_shard(lambda x: (x + 1,), adam.count)[0]
-        return updates, (adam._replace(count=counted, mu=mu, nu=nu), rest)
+        return updates, params, (adam._replace(count=counted, mu=mu, nu=nu), rest)
 
     def apply(self, grads, params, opt_state, *, factor, applied, loss):
         del factor, loss

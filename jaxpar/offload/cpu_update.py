@@ -1,0 +1,230 @@
+"""How does the host compute the update of the state that it holds (CPU-Adam)?
+
+A step is two compiled programs. The first sends the gradients to the host, whose cores
+update masters and moments in one pass and write the parameters in the compute dtype,
+which are sent up while the next leaf is computed. The second updates what is left.
+
+Source: Ren et al., "ZeRO-Offload" (2021).
+"""
+
+import ctypes
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.filesize import decimal
+
+from jaxpar.jaxprs.by_element import ByElement, SplitJaxpr
+from jaxpar.jaxprs.evaluate import shape_of
+from jaxpar.mesh import are_present
+from jaxpar.offload.c_code import NotInCError, c_code
+from jaxpar.offload.native import Pass, compiled, cores
+from jaxpar.offload.streamed_update import StreamedUpdate, others
+from jaxpar.offload.xla_pass import xla_pass
+from jaxpar.sharding.memory_kinds import to_device
+from jaxpar.types import Metrics, PyTree
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CpuUpdate(StreamedUpdate):
+    """An update of masters and moments in host memory, by the host; a `HostUpdate`.
+
+    Attributes:
+      in_place: whether the arrays in host memory are overwritten. JAX's arrays are not,
+        but on the CPU platform NumPy may see the same memory, and there new ones are
+        made. None for what the mesh's platform needs.
+    """
+
+    in_place: bool | None = None
+
+    def grads_shardings(self, params: PyTree) -> PyTree:
+        """See `HostUpdate`."""
+        leaves, structure = jax.tree.flatten(params)
+        leaves = [place.with_memory_kind("device") for place in leaves]
+        for name in self._streamed_names:
+            number = self.host_leaves[name].param
+            leaves[number] = leaves[number].with_memory_kind(self.memory_kind)
+        return jax.tree.unflatten(structure, leaves)
+
+    def on_host(
+        self,
+        grads: PyTree,
+        params: PyTree,
+        opt_state: PyTree,
+        *,
+        factor: jax.Array,
+        applied: jax.Array,
+        loss: jax.Array,
+    ) -> tuple[PyTree, PyTree, PyTree]:
+        """See `HostUpdate`."""
+        if not bool(applied):
+            return grads, params, opt_state
+        state = params["masters"], opt_state
+        args = jax.tree.leaves((grads, *state, factor, applied, loss))
+        leaves, structure = jax.tree.flatten(state)
+        offset, copies = len(jax.tree.leaves(grads)), dict(params["copies"])
+        split = self._split_of(grads)
+        scalars = self._scalars(split)(others(split, args))
+        for part, numbers in zip(split.parts, scalars, strict=True):
+            name, group = part.group.name, part.group
+            arrays = [args[number] for number in (*group.ins, *group.beside)]
+            copy = copies.get(name)
+            values = [np.asarray(number) for number in numbers]
+            new, copy = self._computed(part, arrays, values, copy)
+            for number, array in zip(group.ins, new, strict=True):
+                leaves[number - offset] = array
+            copies |= {} if copy is None else {name: copy}
+        masters, opt_state = jax.tree.unflatten(structure, leaves)
+        return grads, {"masters": masters, "copies": copies}, opt_state
+
+    def apply(
+        self,
+        grads: PyTree,
+        params: PyTree,
+        opt_state: PyTree,
+        *,
+        factor: jax.Array,
+        applied: jax.Array,
+        loss: jax.Array,
+    ) -> tuple[PyTree, PyTree, Metrics]:
+        """See `Update`: what `on_host` has not updated."""
+        given = grads, params["masters"], opt_state, factor, applied, loss
+        args, split = jax.tree.leaves(given), self._split_of(grads)
+        outs = self._of_rest(split, args)[0]
+        for part in split.parts:
+            pairs = zip(part.group.outs, part.group.ins, strict=True)
+            outs |= {out: self._put(args[number]) for out, number in pairs}
+        return self._result(given, outs, params["copies"])
+
+    def _split_of(self, grads: PyTree) -> SplitJaxpr:
+        """The update, split, for gradients of these dtypes."""
+        dtypes = tuple(x.dtype for x in jax.tree.leaves(grads))
+        if dtypes not in self._splits:
+            given = self._shapes(dtypes)
+            self._splits[dtypes] = self._split(given)
+        return self._splits[dtypes]
+
+    def _shapes(self, dtypes: Sequence[Any]) -> tuple:
+        """The shapes of `_step`'s arguments."""
+        params, structure = jax.tree.flatten(self.spec.params)
+        pairs = zip(params, dtypes, strict=True)
+        grads = [jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in pairs]
+        one, yes = (jax.ShapeDtypeStruct((), t) for t in (jnp.float32, jnp.bool_))
+        state = self.spec.params, self.spec.opt_state
+        return jax.tree.unflatten(structure, grads), *state, one, yes, one
+
+    @functools.cached_property
+    def _splits(self) -> dict[tuple, SplitJaxpr]:
+        return {}
+
+    @functools.cached_property
+    def _jitted(self) -> dict[int, Any]:
+        return {}
+
+    def _scalars(self, split: SplitJaxpr) -> Any:
+        """Computes the scalars of all parts, on the devices."""
+        if id(split) not in self._jitted:
+            self._jitted[id(split)] = jax.jit(lambda x: split.rest(to_device(x))[1])
+        return self._jitted[id(split)]
+
+    @functools.cached_property
+    def _passes(self) -> dict[tuple[str, Any], tuple[Pass, str]]:
+        return {}
+
+    def _pass(self, part: ByElement) -> tuple[Pass, str]:
+        """The function that computes a leaf's update, and what it is made by."""
+        name, dtypes = (
+            part.group.name,
+            tuple(shape_of(var).dtype for var in part.inputs),
+        )
+        if (name, dtypes) not in self._passes:
+            copy = self.spec.compute_dtype if name in self._copied else None
+            self._passes[name, dtypes] = _made(part, copy)
+        return self._passes[name, dtypes]
+
+    def _computed(
+        self,
+        part: ByElement,
+        arrays: Sequence[jax.Array],
+        scalars: Sequence[np.ndarray],
+        copy: jax.Array | None,
+    ) -> tuple[list[jax.Array], jax.Array | None]:
+        """A leaf's new arrays, and its copy on the devices if there is one."""
+        run, _ = self._pass(part)
+        on_cpu = self.spec.mesh.devices.flat[0].platform == "cpu"
+        in_place = not on_cpu if self.in_place is None else self.in_place
+        kept, shards = len(part.group.ins), []
+        for same in zip(*(x.addressable_shards for x in arrays), strict=True):
+            jax.block_until_ready([shard.data for shard in same])
+            ins = [_host_view(shard.data, in_place) for shard in same]
+            outs = ins[:kept] if in_place else [np.empty_like(x) for x in ins[:kept]]
+            if copy is not None:
+                outs = [*outs, np.empty(ins[0].shape, self.spec.compute_dtype)]
+            run([*ins, *outs], scalars)
+            shards.append((same, outs))
+        new = list(arrays[:kept])
+        if not in_place:
+            new = [
+                _assembled(new[n], [(same[n].data, outs[n]) for same, outs in shards])
+                for n in range(kept)
+            ]
+        if copy is None:
+            return new, None
+        on_device = [x.data for x in copy.addressable_shards]
+        pairs = zip(on_device, (outs[-1] for _, outs in shards), strict=True)
+        return new, _assembled(copy, list(pairs))
+
+    def notes(self) -> tuple[str, ...]:
+        """See `Update`."""
+        parts = self._split_shapes.parts
+        if not parts:
+            return super().notes()
+        line = (
+            f"offload: the host computes the update of {len(parts)} parameters; for "
+            f"each device it reads and writes {decimal(self._moved_bytes)} a step"
+        )
+        if are_present(self.spec.mesh):
+            made_by = sorted({self._pass(part)[1] for part in parts})
+            line += f", on {cores()} cores, by {'; '.join(made_by)}"
+        return (*super().notes(), f"{line}.")
+
+    @property
+    def _moved_bytes(self) -> int:
+        """What one pass reads and writes in host memory, for a device."""
+        moved = 0
+        for part in self._split_shapes.parts:
+            name, own = part.group.name, len(part.group.ins)
+            sizes = [shape_of(var).dtype.itemsize for var in part.inputs]
+            copy = jnp.dtype(self.spec.compute_dtype).itemsize
+            each = sum(sizes) + sum(sizes[:own]) + copy * (name in self._copied)
+            moved += each * math.prod(self._chunks(self.host_leaves[name]).shape)
+        return moved
+
+
+def _made(part: ByElement, copy: Any | None) -> tuple[Pass, str]:
+    try:
+        return compiled(c_code(part, copy)), "compiled C code"
+    except (NotInCError, OSError) as error:
+        return xla_pass(part, copy), f"XLA's CPU backend, for in C: {error}"
+
+
+def _host_view(array: jax.Array, writable: bool) -> np.ndarray:
+    """The memory of an array in host memory, on one device."""
+    if not writable:
+        return np.ascontiguousarray(np.asarray(array))
+    size = array.size * array.dtype.itemsize
+    memory = (ctypes.c_uint8 * size).from_address(array.unsafe_buffer_pointer())
+    return np.frombuffer(memory, array.dtype).reshape(array.shape)
+
+
+def _assembled(
+    like: jax.Array, shards: Sequence[tuple[jax.Array, np.ndarray]]
+) -> jax.Array:
+    """An array of new shards, each put where an old one is."""
+    placed = [jax.device_put(new, old.sharding) for old, new in shards]
+    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, placed)
