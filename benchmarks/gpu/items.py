@@ -199,6 +199,33 @@ def _predicted(model: str, batch: int, remat: str, needs_gb: float) -> Case:
     )
 
 
+def _offloaded(
+    name: str,
+    minutes: float,
+    offload: dict[str, Any] | None,
+    needs_gb: float,
+    **others: Any,
+) -> Case:
+    """A step with 131,072 tokens of 1.3B, or another model."""
+    given = {"model": "1.3b", "batch": 64, "accumulate": 8} | others
+    toy = None
+    if offload is not None and "fraction" not in offload:
+        small = {"model": "tiny", "batch": 4, "accumulate": 2}
+        toy = small | {"offload": offload | {"piece_mb": 0.1}}
+    return Case(
+        name,
+        f"{HERE}.offload:step",
+        minutes,
+        given | {"offload": offload},
+        toy,
+        needs_gb=needs_gb,
+        environment=MOST_MEMORY,
+    )
+
+
+_THIRTEEN = {"num_layers": 40, "width": 5120, "num_heads": 40}
+"""13 billion parameters."""
+
 _ATTENTION, _OPTIMIZERS = "test_mosaic_gpu.py", "test_fused_optimizers.py"
 
 ITEMS = (
@@ -293,8 +320,22 @@ ITEMS = (
     Item(
         "offload",
         "How fast are steps whose optimizer state is on the host?",
-        (),
-        not_built="no case steps with jaxpar.Offload yet",
+        (
+            Case("copies", f"{HERE}.offload:copies", 1, {}, {}),
+            _offloaded("1.3b, none", 3, None, 40),
+            _offloaded("1.3b, streamed", 3, {}, 30),
+            _offloaded("1.3b, 0.6 streamed", 3, {"fraction": 0.6}, 40),
+            _offloaded("1.3b, by the host", 3, {"update": "host"}, 30),
+            _offloaded(
+                "13b, 0.6 streamed",
+                6,
+                {"fraction": 0.6},
+                132,
+                batch=8,
+                accumulate=1,
+                changes=_THIRTEEN,
+            ),
+        ),
     ),
 )
 

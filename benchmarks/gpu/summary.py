@@ -14,6 +14,7 @@ Found = dict[tuple[str, str], dict[str, dict[str, Any]]]
 TOKENS_MARKS = {"124m": 480_000, "1.3b": 50_000}
 PEAK_MARK = 0.05
 WINDOW_CASE, WINDOW_MARK = "window 2048 32768", 5.0
+COPY_MARK, OFFLOAD_MARK, HOST_GB_MARK = 50.0, 1.10, 100.0
 OPTIMIZER_MARKS = {"fused adamw": 0.9, "fused adamw 8 bits": 0.7}
 _SHOWN = {
     "tokens_per_second": "{:,.0f} tokens/s",
@@ -27,6 +28,8 @@ _SHOWN = {
     "estimated_step_ms": "estimated {:.1f} ms",
     "step_ms": "step {:.1f} ms",
     "gb_per_second": "{:,.0f} GB/s",
+    "each_way_gb_per_second": "{:.1f} GB/s each way",
+    "on_host_gb": "{:.1f} GB on the host",
     "of_copy_bandwidth": "{:.0%} of a copy",
     "tflops_per_second": "{:.0f} TFLOP/s",
     "sparse_of_cudnn_forward": "{:.2f} x cuDNN dense forward",
@@ -99,6 +102,7 @@ def verdicts(found: Found) -> Iterator[str]:
             yield verdict(told, not tests["failed"], f"{tests['failed']} failed")
         if item == "optimizers":
             yield from _optimizer_verdicts(f"{item}, {case}", results)
+    yield from _offload_verdicts(found)
     window = found.get(("window", WINDOW_CASE), {}).get(WINDOW_CASE, {})
     for way in ("forward", "both"):
         ratio = window.get(f"sparse_of_cudnn_{way}")
@@ -127,6 +131,29 @@ def _training_verdicts(found: Found, item: str, mark: int) -> Iterator[str]:
         least = 0.99 if case == "by hand" else 1.0
         told = f"{item}: {ours / number:.3f} x {case} ({number:,.0f} tokens/s)"
         yield verdict(told, ours >= least * number, f"{least:g}")
+
+
+def _offload_verdicts(found: Found) -> Iterator[str]:
+    for name, numbers in found.get(("offload", "copies"), {}).items():
+        rate = numbers["each_way_gb_per_second"]
+        told = f"offload: copies {name} at {rate:.1f} GB/s each way"
+        yield verdict(told, rate >= COPY_MARK, f"{COPY_MARK:g} GB/s")
+    steps = {
+        case: results["step"]
+        for (item, case), results in found.items()
+        if item == "offload" and "step" in results
+    }
+    plain = steps.get("1.3b, none")
+    for case, step in steps.items():
+        if case.startswith("13b"):
+            told = (
+                f"offload: {case} trains with {step['on_host_gb']:.1f} GB on the host"
+            )
+            yield verdict(told, step["on_host_gb"] <= HOST_GB_MARK, f"{HOST_GB_MARK:g}")
+        elif plain and step is not plain:
+            ratio = step["step_ms"] / plain["step_ms"]
+            told = f"offload: {case} takes {ratio:.2f} x the step without"
+            yield verdict(told, ratio <= OFFLOAD_MARK, f"{OFFLOAD_MARK:.2f}")
 
 
 def _optimizer_verdicts(

@@ -67,7 +67,14 @@ def of_shape(name: str) -> Workload:
 
 
 def of_model(
-    model: str, *, batch: int, remat: str, bits: int | None = None
+    model: str,
+    *,
+    batch: int,
+    remat: str,
+    bits: int | None = None,
+    accumulate: int = 1,
+    offload: jaxpar.Offload | None = None,
+    **changes: Any,
 ) -> Workload:
     """A model by its name, on rows of its longest sequence.
 
@@ -76,8 +83,11 @@ def of_model(
       batch: rows.
       remat: what is recomputed in the backward pass.
       bits: 8 for fused AdamW with moments in 8 bits; None for optax's AdamW.
+      accumulate: micro-batches.
+      offload: what is on the host.
+      changes: fields of the config, over those of the name.
     """
-    config = decoder_config(model, remat=remat)
+    config = decoder_config(model, remat=remat, **changes)
     shape = batch, config.seq_len + 1
     drawn = np.random.default_rng(0).integers(
         0, config.vocab_size, (4, *shape), dtype=np.int32
@@ -89,6 +99,8 @@ def of_model(
         optimizer=optimizer,
         sample_batch={"tokens": drawn[0]},
         precision="bf16" if jax.default_backend() == "gpu" else "fp32",
+        accumulate=accumulate,
+        offload=offload,
     )
     tokens = batch * config.seq_len
     scores = causal_scores_flops(config)

@@ -108,3 +108,26 @@ def test_tests_are_counted_and_failures_have_their_message() -> None:
     found = read_report(report)
     assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 1)
     assert found["failures"] == {"b": "it is 2, not 1", "c": "no GPU"}
+
+
+def test_offload_is_judged_by_its_copies_steps_and_host_memory() -> None:
+    def step(ms: float, gb: float) -> dict:
+        return {"step": {"step_ms": ms, "on_host_gb": gb}}
+
+    found: Found = {
+        ("offload", "copies"): {
+            "to the device": {"each_way_gb_per_second": 54.0},
+            "both at once": {"each_way_gb_per_second": 41.0},
+        },
+        ("offload", "1.3b, none"): step(100.0, 0.0),
+        ("offload", "1.3b, streamed"): step(112.0, 15.8),
+        ("offload", "1.3b, 0.6 streamed"): step(109.0, 9.5),
+        ("offload", "13b, 0.6 streamed"): step(4000.0, 93.1),
+    }
+    assert list(verdicts(found)) == [
+        "met: offload: copies to the device at 54.0 GB/s each way (mark: 50 GB/s)",
+        "MISSED: offload: copies both at once at 41.0 GB/s each way (mark: 50 GB/s)",
+        "MISSED: offload: 1.3b, streamed takes 1.12 x the step without (mark: 1.10)",
+        "met: offload: 1.3b, 0.6 streamed takes 1.09 x the step without (mark: 1.10)",
+        "met: offload: 13b, 0.6 streamed trains with 93.1 GB on the host (mark: 100)",
+    ]
