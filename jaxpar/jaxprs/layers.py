@@ -74,6 +74,7 @@ def iterate(
     def run(turn: Any, carry: Any, layer: list) -> tuple[Any, list]:
         carry, ys = step(carry, layer, _at(xs, place(turn)))
         data, kinds["ys"] = _data_of(ys)
+        spaces["ys"] = [jax.typeof(x).memory_space for x in data]
         return carry, data
 
     def ahead(turn: Any, state: tuple) -> tuple:
@@ -83,9 +84,13 @@ def iterate(
         return carry, following, _written(stacks, data, place(turn))
 
     kinds: dict[str, tuple] = {}
+    spaces: dict[str, list] = {}
     first: list = gathered(0) if layer is None else layer
     _, slices = jax.eval_shape(run, 0, carry, first)
-    stacks = [jnp.zeros((count, *x.shape), x.dtype) for x in slices]
+    stacks = [
+        _in_memory(jnp.zeros((count, *x.shape), x.dtype), space)
+        for x, space in zip(slices, spaces["ys"], strict=True)
+    ]
     turns = count if again else count - 1
     how = {"unroll": min(layers.unroll, turns)}
     state = jax.lax.fori_loop(0, turns, ahead, (carry, first, stacks), **how)
@@ -96,6 +101,12 @@ def iterate(
     carry, data = run(turns, carry, last)
     stacks = _written(stacks, data, place(turns))
     return carry, _from_data(stacks, *kinds["ys"]), None
+
+
+def _in_memory(stack: jax.Array, space: Any) -> jax.Array:
+    """A stack where its slices are: what a remat policy offloads is on the host."""
+    is_there = space == jax.memory.Space.Device
+    return stack if is_there else jax.device_put(stack, space)
 
 
 def _at(stacks: Any, index: Any) -> Any:

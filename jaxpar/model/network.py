@@ -182,7 +182,7 @@ class PipelineNetwork:
             return _run(section.name, *given, training=training)
 
         key = jax.random.fold_in(key, section.first + index)
-        names = self.remat_names if policy == "save-names" else ()
+        names = self.remat_names if policy in ("save-names", "offload") else ()
         run = remat_block(block, policy, names=names, prevent_cse=not in_loop)
         return run(variables, hidden, call, key)
 

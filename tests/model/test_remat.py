@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpar.model.remat import REMAT_POLICIES, remat, remat_block
+from jaxpar.model.remat import (
+    BLOCK_INPUT,
+    REMAT_POLICIES,
+    label_inputs,
+    passed_on,
+    remat,
+    remat_block,
+)
 
 WEIGHT = jnp.linspace(-1.0, 1.0, 16).reshape(4, 4)
 INPUT = jnp.linspace(0.1, 0.9, 12).reshape(3, 4)
@@ -19,7 +26,7 @@ def two_products(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def names_for(policy: str) -> tuple[str, ...]:
-    return ("hidden",) if policy == "save-names" else ()
+    return ("hidden",) if policy in ("save-names", "offload") else ()
 
 
 def primitives_of_backward(policy: str) -> list[str]:
@@ -69,8 +76,8 @@ def test_remat_saves_what_its_policy_says():
 def test_remat_unknown_policy_names_the_near_one():
     with pytest.raises(
         ValueError,
-        match=r"policy='dot' must be one of 'none', 'full', 'dots', 'save-names'\. "
-        r"Did you mean 'dots'\?",
+        match=r"policy='dot' must be one of 'none', 'full', 'dots', 'save-names', "
+        r"'offload'\. Did you mean 'dots'\?",
     ):
         remat(two_products, "dot")
 
@@ -90,12 +97,12 @@ def test_remat_names_under_another_policy_raises():
 def encoded(layers: jax.Array, x: jax.Array, memory: jax.Array, wrap: Any) -> jax.Array:
     """A loop over blocks that read what another part of the model has made."""
 
-    def block(hidden: dict, weight: jax.Array) -> dict:
+    def block(weight: jax.Array, hidden: dict) -> tuple[dict, None]:
         read = jnp.tanh(hidden["x"] @ weight) + hidden["memory"].sum(0)
-        return hidden | {"x": jnp.sin(read)}
+        return hidden | {"x": jnp.sin(read)}, None
 
     def step(hidden: dict, weight: jax.Array) -> tuple[dict, None]:
-        return wrap(block)(hidden, weight), None
+        return wrap(block)(weight, hidden)
 
     hidden, _ = jax.lax.scan(step, {"x": x, "memory": memory}, layers)
     return (hidden["x"] * hidden["memory"].sum(0)).sum()
@@ -125,3 +132,26 @@ def test_a_loop_stores_what_its_blocks_pass_on_once(policy: str):
 
     assert not stacked(remat_block)
     assert stacked(remat) == (policy != "none"), "the test can see it"
+
+
+def test_remat_offload_without_names_raises():
+    with pytest.raises(ValueError, match=r"names=\(\) would move nothing to the host"):
+        remat(two_products, "offload")
+
+
+def test_remat_offload_stores_what_is_labelled_on_the_host():
+    fn = remat(two_products, "offload", names=("hidden",))
+    text = str(jax.make_jaxpr(lambda x: jax.vjp(fn, x, WEIGHT)[1](1.0))(INPUT))
+    assert "f32<host>[3,4] = device_put[" in text
+    assert text.count("MemorySpace.Host") == 1
+
+
+def test_input_is_labelled_but_for_what_is_passed_on():
+    def block(given):
+        return {"hidden": given["hidden"] + 1, "memory": given["memory"]}
+
+    given = {"hidden": INPUT, "memory": INPUT, "number": jnp.int32(1)}
+    passed = passed_on(lambda x: block(x) | {"number": x["number"]}, given)
+    assert passed == {1, 2}
+    text = str(jax.make_jaxpr(lambda x: label_inputs(x, passed))(given))
+    assert text.count(f"name={BLOCK_INPUT}") == 1
