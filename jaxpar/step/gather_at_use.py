@@ -311,11 +311,12 @@ class _Stacks:
     def arrays(self) -> tuple[list, list, list]:
         """Slots and shards of the layers, and the others, for a `LayerLoop`."""
         slots, shards = ([leaf.arrays[n] for leaf in self.layers] for n in (0, 1))
-        return slots, shards, [_packed(x) for x in self.others]
+        return slots, shards, jax.tree.leaves(self._packed_others)
 
     def sliced(self, layer: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
         """One slice of every stack, in the scan's order."""
-        own = iter(_unpacked([part or x for x, part in self._left], xs))
+        packed = jax.tree.unflatten(jax.tree.structure(self._packed_others), xs)
+        own = iter(_unpacked([part or x for x, part in self._left], packed))
         gathered = iter(layer)
         return [next(gathered) if flag else next(own) for flag in self.is_layer]
 
@@ -323,6 +324,11 @@ class _Stacks:
     def has_leaves(self) -> bool:
         """Whether any stack is a parameter."""
         return bool(self.layers) or any(part is not None for part in self.parts)
+
+    @property
+    def _packed_others(self) -> list[Any]:
+        """Parameters for a scan inside are two arrays, a slot and a shard."""
+        return [_packed(x) for x in self.others]
 
     @property
     def _left(self) -> list[tuple[Any, GatheredAtUse | None]]:

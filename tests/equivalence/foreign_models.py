@@ -88,6 +88,28 @@ class Scanned(nnx.Module):
         return self.out(x)
 
 
+class Nested(nnx.Module):
+    """Groups of layers: a loop over each group's layers in a loop over groups."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        draw = rngs.params.normal
+        self.layers = nnx.Param(0.2 * draw((3, 2, 16, 16)))
+        self.between = nnx.Param(0.2 * draw((3, 16, 16)))
+        self.out = nnx.Linear(16, CLASSES, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, None]:
+            return x + jnp.tanh(x @ kernel), None
+
+        def group(x: jax.Array, own: tuple) -> tuple[jax.Array, None]:
+            kernels, between = own
+            x, _ = jax.lax.scan(layer, x, kernels)
+            return jnp.sin(x @ between) + x, None
+
+        x, _ = jax.lax.scan(group, x, (self.layers[...], self.between[...]))
+        return self.out(x)
+
+
 class Listed(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.layers = nnx.data([nnx.Linear(24, 24, rngs=rngs) for _ in range(3)])
@@ -151,6 +173,7 @@ CASES = {
     "linen_cnn": Case(LinenCnn(), (5, 5, 3), (8, 1), 1, 8),
     "tied": Case(lambda rngs: Tied(rngs), (5,), (4, 2), 1, 3, is_tokens=True),
     "scanned": Case(lambda rngs: Scanned(rngs), (16,), (4, 2), 2, 5),
+    "nested": Case(lambda rngs: Nested(rngs), (16,), (8, 1), 1, 4),
     "listed": Case(lambda rngs: Listed(rngs), (24,), (8, 1), 1, 8),
 }
 
