@@ -310,6 +310,8 @@ def _train_step(
 ) -> TrainStep:
     """The pure training step."""
     like = placement.abstract.weights
+    if spec.accumulate == 1 and partition.zero.reduce != "step":
+        partition = dataclasses.replace(partition, to_host=placement.early_grads)
     gradients = spec.execution.make_gradients(partition, loss, like, spec.accumulate)
     scales = spec.precision.scales_loss
     given = gradients, placement.update, placement.carried

@@ -135,6 +135,12 @@ class Placement:
         leaves = enumerate(jax.tree.leaves(state))
         return tuple(number for number, kind in leaves if is_on_host(kind))
 
+    @property
+    def early_grads(self) -> tuple[int, ...]:
+        """Those of `host_grads` that go there as they are reduced."""
+        early = getattr(self.update, "grads_leave_early", False)
+        return self.host_grads if early else ()
+
     @functools.cached_property
     def host_grads(self) -> tuple[int, ...]:
         """Numbers of the packed gradients that a `HostUpdate` gets in host memory."""

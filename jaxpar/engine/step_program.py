@@ -21,6 +21,7 @@ from jaxpar.engine.placement import Placement
 from jaxpar.engine.state_view import discard
 from jaxpar.mesh import on_abstract_mesh
 from jaxpar.optim.check_update import require_same
+from jaxpar.sharding.memory_kinds import to_host
 from jaxpar.step.reduction import PART
 from jaxpar.step.state import TrainState
 from jaxpar.step.train_step import Reduced, TrainStep
@@ -163,7 +164,7 @@ def make_step_program(
             reduced = step.gradients(jax.tree.unflatten(structure, state), batch)
         grads, form = jax.tree.flatten(reduced.grads)
         for number in placement.host_grads:
-            grads[number] = jax.device_put(grads[number], jax.memory.Space.Host)
+            grads[number] = to_host(grads[number])
         return dataclasses.replace(reduced, grads=jax.tree.unflatten(form, grads))
 
     taken = (stored, batch_spec.shardings)

@@ -255,7 +255,8 @@ def _backward(loop: LayerLoop, residuals: tuple, cotangents: tuple) -> tuple:
         loop, shards, iteration, start, given, backward=True, layer=first
     )
     dtypes = _only(slot_dtypes.value, step.trained, True)
-    slots = [x.astype(dtype) for x, dtype in zip(reduced, dtypes, strict=True)]
+    pairs = zip(reduced, dtypes, strict=True)
+    slots = [x if x.dtype == dtype else x.astype(dtype) for x, dtype in pairs]
     none = [None] * len(step.trained)
     return (
         _merged(step.moving_consts, summed, [None] * len(consts)),

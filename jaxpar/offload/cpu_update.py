@@ -17,16 +17,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from rich.filesize import decimal
 
 from jaxpar.jaxprs.by_element import ByElement, SplitJaxpr
 from jaxpar.jaxprs.evaluate import shape_of
 from jaxpar.mesh import are_present
 from jaxpar.offload.c_code import NotInCError, c_code
+from jaxpar.offload.host_leaves import HostLeaf
 from jaxpar.offload.native import Pass, compiled, cores
+from jaxpar.offload.stream import stream_sum
 from jaxpar.offload.streamed_update import StreamedUpdate, others
 from jaxpar.offload.xla_pass import xla_pass
 from jaxpar.sharding.memory_kinds import to_device
+from jaxpar.sharding.rules import axes_of
 from jaxpar.types import Metrics, PyTree
 
 
@@ -41,6 +45,7 @@ class CpuUpdate(StreamedUpdate):
     """
 
     in_place: bool | None = None
+    grads_leave_early: bool = True
 
     def grads_shardings(self, params: PyTree) -> PyTree:
         """See `HostUpdate`."""
@@ -50,6 +55,28 @@ class CpuUpdate(StreamedUpdate):
             number = self.host_leaves[name].param
             leaves[number] = leaves[number].with_memory_kind(self.memory_kind)
         return jax.tree.unflatten(structure, leaves)
+
+    def norm(self, grads: PyTree) -> jax.Array:
+        """See `Update`; gradients in host memory are read a piece at a time."""
+        leaves, structure = jax.tree.flatten(grads)
+        total = jnp.float32(0)
+        for name in self._streamed_names:
+            host = self.host_leaves[name]
+            if jax.typeof(leaves[host.param]).memory_space == jax.memory.Space.Host:
+                total += self._sum_of_squares(host, leaves[host.param])
+                leaves[host.param] = jnp.float32(0)
+        others = self.reduction.norm(jax.tree.unflatten(structure, leaves))
+        return jnp.sqrt(total + others**2)
+
+    def _sum_of_squares(self, host: HostLeaf, grad: jax.Array) -> jax.Array:
+        spec, chunks = self._leaf(host).stored_spec, self._chunks(host)
+        axes = tuple(axis for entry in spec for axis in axes_of(entry))
+
+        def summed(grad: jax.Array) -> jax.Array:
+            total = stream_sum(lambda x: jnp.sum(jnp.square(x)), grad, chunks)
+            return jax.lax.psum(total, axes) if axes else total
+
+        return self._mapped(summed, (spec,), P())(grad)
 
     def on_host(
         self,

@@ -94,6 +94,22 @@ def stream_in(
     return jax.lax.scan(turn, (out, first), jnp.arange(last + 1))[0][0]
 
 
+def stream_sum(
+    term: Callable[[jax.Array], jax.Array], stored: jax.Array, chunks: StreamChunks
+) -> jax.Array:
+    """Add up ``term(piece in fp32)``, a scalar, over an array in host memory."""
+    last = chunks.num - 1
+    first = _fetch(chunks, stored, jnp.int32(0))
+
+    def turn(carry: Any, number: jax.Array) -> tuple[Any, None]:
+        total, here = carry
+        ahead = _fetch(chunks, stored, jnp.minimum(number + 1, last))
+        return (total + term(here.astype(jnp.float32)), ahead), None
+
+    begin = jnp.float32(0), first
+    return jax.lax.scan(turn, begin, jnp.arange(last + 1))[0][0]
+
+
 def _exchange(
     chunks: StreamChunks,
     arrays: Pieces,

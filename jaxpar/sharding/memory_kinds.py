@@ -54,6 +54,20 @@ def to_device(arrays: PyTree) -> PyTree:
     return jax.tree.map(copied, arrays)
 
 
+def beside(x: jax.Array, other: jax.Array) -> jax.Array:
+    """In a traced function, an array in the memory of another one."""
+    return _in_space(x, jax.typeof(other).memory_space)
+
+
+def to_host(x: jax.Array) -> jax.Array:
+    """In a traced function, copy an array to the host."""
+    return _in_space(x, jax.memory.Space.Host)
+
+
+def _in_space(x: jax.Array, space: Any) -> jax.Array:
+    return x if jax.typeof(x).memory_space == space else jax.device_put(x, space)
+
+
 def moved_to_device(arrays: PyTree) -> PyTree:
     """Outside of a traced function, copy the arrays that are on the host."""
 

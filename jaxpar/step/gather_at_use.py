@@ -23,6 +23,7 @@ from jaxpar.jaxprs.layer_loop import LayerLoop
 from jaxpar.jaxprs.residuals import with_own_residuals
 from jaxpar.sharding.collectives import Collectives
 from jaxpar.sharding.leaf_sharding import LeafSharding
+from jaxpar.sharding.memory_kinds import beside
 from jaxpar.step.loops import gathered_in, is_used_whole
 
 # Their results are as large as the parameter and cheap to recompute. Saved as residuals
@@ -124,12 +125,13 @@ class GatheredAtUse:
         return self.gathering.collectives.gather(self.leaf_sharding, shard)
 
     def reduced(self, cotangent: jax.Array) -> jax.Array:
-        """The gradient of the slot, from that of the leaf."""
-        how, leaf = self.gathering, self.leaf_sharding
+        """The gradient of the slot, from that of the leaf; in the slot's memory."""
+        how, leaf, slot = self.gathering, self.leaf_sharding, self.slot
+        assert slot is not None, "of a leaf that is trained"
         view = how.collectives.reduce(leaf, cotangent)
-        return (
-            how.collectives.reduce_replicas(leaf, view) if how.over_replicas else view
-        )
+        if how.over_replicas:
+            view = how.collectives.reduce_replicas(leaf, view)
+        return beside(view.astype(slot.dtype), slot)
 
     def _use(self) -> Callable[[jax.Array | None, jax.Array], jax.Array]:
         """``use(slot, source) -> leaf``; its backward pass reduces into the slot."""
@@ -139,13 +141,12 @@ class GatheredAtUse:
 
         if self.slot is None:
             return make
-        slot_dtype = self.slot.dtype
 
         def forward(slot: jax.Array, source: jax.Array) -> tuple[jax.Array, None]:
             return make(slot, source), None
 
         def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array, None]:
-            return self.reduced(cotangent).astype(slot_dtype), None
+            return self.reduced(cotangent), None
 
         use = jax.custom_vjp(make)
         use.defvjp(forward, backward)

@@ -28,6 +28,7 @@ from jaxpar.sharding.collectives import (
 )
 from jaxpar.sharding.constrain import constrain
 from jaxpar.sharding.leaf_sharding import LeafSharding
+from jaxpar.sharding.memory_kinds import to_host
 from jaxpar.sharding.torus import torus_dims
 from jaxpar.sharding.zero import ZeroStage
 from jaxpar.step.gather_at_use import (
@@ -63,6 +64,8 @@ class Partition:
       replicas_at_once: whether gradients are summed over replicas where they are
         reduced, in the backward pass; for steps of one micro-batch.
       halves: whether halves of a device's rows are computed side by side.
+      to_host: numbers of the trained leaves whose gradients go to the host's memory as
+        they are reduced; for steps of one micro-batch.
     """
 
     network: Network
@@ -77,6 +80,7 @@ class Partition:
     prefetch: bool = False
     replicas_at_once: bool = False
     halves: bool = False
+    to_host: tuple[int, ...] = ()
 
     @property
     def automatic(self) -> bool:
@@ -178,7 +182,10 @@ class Partition:
         if self.zero.reduce == "step":
             return list(prepared[:count])
         dtype = self.collectives.communicated_dtype(self.precision.compute_dtype)
-        return [jnp.zeros(shard.shape, dtype) for shard in shards[:count]]
+        slots = [jnp.zeros(shard.shape, dtype) for shard in shards[:count]]
+        for number in self.to_host:
+            slots[number] = to_host(slots[number])
+        return slots
 
     def reduced(
         self, grads: Sequence[jax.Array], carry: PyTree

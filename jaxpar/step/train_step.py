@@ -107,7 +107,7 @@ def make_train_step(
         given = weights, state.model_state, inputs, key, scale, carry
         grads, sums, model_state, carry = gradients(*given)
         grads = update.pack_grads(grads)
-        norm = update.reduction.norm(grads) / scale
+        norm = update.norm(grads) / scale
         finite = jnp.isfinite(norm)
         applied = finite & (sums.loss.weight > 0)
         results = sums.results()

@@ -65,6 +65,10 @@ class Update(Protocol):
         """Convert gradients to the form that `apply` takes; the norm is unchanged."""
         return grads
 
+    def norm(self, grads: PyTree) -> jax.Array:
+        """The global norm of gradients from `pack_grads`, as `reduction` defines it."""
+        return self.reduction.norm(grads)
+
     def apply(
         self,
         grads: PyTree,
@@ -106,7 +110,14 @@ class HostUpdate(Update, Protocol):
 
     The first one computes gradients and packs them; then `on_host` is called with
     arrays; the second one takes the step (`apply`) with what it returned.
+
+    Attributes:
+      grads_leave_early: whether each gradient goes to the host as soon as it is
+        reduced, layer by layer. `norm` is then given those that are there, and
+        `pack_grads` must leave them where they are.
     """
+
+    grads_leave_early: bool = False
 
     def grads_shardings(self, params: PyTree) -> PyTree:
         """The packed gradients' shardings, from those of the logical parameters.

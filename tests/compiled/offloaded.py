@@ -100,6 +100,8 @@ class HostComputedStep:
       held: bytes of the host's memory that the second one's arguments take.
       aliased: of them, those that its results take over.
       copied: names of the second one's instructions that copy to or from the host.
+      early: copies of a layer's gradients in the first one, started and awaited apart.
+      temporaries: of the first one, bytes on a device.
     """
 
     psi: int
@@ -107,6 +109,8 @@ class HostComputedStep:
     held: int
     aliased: int
     copied: tuple[str, ...]
+    early: int
+    temporaries: int
 
 
 def compile_host_computed(target: str, zero: int) -> HostComputedStep:
@@ -116,13 +120,15 @@ def compile_host_computed(target: str, zero: int) -> HostComputedStep:
         engine.lower(part).compile() for part in ("gradients", "update")
     )
     first, second = gradients.memory_analysis(), update.memory_analysis()
-    text = update.as_text()
+    text, before = update.as_text(), gradients.as_text()
     return HostComputedStep(
         psi=num_elements(engine.placement.abstract.params),
         sent=first.host_output_size_in_bytes,
         held=second.host_argument_size_in_bytes,
         aliased=second.host_alias_size_in_bytes,
         copied=tuple(re.findall(r"%(\S*copy\S*) = [^\n]*S\(5\)", text)),
+        early=len(re.findall(r"update-slice-start\S* = [^\n]*S\(5\)", before)),
+        temporaries=first.temp_size_in_bytes,
     )
 
 

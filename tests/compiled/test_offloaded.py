@@ -46,5 +46,16 @@ def test_of_an_update_by_the_host_only_gradients_are_sent(target, compiled) -> N
     # The state stays where it is: the second program has it as arguments alone.
     assert step.held == pytest.approx(12 * step.psi / 4, rel=1e-2)
     assert step.copied == ()
+    # Six kernels of each layer, in the backward pass's loop.
+    assert step.early >= 6
     if "h200" in target:
         assert step.aliased == step.held
+
+
+def test_gradients_that_leave_early_take_no_room(compiled) -> None:
+    """On one device, where ZeRO 1 has whole gradients until the end."""
+    whole, early = (compiled(compile_host_computed, "h200:1x1", n) for n in (1, 2))
+    assert (whole.early, early.early) == (0, 6)
+    saved = whole.temporaries - early.temporaries
+    # All but the embedding's, and a layer's that is on its way.
+    assert saved >= 0.6 * 2 * early.psi

@@ -21,6 +21,9 @@ OFFLOAD = jaxpar.Offload(piece_mb=0.0002, update="host")
 """Vectors are large enough to be offloaded."""
 
 
+OR_NOT = (OFFLOAD, None)
+
+
 def engine_of(optimizer=None, **options) -> jaxpar.Engine:
     given = {"offload": OFFLOAD, **options}
     return make_engine(optimizer or optax.adamw(1e-2), 4, 2, 1, **given)
@@ -44,6 +47,16 @@ def test_gradients_are_sent_to_the_host_by_the_first_program() -> None:
     kinds = [place.memory_kind for place in jax.tree.leaves(program.places.grads)]
     assert kinds == ["pinned_host"] * 4
     assert engine.placement.host_grads == (0, 1, 2, 3)
+
+
+def test_gradients_leave_early_where_the_backward_pass_reduces_them() -> None:
+    """And their norm is that of a step without offload."""
+    early, plain = (make_engine(optax.adamw(1e-2), 4, 2, 3, offload=o) for o in OR_NOT)
+    assert early.placement.early_grads == (0, 1, 2, 3)
+    assert "<host>" in str(early.traces()["gradients"].jaxpr)
+    for batch in batches():
+        found, right = (float(e.step(batch)["grad_norm"]) for e in (early, plain))
+        assert found == pytest.approx(right, rel=1e-5)
 
 
 def test_in_place_the_state_keeps_its_memory() -> None:
@@ -80,7 +93,7 @@ def test_a_leaf_that_has_no_c_goes_by_xla() -> None:
 
         return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
-    engine, plain = (engine_of(strange(), offload=each) for each in (OFFLOAD, None))
+    engine, plain = (engine_of(strange(), offload=each) for each in OR_NOT)
     for batch in batches():
         found, right = (float(each.step(batch)["loss"]) for each in (engine, plain))
         assert found == pytest.approx(right, rel=1e-6)
@@ -89,7 +102,7 @@ def test_a_leaf_that_has_no_c_goes_by_xla() -> None:
 
 def test_a_scalar_of_all_gradients_reads_them_where_they_are() -> None:
     chained = optax.chain(optax.clip_by_global_norm(1e-3), optax.sgd(1.0))
-    engine, plain = (engine_of(chained, offload=each) for each in (OFFLOAD, None))
+    engine, plain = (engine_of(chained, offload=each) for each in OR_NOT)
     found, right = (
         [float(each.step(batch)["loss"]) for batch in batches()]
         for each in (engine, plain)

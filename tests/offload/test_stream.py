@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpar.offload.chunks import chunks_of
-from jaxpar.offload.stream import stream_in, stream_through
+from jaxpar.offload.stream import stream_in, stream_sum, stream_through
 
 SHAPE = 12, 4
 
@@ -54,3 +54,12 @@ def test_an_array_is_cast_on_the_way(rows: int) -> None:
     found = jax.jit(lambda x: stream_in(cast, x, chunks))(array)
     assert found.sharding.memory_kind == "device"
     np.testing.assert_array_equal(found, np.asarray(array).astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 12])
+def test_terms_of_all_pieces_are_added(rows: int) -> None:
+    array, chunks = on_host(0), chunks_of(SHAPE, rows * SHAPE[1])
+    found = jax.jit(lambda x: stream_sum(lambda y: jnp.sum(y * y), x, chunks))(array)
+    assert float(found) == pytest.approx(
+        float(np.sum(np.asarray(array) ** 2)), rel=1e-6
+    )

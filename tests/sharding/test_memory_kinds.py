@@ -9,10 +9,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.mesh import MeshShape, make_mesh
 from jaxpar.sharding.memory_kinds import (
+    beside,
     has_memory_kinds,
     in_memory_of,
     is_on_host,
     to_device,
+    to_host,
 )
 
 
@@ -61,3 +63,12 @@ def test_arrays_move_only_to_another_memory(kind):
     assert {x.sharding.memory_kind for x in moved} == {kind}
     kept = ["device", "pinned_host"].index(kind)
     assert moved[kept] is arrays[kept]
+
+
+def test_arrays_are_moved_only_where_they_are_not() -> None:
+    def moved(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return to_host(to_host(x)), beside(x, x)
+
+    text = str(jax.make_jaxpr(moved)(jnp.ones(3)))
+    assert text.count("MemorySpace.Host") == 1
+    assert text.count("device_put") == 1
