@@ -36,6 +36,7 @@ from jaxpar.models.sparse_attention import (
     tile_work_of,
 )
 from jaxpar.models.t5 import T5_PRESETS, T5Config, make_t5, t5_loss
+from jaxpar.models.tiled import TiledDense, TiledMLP
 from jaxpar.models.vit import VIT_PRESETS, VitConfig, make_vit, vit_config
 
 __all__ = [
@@ -48,6 +49,8 @@ __all__ = [
     "DecoderConfig",
     "SparseSelfAttention",
     "T5Config",
+    "TiledDense",
+    "TiledMLP",
     "VitConfig",
     "classification_loss",
     "classification_metrics",
