@@ -87,9 +87,10 @@ def iterate(
     spaces: dict[str, list] = {}
     first: list = gathered(0) if layer is None else layer
     _, slices = jax.eval_shape(run, 0, carry, first)
+    pairs = enumerate(zip(slices, spaces["ys"], strict=True))
     stacks = [
-        _in_memory(jnp.zeros((count, *x.shape), x.dtype), space)
-        for x, space in zip(slices, spaces["ys"], strict=True)
+        _empty((count, *x.shape), x.dtype, space, number)
+        for number, (x, space) in pairs
     ]
     turns = count if again else count - 1
     how = {"unroll": min(layers.unroll, turns)}
@@ -103,10 +104,15 @@ def iterate(
     return carry, _from_data(stacks, *kinds["ys"]), None
 
 
-def _in_memory(stack: jax.Array, space: Any) -> jax.Array:
-    """A stack where its slices are: what a remat policy offloads is on the host."""
-    is_there = space == jax.memory.Space.Device
-    return stack if is_there else jax.device_put(stack, space)
+def _empty(shape: tuple[int, ...], dtype: Any, space: Any, number: int) -> jax.Array:
+    """A stack to write slices into, where they are: offloaded ones are on the host.
+
+    There stacks differ in what they are filled with. XLA would merge equal ones, and
+    copy them apart in the host's memory.
+    """
+    if space == jax.memory.Space.Device:
+        return jnp.zeros(shape, dtype)
+    return jax.device_put(jnp.full(shape, number, dtype), space)
 
 
 def _at(stacks: Any, index: Any) -> Any:

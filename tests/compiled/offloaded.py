@@ -101,6 +101,7 @@ class HostComputedStep:
       aliased: of them, those that its results take over.
       copied: names of the second one's instructions that copy to or from the host.
       early: copies of a layer's gradients in the first one, started and awaited apart.
+      copied_whole: sizes of arrays in host memory that the first one copies.
       temporaries: of the first one, bytes on a device.
     """
 
@@ -110,6 +111,7 @@ class HostComputedStep:
     aliased: int
     copied: tuple[str, ...]
     early: int
+    copied_whole: tuple[int, ...]
     temporaries: int
 
 
@@ -128,6 +130,7 @@ def compile_host_computed(target: str, zero: int) -> HostComputedStep:
         aliased=second.host_alias_size_in_bytes,
         copied=tuple(re.findall(r"%(\S*copy\S*) = [^\n]*S\(5\)", text)),
         early=len(re.findall(r"update-slice-start\S* = [^\n]*S\(5\)", before)),
+        copied_whole=_copied_whole(before),
         temporaries=first.temp_size_in_bytes,
     )
 

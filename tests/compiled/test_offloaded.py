@@ -40,7 +40,7 @@ def test_pieces_are_copied_beside_kernels(target, compiled):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_of_an_update_by_the_host_only_gradients_are_sent(target, compiled) -> None:
-    step = compiled(compile_host_computed, target, 1)
+    step = compiled(compile_host_computed, target, 3)
     # In bf16; vectors are small, and stay.
     assert step.sent == pytest.approx(2 * step.psi / 4, rel=1e-2)
     # The state stays where it is: the second program has it as arguments alone.
@@ -48,6 +48,7 @@ def test_of_an_update_by_the_host_only_gradients_are_sent(target, compiled) -> N
     assert step.copied == ()
     # Six kernels of each layer, in the backward pass's loop.
     assert step.early >= 6
+    assert step.copied_whole == ()
     if "h200" in target:
         assert step.aliased == step.held
 
