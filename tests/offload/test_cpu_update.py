@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jaxpar
 from jaxpar.engine.step_program import HostBetween
@@ -57,6 +58,57 @@ def test_gradients_leave_early_where_the_backward_pass_reduces_them() -> None:
     for batch in batches():
         found, right = (float(e.step(batch)["grad_norm"]) for e in (early, plain))
         assert found == pytest.approx(right, rel=1e-5)
+
+
+class Twice(nnx.Module):
+    """One stack of layers, in two loops and in a loop of loops."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = nnx.Param(0.2 * rngs.params.normal((4, 16, 16)))
+        self.out = nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, None]:
+            return x + jnp.tanh(x @ kernel), None
+
+        def all_layers(x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
+            return jax.lax.scan(layer, x, self.layers[...])
+
+        x, _ = jax.lax.scan(all_layers, all_layers(x)[0], None, length=2)
+        return self.out(x)
+
+
+def squared(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ({"data": 4}, {"zero": 3, "prefetch": True}),
+        pytest.param({"data": 4}, {"zero": 2}, marks=pytest.mark.thorough),
+        pytest.param(
+            {"replica": 2, "data": 2}, {"zero": 3}, marks=pytest.mark.thorough
+        ),
+    ],
+    ids=str,
+)
+def test_gradients_of_a_stack_in_several_loops_are_added(mesh, options) -> None:
+    losses = []
+    for offload in OR_NOT:
+        engine = jaxpar.initialize(
+            model=lambda rngs: Twice(rngs),
+            loss_fn=lambda model, batch: jnp.mean(
+                (model(batch["x"]) - batch["y"]) ** 2
+            ),
+            optimizer=optax.adamw(1e-2),
+            sample_batch=batches()[0],
+            mesh=jaxpar.make_mesh(jaxpar.MeshShape(**mesh), jax.devices()[:4]),
+            offload=offload,
+            **options,
+        )
+        losses.append([float(engine.step(batch)["loss"]) for batch in batches()])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
 def test_in_place_the_state_keeps_its_memory() -> None:
