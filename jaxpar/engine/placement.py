@@ -127,9 +127,7 @@ class Placement:
         memory, where shardings keep no memory kinds; empty elsewhere."""
         if has_memory_kinds(self.mesh):
             return ()
-        own = self.shardings.params, self.shardings.opt_state
-        kinds = jax.tree.map(lambda _: KindAlone(), own)
-        kinds = self.update.shardings(*self.update.logical_shardings(*kinds))
+        kinds = self.update.shardings(*self._logical_kinds)
         blank = jax.tree.map(lambda _: KindAlone(), self.packed)
         state = dataclasses.replace(blank, params=kinds[0], opt_state=kinds[1])
         leaves = enumerate(jax.tree.leaves(state))
@@ -138,17 +136,23 @@ class Placement:
     @property
     def early_grads(self) -> tuple[int, ...]:
         """Those of `host_grads` that go there as they are reduced."""
-        early = getattr(self.update, "grads_leave_early", False)
+        own = self.update
+        early = isinstance(own, HostUpdate) and own.grads_leave_early
         return self.host_grads if early else ()
+
+    @property
+    def _logical_kinds(self) -> tuple[PyTree, PyTree]:
+        """The memory kinds of the logical parameters and optimizer state."""
+        own = self.shardings.params, self.shardings.opt_state
+        kinds = jax.tree.map(lambda _: KindAlone(), own)
+        return self.update.logical_shardings(*kinds)
 
     @functools.cached_property
     def host_grads(self) -> tuple[int, ...]:
         """Numbers of the packed gradients that a `HostUpdate` gets in host memory."""
         if not isinstance(self.update, HostUpdate):
             return ()
-        own = self.shardings.params, self.shardings.opt_state
-        kinds = jax.tree.map(lambda _: KindAlone(), own)
-        kinds = self.update.grads_shardings(self.update.logical_shardings(*kinds)[0])
+        kinds = self.update.grads_shardings(self._logical_kinds[0])
         leaves = enumerate(jax.tree.leaves(kinds))
         return tuple(number for number, kind in leaves if is_on_host(kind))
 

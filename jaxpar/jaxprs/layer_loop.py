@@ -33,7 +33,8 @@ class LayerLoop(Layers):
     Attributes:
       body: ``(consts, carry, layer, xs) -> (carry, ys)``, lists of arrays; `layer` are
         the gathered parameters. It chooses its own residuals.
-      reduce: gradients of a layer's parameters -> what their shards' slots get.
+      reduce: gradients of a layer's parameters -> those of their slots' slices, in the
+        slots' dtypes.
       keep: whether the backward pass reads the gathered layers of the forward pass.
     """
 
@@ -91,9 +92,8 @@ def _differentiable(loop: LayerLoop) -> Callable[..., tuple[list, list]]:
         run = jax.custom_vjp(lambda *args: _forward(loop, step, *args))
         run.defvjp(_not_differentiated, _not_differentiated)
         outs, saved = run(consts, init, shards, xs)
-        slot_dtypes = _Static(tuple(None if x is None else x.dtype for x in slots))
         read = [] if loop.keep else shards
-        return outs, (step, consts, read, xs, saved, slot_dtypes)
+        return outs, (step, consts, read, xs, saved)
 
     def backward(residuals: tuple, cotangents: tuple) -> tuple:
         return _backward(loop, residuals, cotangents)
@@ -132,14 +132,6 @@ class _Step:
     moving_consts: tuple[bool, ...]
     moving_xs: tuple[bool, ...]
     trained: tuple[bool, ...]
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """A value that a pytree does not look into."""
-
-    value: Any
 
 
 def _trace_step(
@@ -229,7 +221,7 @@ def _forward(
 
 def _backward(loop: LayerLoop, residuals: tuple, cotangents: tuple) -> tuple:
     """The gradients of the loop's arguments."""
-    step, consts, shards, xs, (once, stacked, layers, first), slot_dtypes = residuals
+    step, consts, shards, xs, (once, stacked, layers, first) = residuals
     if loop.keep:
         loop = dataclasses.replace(loop, gather=list, ahead=False)
         shards = layers
@@ -254,14 +246,11 @@ def _backward(loop: LayerLoop, residuals: tuple, cotangents: tuple) -> tuple:
     (summed, ct_init), (reduced, ct_xs), _ = iterate(
         loop, shards, iteration, start, given, backward=True, layer=first
     )
-    dtypes = _only(slot_dtypes.value, step.trained, True)
-    pairs = zip(reduced, dtypes, strict=True)
-    slots = [x if x.dtype == dtype else x.astype(dtype) for x, dtype in pairs]
     none = [None] * len(step.trained)
     return (
         _merged(step.moving_consts, summed, [None] * len(consts)),
         _merged(moving_carry, ct_init, [None] * len(carry)),
-        _merged(step.trained, slots, none),
+        _merged(step.trained, reduced, none),
         none,
         _merged(step.moving_xs, ct_xs, [None] * len(xs)),
     )

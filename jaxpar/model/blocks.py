@@ -61,7 +61,7 @@ class PipelineModel:
         "none" stores every block's residuals, for each micro-batch in flight; the other
         policies store only a stage's input, and its backward recomputes its blocks:
         once under "full", by block under the others.
-      remat_names: labels to save, for "save-names".
+      remat_names: labels to save, for "save-names" and "offload".
       unroll: blocks per iteration of the loop over a section, on one stage; the largest
         count removes the loops.
       allow_uneven: run on a pipeline that can't divide the blocks evenly, though its

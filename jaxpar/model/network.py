@@ -36,7 +36,7 @@ class PipelineNetwork:
       keywords: those that any part takes; None if one takes all.
       tied_paths: path in the head -> path in the embedding, for tied parameters.
       remat: the blocks' policy.
-      remat_names: labels to save, for "save-names".
+      remat_names: labels to save, for "save-names" and "offload".
       unroll: blocks per iteration of the loop over a section, on one stage.
       allow_uneven: whether stages may store much more than an even division.
       former_names: names of parameters in older checkpoints, as `PipelineModel` has.

@@ -11,7 +11,7 @@ import ctypes
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -95,8 +95,8 @@ class CpuUpdate(StreamedUpdate):
         args = jax.tree.leaves((grads, *state, factor, applied, loss))
         leaves, structure = jax.tree.flatten(state)
         offset, copies = len(jax.tree.leaves(grads)), dict(params["copies"])
-        split = self._split_of(grads)
-        scalars = self._scalars(split)(others(split, args))
+        split, scalars_of = self._split_of(grads)
+        scalars = scalars_of(others(split, args))
         for part, numbers in zip(split.parts, scalars, strict=True):
             name, group = part.group.name, part.group
             arrays = [args[number] for number in (*group.ins, *group.beside)]
@@ -121,43 +121,25 @@ class CpuUpdate(StreamedUpdate):
     ) -> tuple[PyTree, PyTree, Metrics]:
         """See `Update`: what `on_host` has not updated."""
         given = grads, params["masters"], opt_state, factor, applied, loss
-        args, split = jax.tree.leaves(given), self._split_of(grads)
+        args, (split, _) = jax.tree.leaves(given), self._split_of(grads)
         outs = self._of_rest(split, args)[0]
         for part in split.parts:
             pairs = zip(part.group.outs, part.group.ins, strict=True)
             outs |= {out: self._put(args[number]) for out, number in pairs}
         return self._result(given, outs, params["copies"])
 
-    def _split_of(self, grads: PyTree) -> SplitJaxpr:
-        """The update, split, for gradients of these dtypes."""
+    def _split_of(self, grads: PyTree) -> tuple[SplitJaxpr, Callable[..., Any]]:
+        """The update split, for these dtypes, and what computes its scalars."""
         dtypes = tuple(x.dtype for x in jax.tree.leaves(grads))
         if dtypes not in self._splits:
-            given = self._shapes(dtypes)
-            self._splits[dtypes] = self._split(given)
+            split = self._split(self._given(grads))
+            scalars = jax.jit(lambda x: split.rest(to_device(x))[1])
+            self._splits[dtypes] = split, scalars
         return self._splits[dtypes]
 
-    def _shapes(self, dtypes: Sequence[Any]) -> tuple:
-        """The shapes of `_step`'s arguments."""
-        params, structure = jax.tree.flatten(self.spec.params)
-        pairs = zip(params, dtypes, strict=True)
-        grads = [jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in pairs]
-        one, yes = (jax.ShapeDtypeStruct((), t) for t in (jnp.float32, jnp.bool_))
-        state = self.spec.params, self.spec.opt_state
-        return jax.tree.unflatten(structure, grads), *state, one, yes, one
-
     @functools.cached_property
-    def _splits(self) -> dict[tuple, SplitJaxpr]:
+    def _splits(self) -> dict[tuple, tuple[SplitJaxpr, Callable[..., Any]]]:
         return {}
-
-    @functools.cached_property
-    def _jitted(self) -> dict[int, Any]:
-        return {}
-
-    def _scalars(self, split: SplitJaxpr) -> Any:
-        """Computes the scalars of all parts, on the devices."""
-        if id(split) not in self._jitted:
-            self._jitted[id(split)] = jax.jit(lambda x: split.rest(to_device(x))[1])
-        return self._jitted[id(split)]
 
     @functools.cached_property
     def _passes(self) -> dict[tuple[str, Any], tuple[Pass, str]]:
@@ -165,14 +147,12 @@ class CpuUpdate(StreamedUpdate):
 
     def _pass(self, part: ByElement) -> tuple[Pass, str]:
         """The function that computes a leaf's update, and what it is made by."""
-        name, dtypes = (
-            part.group.name,
-            tuple(shape_of(var).dtype for var in part.inputs),
-        )
-        if (name, dtypes) not in self._passes:
+        name = part.group.name
+        key = name, tuple(shape_of(var).dtype for var in part.inputs)
+        if key not in self._passes:
             copy = self.spec.compute_dtype if name in self._copied else None
-            self._passes[name, dtypes] = _made(part, copy)
-        return self._passes[name, dtypes]
+            self._passes[key] = _made(part, copy)
+        return self._passes[key]
 
     def _computed(
         self,

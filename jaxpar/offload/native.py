@@ -78,7 +78,9 @@ def spread(work: Callable[[int, int], None], size: int) -> None:
 
 def cores() -> int:
     """The cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS knows no affinity.
 
 
 @functools.cache

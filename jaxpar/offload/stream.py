@@ -80,34 +80,44 @@ def stream_in(
       stored: in host memory.
       chunks: the pieces.
     """
-    last = chunks.num - 1
-    first = _fetch(chunks, stored, jnp.int32(0))
-    if not last:
-        return change(first)
+    if chunks.num == 1:
+        return change(_fetch(chunks, stored, jnp.int32(0)))
+    piece = jax.ShapeDtypeStruct(chunks.piece, stored.dtype)
+    out = jnp.zeros(chunks.shape, jax.eval_shape(change, piece).dtype)
 
-    def turn(carry: Any, number: jax.Array) -> tuple[Any, None]:
-        out, here = carry
-        ahead = _fetch(chunks, stored, jnp.minimum(number + 1, last))
-        return (chunks.write(out, change(here), number), ahead), None
+    def written(out: jax.Array, piece: jax.Array, number: jax.Array) -> jax.Array:
+        return chunks.write(out, change(piece), number)
 
-    out = jnp.zeros(chunks.shape, jax.eval_shape(change, first).dtype)
-    return jax.lax.scan(turn, (out, first), jnp.arange(last + 1))[0][0]
+    return _read_through(written, out, stored, chunks)
 
 
 def stream_sum(
     term: Callable[[jax.Array], jax.Array], stored: jax.Array, chunks: StreamChunks
 ) -> jax.Array:
     """Add up ``term(piece in fp32)``, a scalar, over an array in host memory."""
+
+    def added(total: jax.Array, piece: jax.Array, _: jax.Array) -> jax.Array:
+        return total + term(piece.astype(jnp.float32))
+
+    return _read_through(added, jnp.float32(0), stored, chunks)
+
+
+def _read_through(
+    step: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    begin: jax.Array,
+    stored: jax.Array,
+    chunks: StreamChunks,
+) -> jax.Array:
+    """Fold ``step(result, piece, its number)``; the next piece is read meanwhile."""
     last = chunks.num - 1
-    first = _fetch(chunks, stored, jnp.int32(0))
 
     def turn(carry: Any, number: jax.Array) -> tuple[Any, None]:
-        total, here = carry
+        result, here = carry
         ahead = _fetch(chunks, stored, jnp.minimum(number + 1, last))
-        return (total + term(here.astype(jnp.float32)), ahead), None
+        return (step(result, here, number), ahead), None
 
-    begin = jnp.float32(0), first
-    return jax.lax.scan(turn, begin, jnp.arange(last + 1))[0][0]
+    start = begin, _fetch(chunks, stored, jnp.int32(0))
+    return jax.lax.scan(turn, start, jnp.arange(last + 1))[0][0]
 
 
 def _exchange(

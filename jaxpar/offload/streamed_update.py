@@ -184,9 +184,14 @@ class StreamedUpdate(Update):
     @functools.cached_property
     def _split_shapes(self) -> SplitJaxpr:
         """The same, for fp32 gradients."""
+        return self._split(self._given(self.spec.params))
+
+    def _given(self, grads: PyTree) -> tuple:
+        """The shapes of `_step`'s arguments, for gradients."""
         spec, one = self.spec, jax.ShapeDtypeStruct((), jnp.float32)
         yes = jax.ShapeDtypeStruct((), jnp.bool_)
-        return self._split((spec.params, spec.params, spec.opt_state, one, yes, one))
+        grads = jax.tree.map(_shape, grads)
+        return grads, spec.params, spec.opt_state, one, yes, one
 
     def _group(self, name: str, host: HostLeaf) -> LeafGroup:
         num = len(self.spec.leaf_shardings)

@@ -84,7 +84,8 @@ class DecoderConfig:
       dropout: fraction of features zeroed after the embedding and in each update of
         the residual stream.
       remat: one of `jaxpar.model.remat.REMAT_POLICIES`, applied to each block.
-      remat_names: labels to save, of `ACTIVATION_NAMES`, for "save-names".
+      remat_names: labels to save, of `ACTIVATION_NAMES`, for "save-names" and
+        "offload".
       unroll: blocks per iteration of the loop over them, on one stage; num_layers
         removes the loop.
       sequence_parallel: between blocks, shard activations over tokens on the tensor

@@ -41,7 +41,7 @@ class T5Config:
         residual streams, and behind the last norm of each stack.
       remat: one of `jaxpar.model.remat.REMAT_POLICIES`, applied to each block.
       remat_names: labels to save, of "qkv", "attention" and "mlp_hidden", for
-        "save-names".
+        "save-names" and "offload".
       unroll: blocks per iteration of the loop over those of a stack, on one stage.
       sequence_parallel: between blocks, shard activations over tokens on the tensor
         axis, which must divide the tokens of both sides.

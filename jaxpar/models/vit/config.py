@@ -52,7 +52,8 @@ class VitConfig:
       pooling: what is classified: "class_token", a token of its own before the
         patches, or the "mean" of the patches.
       remat: one of `jaxpar.model.remat.REMAT_POLICIES`, applied to each block.
-      remat_names: labels to save, of `ACTIVATION_NAMES`, for "save-names".
+      remat_names: labels to save, of `ACTIVATION_NAMES`, for "save-names" and
+        "offload".
       unroll: blocks per iteration of the loop over them, on one stage; num_layers
         removes the loop.
       sequence_parallel: between blocks, shard activations over tokens on the tensor
