@@ -16,9 +16,9 @@ class Offload:
       piece_mb: size of a piece of an array, in MB. A device holds three pieces of every
         array of a leaf's state at a time.
       update: where the update of what is on the host is computed: on the "device", or
-        on the "host", to which gradients are sent and which sends parameters in the
-        compute dtype back. The latter moves a sixth of Adam's bytes and needs a CPU
-        that is fast for the number of parameters.
+        on the "host", which gets the gradients and sends parameters in the compute
+        dtype back: of Adam's state a quarter of the bytes or less. It needs a host
+        whose memory is fast for the number of parameters.
 
     Raises:
       ValueError: if a word is not one of its choices, or a number is out of range.
@@ -43,6 +43,11 @@ class Offload:
         if self.update not in ("device", "host"):
             raise ValueError(
                 f"offload: update={self.update!r} must be 'device' or 'host'."
+            )
+        if self.update == "host" and self.optimizer is None:
+            raise ValueError(
+                "offload: update='host' needs optimizer='host': the host updates the "
+                "state that it holds."
             )
         if not 0 <= self.fraction <= 1:
             raise ValueError(f"offload: fraction={self.fraction} must be from 0 to 1.")
