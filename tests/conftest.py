@@ -4,6 +4,7 @@ import fnmatch
 import gc
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -19,6 +20,10 @@ from tests.type_checks import share_checkers
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
 CACHE_BYTES = 4 * 1024**3
+THREADS = "32"
+"""Of XLA's CPU backend. It has one for each device by default, and two collectives that
+wait at once can take them all until it ends the process: experts in a pipeline without
+a bubble did in half of the runs on two cores, and in none of ten with more threads."""
 # By name, for jaxpar is imported after the plugin that checks its annotations.
 WHY_NOT = "jaxpar.engine.make_step.why_not"
 
@@ -56,6 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--gpu"):
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", config.getoption("--devices"))
+        os.environ.setdefault("NPROC", THREADS)
         fast = not config.getoption("--optimized")
         jax.config.update("jax_disable_most_optimizations", fast)
         if fast:
