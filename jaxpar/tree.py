@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.types import Params, PyTree
@@ -146,3 +147,48 @@ def merged(one: PyTree, other: PyTree) -> PyTree:
     for key, value in other.items():
         both[key] = merged(both[key], value) if key in both else value
     return both
+
+
+# Typed PRNG keys are stored as their integers.
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed PRNG keys."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def key_impl(leaf: Any) -> str:
+    """Return the name of the implementation of a typed key array or its struct."""
+    names: list[str] = []
+
+    def read(keys: jax.Array) -> jax.Array:
+        names.append(str(jax.random.key_impl(keys)))
+        return jax.random.key_data(keys)
+
+    # A struct has no public access to its implementation; a tracer of it has.
+    jax.eval_shape(read, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    return names[0]
+
+
+def to_stored(leaf: jax.Array) -> jax.Array:
+    """Return the plain array that is stored for a leaf."""
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def stored_struct(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Return shape, dtype and sharding to read the stored array of a target leaf with.
+
+    The integers of a key add one unsharded last dim, so the key's own sharding fits
+    them.
+    """
+    struct = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    if is_key(leaf):
+        struct = jax.eval_shape(jax.random.key_data, struct)
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=leaf.sharding)
+
+
+def from_stored(array: jax.Array, target: Any) -> jax.Array:
+    """Turn a stored array back into the leaf that target describes."""
+    if not is_key(target):
+        return array
+    return jax.random.wrap_key_data(array, impl=key_impl(target))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxpar.checkpoint import arrays as stored_arrays
 from jaxpar.checkpoint import leaves as named
 from jaxpar.checkpoint.manifest import DamagedError
+from jaxpar.tree import from_stored, stored_struct
 
 _CANT_READ = (
     ArithmeticError,
@@ -126,7 +127,7 @@ def load(
 ) -> dict[str, jax.Array]:
     """Read leaves from a verified step, each onto its target's sharding."""
     structs = {
-        there[name]: named.stored_struct(target)
+        there[name]: stored_struct(target)
         for name, target in targets.items()
         if target.size
     }
@@ -141,7 +142,7 @@ def load(
             f"{str(path)!r}: its arrays can't be read ({reason}); restore another step"
         ) from error
     return {
-        name: named.from_stored(
+        name: from_stored(
             found[there[name]] if target.size else _without_elements(target), target
         )
         for name, target in targets.items()
@@ -149,5 +150,5 @@ def load(
 
 
 def _without_elements(target: Any) -> jax.Array:
-    struct = named.stored_struct(target)
+    struct = stored_struct(target)
     return jnp.zeros(struct.shape, struct.dtype, device=struct.sharding)

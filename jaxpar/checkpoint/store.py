@@ -27,6 +27,7 @@ from jaxpar.checkpoint.saving import finish, versions
 from jaxpar.checkpoint.selection import select
 from jaxpar.checkpoint.shard_parts import ShardParts, without
 from jaxpar.launch.lease import LeaseLostError, lease_of, require_lease
+from jaxpar.tree import to_stored
 
 _ALL_LOGICAL = ShardParts()
 
@@ -142,7 +143,7 @@ class Checkpoints:
         )
         self._writer = self._writer or stored_arrays.Writer()
         # Orbax rejects arrays without elements; the table of leaves suffices for them.
-        held = {n: named.to_stored(leaf) for n, leaf in leaves.items() if leaf.size}
+        held = {n: to_stored(leaf) for n, leaf in leaves.items() if leaf.size}
         self._writer.start(files.saving_path(self._folder, step), held)
         self._saving = _background.submit(
             finish, self._folder, self._writer, manifest, self._keep
