@@ -348,9 +348,50 @@ def are_present(mesh: Mesh) -> bool:
         return False
 
 
+def cpu_twin(mesh: Mesh) -> Mesh:
+    """The same mesh of CPU devices: a process has as many as of the mesh's own.
+
+    Returns:
+      The mesh itself if it is of CPUs, or its devices are not here.
+
+    Raises:
+      ValueError: if a process has fewer CPU devices than others of the mesh.
+    """
+    own = _platform(mesh)
+    if own == "cpu" or not are_present(mesh):
+        return mesh
+    cpus, others = (_by_process(jax.devices(name)) for name in ("cpu", own))
+    for process, devices in others.items():
+        if len(cpus.get(process, [])) < len(devices):
+            raise ValueError(
+                f"mesh: process {process} has {len(devices)} {own} devices and "
+                f"{len(cpus.get(process, []))} CPU devices, but needs one of these for "
+                f"each: set JAX_NUM_CPU_DEVICES={len(devices)}, or start one process "
+                "for each device."
+            )
+    twin = {
+        device: cpus[process][number]
+        for process, devices in others.items()
+        for number, device in enumerate(devices)
+    }
+    devices = np.vectorize(twin.get, otypes=[object])(mesh.devices)
+    return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def _platform(mesh: Mesh) -> str:
+    return mesh.devices.flat[0].platform
+
+
+def _by_process(devices: Sequence[Any]) -> dict[int, list[Any]]:
+    found: dict[int, list[Any]] = {}
+    for device in devices:
+        found.setdefault(device.process_index, []).append(device)
+    return found
+
+
 def lowering_platform(mesh: Mesh) -> str:
     """The platform name of the mesh's devices for `jax.jit`'s lowering."""
-    platform = mesh.devices.flat[0].platform
+    platform = _platform(mesh)
     return "cuda" if platform == "gpu" else platform
 
 

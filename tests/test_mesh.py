@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,8 @@ from jaxpar.mesh import (
     AXES,
     MeshShape,
     as_mesh,
+    compile_only,
+    cpu_twin,
     make_mesh,
     num_batch_shards,
     rows_spec,
@@ -284,3 +287,30 @@ def test_engine_takes_the_devices_that_it_is_given():
 def test_engine_of_one_device_is_made_where_there_are_eight():
     engine = make_engine(mesh=MeshShape(data=1))
     assert list(engine.mesh.devices.flat) == jax.devices()[:1]
+
+
+def test_a_mesh_of_cpus_or_of_devices_that_are_not_here_is_its_own_twin() -> None:
+    mesh = make_mesh(MeshShape(data=2), jax.devices()[:2])
+    assert cpu_twin(mesh) is mesh
+    with compile_only():
+        assert cpu_twin(mesh) is mesh
+
+
+@pytest.mark.parametrize("cpus", [4, 2])
+def test_the_twin_of_a_mesh_of_others_has_a_cpu_for_each(cpus: int) -> None:
+    mesh = make_mesh(MeshShape(data=2, tensor=2), jax.devices()[4:8])
+    given = {"cpu": jax.devices()[:cpus], "gpu": jax.devices()[4:8]}
+    platform = type(mesh.devices.flat[0])
+    with (
+        mock.patch.object(mesh_module, "are_present", return_value=True),
+        mock.patch.object(mesh_module, "_platform", return_value="gpu"),
+        mock.patch.object(jax, "devices", given.__getitem__),
+    ):
+        if cpus < 4:
+            with pytest.raises(ValueError, match=r"4 gpu devices and 2 CPU.*=4"):
+                cpu_twin(mesh)
+            return
+        twin = cpu_twin(mesh)
+    assert isinstance(twin.devices.flat[0], platform)
+    assert [x.id for x in twin.devices.flat] == [x.id - 4 for x in mesh.devices.flat]
+    assert twin.shape == mesh.shape

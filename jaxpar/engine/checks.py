@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -13,7 +14,9 @@ from jaxpar.mesh import EXPERT, TENSOR
 from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.rules import AxisRules, axes_of
 from jaxpar.sharding.tensor import AXIS_NAMES
-from jaxpar.step.carried import check_carried
+from jaxpar.step.carried import Carried, Stepped, check_carried
+from jaxpar.step.state import TrainState
+from jaxpar.step.update import StoresApart, Update
 from jaxpar.types import Params, PyTree
 
 
@@ -169,3 +172,38 @@ def check_axes(
             "rules={'*/kernel': jax.P(None, 'tensor')}, or give these devices to data.",
             stacklevel=6,
         )
+
+
+def check_carried_reads(
+    update: Update, carried: Sequence[Carried], abstract: TrainState
+) -> None:
+    """Check that no part of the state needs parameters that programs don't have.
+
+    Args:
+      update: the optimizer.
+      carried: the parts of ``state.carried``.
+      abstract: the state's shapes.
+
+    Raises:
+      ValueError: if the update stores parameters apart, such as on disk, and a part
+        reads them after a step.
+    """
+    if not isinstance(update, StoresApart):
+        return
+    yes = jax.ShapeDtypeStruct((), jnp.bool_)
+    for part in carried:
+        held = abstract.carried[part.name]
+        traced = jax.make_jaxpr(
+            lambda params, held, yes, part=part: part.after(
+                held, Stepped(params, yes, yes, held)
+            )
+        )(abstract.params, held, yes).jaxpr
+        read = {id(x) for eqn in traced.eqns for x in eqn.invars}
+        read |= set(map(id, traced.outvars))
+        own = traced.invars[: len(jax.tree.leaves(abstract.params))]
+        if read & set(map(id, own)):
+            raise ValueError(
+                f"carried: the part {part.name!r} reads the parameters after a step, "
+                "and those of Offload(optimizer='disk') are on disk; leave it out, or "
+                "store them with Offload(optimizer='host')."
+            )

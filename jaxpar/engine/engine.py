@@ -3,37 +3,34 @@
 It holds the state as flat leaves, because dispatch costs grow with nested nodes.
 """
 
-import contextlib
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 
-from jaxpar.checkpoint import Checkpoints, Keep
-from jaxpar.engine.compiled_step import CompiledStep
+from jaxpar.checkpoint import Checkpoints
 from jaxpar.engine.description import describe
-from jaxpar.engine.loss_step import LossStep, skipped_steps, unknown_loss
+from jaxpar.engine.loss_step import LossStep, unknown_loss
 from jaxpar.engine.one_thread import OneThread
 from jaxpar.engine.placement import Placement
 from jaxpar.engine.replicas import Probe, make_probe
 from jaxpar.engine.run_ahead import Dispatched, RunAhead
+from jaxpar.engine.saved_state import SavedState
 from jaxpar.engine.state_view import (
     StateView,
     discard,
     make_view,
-    placed_params,
-    with_weights,
 )
 from jaxpar.model.bridge import Network
 from jaxpar.sharding.memory_kinds import moved_to_device
-from jaxpar.step.state import TrainState, filled_in, require_sound
+from jaxpar.step.state import TrainState
+from jaxpar.step.update import StoresApart
 from jaxpar.tree import merged, named_leaves
 from jaxpar.types import Batch, Metrics, Params
 
 
-class Engine(CompiledStep):
+class Engine(SavedState):
     """A model, its optimizer and their state on a mesh; made by `initialize`.
 
     Its methods are called by one thread at a time.
@@ -96,15 +93,6 @@ class Engine(CompiledStep):
             self._view = make_view(self.placement.unpack(self._packed))
         return self._view.state
 
-    @property
-    def steps(self) -> int:
-        """Steps taken, including skipped ones; waits for them."""
-        return int(self._packed.step)
-
-    @property
-    def _packed(self) -> TrainState:
-        return jax.tree.unflatten(self._structure, self._leaves)
-
     def loss(self, name: str | None = None) -> LossStep:
         """One of several losses, whose step can be explained, verified and lowered.
 
@@ -163,7 +151,15 @@ class Engine(CompiledStep):
           state: a train state of this engine's shapes and shardings.
           batch: as for `step`.
           loss: as for `step`.
+
+        Raises:
+          ValueError: as `step`, or if a part of the state is on disk.
         """
+        if isinstance(self.placement.update, StoresApart):
+            raise ValueError(
+                "train_step: the state of Offload(optimizer='disk') is the engine's "
+                "own, in its files; call engine.step(batch)."
+            )
         with self._alone("train_step"):
             own, placed = self.loss(loss), self._put(batch, loss)
             ours = set(map(id, self._leaves))
@@ -227,123 +223,6 @@ class Engine(CompiledStep):
             given = (whole, packed.model_state), packed.key, None
             return self._network.run(lambda model, _: model, *given, **how)[0]
 
-    def load_params(self, params: Params) -> None:
-        """Replace the parameters; the optimizer state and the step are unchanged.
-
-        Args:
-          params: arrays by the names of ``engine.state.params``, of the same shapes, in
-            any floating dtype, sharded or not (the same on every process). Frozen
-            parameters may be among them: all of them, or none.
-
-        Raises:
-          ValueError: if leaves are missing, unknown or of another shape.
-        """
-        self.placement.require_devices("load_params")
-        with self._thread.calling("load_params"):
-            state = self.placement.unpack(self._packed)
-            self._take(with_weights(state, params, self.placement.structs()))
-
-    def save(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        data: Any = None,
-        keep: int | Keep | None = 3,
-        meta: dict[str, Any] | None = None,
-        metric: float | None = None,
-    ) -> None:
-        """Save the state; returns when it is copied to the host.
-
-        The step is saved once `wait`, or the next save, has returned: it is then
-        written, synced, read back and renamed.
-
-        Args:
-          folder: the run's checkpoints, one sub-folder per step.
-          data: an iterator with ``get_state()`` (Grain's, or `jaxpar.data.Loader`),
-            whose position is saved as well.
-          keep: how many of the newest steps stay on disk, None for all; a
-            `jaxpar.Keep` for every k-th and the best as well.
-          meta: JSON values to store with the state.
-          metric: of this step, lower is better, for `jaxpar.Keep.best`.
-
-        Raises:
-          ValueError: if the folder holds another model's checkpoints.
-          FloatingPointError: if a parameter is not finite, or anything is NaN.
-          OSError: if the disk is full, or an earlier save failed. Steps saved before
-            are intact.
-        """
-        self.placement.require_devices("save")
-        with self._alone("save"):
-            self._ahead.finish()
-            require_sound(state := self.placement.unpack(self._packed))
-            checkpoints = self._opened(folder)
-            checkpoints.set_keep(keep)
-            checkpoints.save(
-                self.steps,
-                state,
-                data_state=None if data is None else data.get_state(),
-                meta={"mesh": dict(self.mesh.shape), **(meta or {})},
-                metric=metric,
-            )
-
-    def restore(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        data: Any = None,
-        step: int | None = None,
-        only: Sequence[str] | None = None,
-        reset: Sequence[str] = (),
-        rename: Mapping[str, str] | None = None,
-    ) -> int:
-        """Restore a saved state, onto this engine's mesh, ZeRO stage and precision.
-
-        All its files are verified first.
-
-        Args:
-          folder: where it was saved.
-          data: an iterator with ``set_state(state)``, to continue at the saved
-            position.
-          step: the step to restore; None for the newest intact one.
-          only: patterns of the leaves to restore, such as ``["params/*"]`` to evaluate
-            or fine-tune; None for all. The others are unchanged (8-bit moments are
-            quantized again).
-          reset: patterns of leaves not to restore, such as ``["opt_state/*"]`` for
-            another optimizer.
-          rename: leaf of this state -> its name in the checkpoint; both may end in
-            ``/*``.
-
-        Returns:
-          The step restored.
-
-        Raises:
-          FileNotFoundError: if the folder has no checkpoint.
-          DamagedError: if the step, or every step, is damaged; it names the files.
-          ValueError: if the checkpoint is another model's.
-
-        Warns:
-          UserWarning: if newer steps are damaged, or a part per data shard starts anew.
-        """
-        self.placement.require_devices("restore")
-        with self._alone("restore"):
-            self._ahead.drop()
-            restored = self._opened(folder).restore(
-                self.placement.structs(),
-                step=step,
-                only=only,
-                reset=reset,
-                rename=rename,
-            )
-            if data is not None:
-                data.set_state(restored.position(folder))
-            read = state = restored.tree
-            if only is not None or reset:
-                state = filled_in(read, self.placement.unpack(self._packed))
-            self._take(self.placement.begin_parts(state, read, restored.anew))
-            self._ahead = RunAhead(skipped=skipped_steps(self._losses, state))
-            self._number = int(state.step)
-            return restored.step
-
     def probe(self) -> None:
         """Compare replicas on all devices bit by bit; waits for the devices.
 
@@ -357,13 +236,6 @@ class Engine(CompiledStep):
                 self._probe = make_probe(self.mesh, shardings)
             self._probe.check(self._leaves)
 
-    def wait(self) -> None:
-        """Return when every step is done and every save is on disk."""
-        self._ahead.finish()
-        jax.block_until_ready(self._leaves)
-        for checkpoints in self._checkpoints.values():
-            checkpoints.wait()
-
     def traces(self) -> Mapping[str, jax.stages.Traced]:
         """See `CompiledStep`."""
         return self.loss().traces()
@@ -371,29 +243,3 @@ class Engine(CompiledStep):
     def _put(self, batch: Batch, loss: str | None) -> Batch:
         self.placement.require_devices("batch")
         return self.loss(loss).batch_spec.put(batch)
-
-    def _opened(self, folder: str | os.PathLike[str]) -> Checkpoints:
-        path = os.path.abspath(folder)
-        if path not in self._checkpoints:
-            own = {"former": self.placement.former, "parts": self.placement.parts}
-            self._checkpoints[path] = Checkpoints(path, **own)
-        return self._checkpoints[path]
-
-    def _placed(self, params: Params) -> Params:
-        return placed_params(params, self.placement.structs().params)
-
-    def _take(self, state: TrainState) -> None:
-        """Continue from another logical state."""
-        # Free the old state first, or buckets would make it three states in memory.
-        self._leaves, self._view = [], None
-        self._leaves = jax.tree.leaves(self.placement.pack(state))
-
-    @contextlib.contextmanager
-    def _alone(self, method: str) -> Iterator[None]:
-        """Exclude other threads, and check that no leaf of `state` was set."""
-        with self._thread.calling(method):
-            view, self._view = self._view, None
-            if view is not None:
-                view.require_unchanged()
-                self._view = view
-            yield

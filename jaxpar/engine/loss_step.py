@@ -81,7 +81,7 @@ class LossStep(CompiledStep):
         """
         if params is None:
             return self.program.evaluated(parts, state.params, state, is_packed=True)
-        used = placed_params(params, self.seen.structs().params)
+        used = placed_params(params, self.seen.on_devices().params)
         return self.program.evaluated(parts, used, state, is_packed=False)
 
 

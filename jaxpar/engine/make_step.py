@@ -15,7 +15,7 @@ from jaxpar import tree
 from jaxpar.compiled.xla_flags import choose_settings
 from jaxpar.engine.batches import BatchSpec
 from jaxpar.engine.check_programs import make_loss_checks
-from jaxpar.engine.checks import check_axes, check_elements
+from jaxpar.engine.checks import check_axes, check_carried_reads, check_elements
 from jaxpar.engine.choose_reduction import choose_reduction
 from jaxpar.engine.compiled_step import StepSpec
 from jaxpar.engine.computed_in import fp32_notes
@@ -113,6 +113,7 @@ def make_step(run: RunSpec, own: LossSpec, network: Network) -> MadeStep:
     partition = _partition(traced, leaves, run)
     given = traced, leaves, partition, parts, execution
     placement, partition = _placement(own.optimizer, *given)
+    check_carried_reads(placement.update, parts, placement.abstract)
     loss, averages = traced.losses["loss_fn"].jaxpr, traced.losses["loss_fn"].averages
     partition = own.halves.applied(partition, averages=averages)
     partition, loops = prefetching(partition, loss, run.prefetch, own.accumulate)

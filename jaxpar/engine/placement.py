@@ -3,10 +3,11 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.checkpoint.former_names import former_names
 from jaxpar.checkpoint.shard_parts import ShardParts
@@ -29,7 +30,7 @@ from jaxpar.step.state import (
     unpack_state,
     with_shard_parts,
 )
-from jaxpar.step.update import HostUpdate, Update
+from jaxpar.step.update import HostUpdate, StoresApart, Update
 from jaxpar.tree import named_leaves
 from jaxpar.types import Params, PyTree
 
@@ -208,8 +209,32 @@ class Placement:
             state = with_shard_parts(init(key), self.carried, self.mesh)
             return pack_state(self.update, state)
 
-        key = jax.random.key(seed)
-        return compute_in_pieces(packed, key, out_shardings=self.packed_shardings)
+        key, update = jax.random.key(seed), self.update
+        if not isinstance(update, StoresApart):
+            return compute_in_pieces(packed, key, out_shardings=self.packed_shardings)
+
+        def logical(key: jax.Array) -> TrainState:
+            return with_shard_parts(init(key), self.carried, self.mesh)
+
+        params, opt_state = update.puts(self.abstract.params, self.abstract.opt_state)
+        kept = jax.tree.map(lambda _: _as_it_is, self.abstract)
+        kept = dataclasses.replace(kept, params=params, opt_state=opt_state)
+        places = jax.tree.map(lambda x: x.sharding, self.on_devices())
+        return self.pack(
+            compute_in_pieces(logical, key, out_shardings=places, puts=kept)
+        )
+
+    def on_devices(self) -> TrainState:
+        """`structs` on the mesh itself, also of what is on CPUs beside it."""
+
+        def own(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            place: Any = struct.sharding
+            if place.mesh == self.mesh:
+                return struct
+            place = NamedSharding(self.mesh, place.spec)
+            return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=place)
+
+        return jax.tree.map(own, self.structs())
 
     def require_devices(self, call: str) -> None:
         """Raise for a call that runs a program on compile-only devices.
@@ -224,6 +249,10 @@ class Placement:
                 f"{device.device_kind}: it can explain() and lower() its step, not "
                 "run it. To run, make the mesh from jax.devices()."
             )
+
+
+def _as_it_is(array: jax.Array) -> jax.Array:
+    return array
 
 
 def _is_read(part: PyTree) -> bool:

@@ -89,6 +89,7 @@ class HostBetween:
         """See `StepProgram`; waits for the gradients."""
         reduced = self.gradients(leaves, batch)
         state: TrainState = jax.tree.unflatten(self.structure, leaves)
+        self.host.finish_step(state)
         grads, params, opt_state = self.host.on_host(
             reduced.grads,
             state.params,
@@ -106,7 +107,9 @@ class HostBetween:
         discard([x for x in jax.tree.leaves(before) if id(x) not in kept])
         state = dataclasses.replace(state, **after)
         reduced = dataclasses.replace(reduced, grads=grads)
-        return self.update(jax.tree.leaves(state), reduced)
+        stepped: Stepped = self.update(jax.tree.leaves(state), reduced)
+        self.host.finish_step(jax.tree.unflatten(self.structure, stepped[0]))
+        return stepped
 
     def traces(self, leaves: list[Any], batch: Batch) -> dict[str, jax.stages.Traced]:
         """See `StepProgram`."""

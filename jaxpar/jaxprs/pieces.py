@@ -68,8 +68,10 @@ class Pieces:
         """How many pieces differ, were their outputs sharded alike."""
         return len({piece.structure for piece in self.pieces})
 
-    def run(self, *args: PyTree, out_shardings: PyTree) -> PyTree:
-        """Compute the function's result, with the sharding of every output."""
+    def run(
+        self, *args: PyTree, out_shardings: PyTree, puts: PyTree | None = None
+    ) -> PyTree:
+        """See `compute_in_pieces`."""
         jaxpr = self.closed.jaxpr
         env = dict(zip(jaxpr.constvars, self.closed.consts, strict=True))
         env.update(zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
@@ -77,6 +79,7 @@ class Pieces:
             outs = bind(eqn, [read(env, atom) for atom in eqn.invars])
             env.update(zip(eqn.outvars, outs, strict=True))
         shardings = jax.tree.leaves(out_shardings)
+        put = jax.tree.leaves(puts)
         programs: dict[Hashable, Callable[..., list]] = {}
         made: dict[int, jax.Array] = {}
         for piece in self.pieces:
@@ -86,7 +89,11 @@ class Pieces:
                 programs[kind] = jax.jit(self.function(piece), out_shardings=list(own))
             outs = programs[kind](*[env[var] for var in piece.ins])
             # Programs with collectives stall if many are in flight.
-            made.update(zip(piece.outs, jax.block_until_ready(outs), strict=True))
+            for number, out in zip(
+                piece.outs, jax.block_until_ready(outs), strict=True
+            ):
+                made[number] = put[number](out) if put else out
+            del outs
         leaves = [made[number] for number in range(len(jaxpr.outvars))]
         return jax.tree.unflatten(jax.tree.structure(self.shape), leaves)
 
@@ -105,7 +112,10 @@ class Pieces:
 
 
 def compute_in_pieces(
-    fn: Callable[..., PyTree], *args: PyTree, out_shardings: PyTree
+    fn: Callable[..., PyTree],
+    *args: PyTree,
+    out_shardings: PyTree,
+    puts: PyTree | None = None,
 ) -> PyTree:
     """Call a function piece by piece if that takes half the programs, or at once.
 
@@ -113,22 +123,30 @@ def compute_in_pieces(
       fn: takes and returns pytrees of arrays.
       *args: its arguments.
       out_shardings: the sharding of every output.
+      puts: a function for every output, which stores it elsewhere and returns what
+        stands for it: then pieces are as small as can be, one at a time in memory.
 
     Returns:
       The function's result.
     """
-    pieces = split(fn, *args)
-    if pieces is None or len(pieces.pieces) < 2 * pieces.num_programs:
-        return jax.jit(fn, out_shardings=out_shardings)(*args)
-    return pieces.run(*args, out_shardings=out_shardings)
+    pieces = split(fn, *args, joins_singles=puts is None)
+    if pieces is None or (
+        puts is None and len(pieces.pieces) < 2 * pieces.num_programs
+    ):
+        made = jax.jit(fn, out_shardings=out_shardings)(*args)
+        return made if puts is None else jax.tree.map(lambda f, x: f(x), puts, made)
+    return pieces.run(*args, out_shardings=out_shardings, puts=puts)
 
 
-def split(fn: Callable[..., PyTree], *args: PyTree) -> Pieces | None:
+def split(
+    fn: Callable[..., PyTree], *args: PyTree, joins_singles: bool = True
+) -> Pieces | None:
     """Trace a function, and split it into pieces.
 
     Args:
       fn: takes and returns pytrees of arrays.
       *args: its arguments, or their shapes.
+      joins_singles: whether pieces that are equal to no other are one.
 
     Returns:
       The pieces; None for a function with effects, such as one that prints, or with
@@ -155,7 +173,8 @@ def split(fn: Callable[..., PyTree], *args: PyTree) -> Pieces | None:
         numbers: set[int] = set().union(*(needed[n] for n in outs))
         return _piece(jaxpr, outs, numbers, before)
 
-    pieces = _without_singles(list(map(made, _together(jaxpr, needed))), made)
+    pieces = list(map(made, _together(jaxpr, needed)))
+    pieces = _without_singles(pieces, made) if joins_singles else pieces
     rest = core.ClosedJaxpr(jaxpr, closed.consts)
     return Pieces(rest, tuple(exact), tuple(pieces), shape)
 

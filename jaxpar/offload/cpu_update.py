@@ -11,7 +11,7 @@ import ctypes
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,16 +26,18 @@ from jaxpar.mesh import are_present
 from jaxpar.offload.c_code import NotInCError, c_code
 from jaxpar.offload.host_leaves import HostLeaf
 from jaxpar.offload.native import Pass, compiled, cores
+from jaxpar.offload.on_disk import flat_leaves, is_on_disk
 from jaxpar.offload.stream import stream_sum
 from jaxpar.offload.streamed_update import StreamedUpdate, others
 from jaxpar.offload.xla_pass import xla_pass
 from jaxpar.sharding.memory_kinds import to_device
 from jaxpar.sharding.rules import axes_of
+from jaxpar.step.update import HostUpdate
 from jaxpar.types import Metrics, PyTree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class CpuUpdate(StreamedUpdate):
+class CpuUpdate(StreamedUpdate, HostUpdate):
     """An update of masters and moments in host memory, by the host; a `HostUpdate`.
 
     Attributes:
@@ -92,22 +94,36 @@ class CpuUpdate(StreamedUpdate):
         if not bool(applied):
             return grads, params, opt_state
         state = params["masters"], opt_state
-        args = jax.tree.leaves((grads, *state, factor, applied, loss))
-        leaves, structure = jax.tree.flatten(state)
-        offset, copies = len(jax.tree.leaves(grads)), dict(params["copies"])
+        args = flat_leaves((grads, *state, factor, applied, loss))
         split, scalars_of = self._split_of(grads)
-        scalars = scalars_of(others(split, args))
-        for part, numbers in zip(split.parts, scalars, strict=True):
-            name, group = part.group.name, part.group
-            arrays = [args[number] for number in (*group.ins, *group.beside)]
-            copy = copies.get(name)
-            values = [np.asarray(number) for number in numbers]
-            new, copy = self._computed(part, arrays, values, copy)
-            for number, array in zip(group.ins, new, strict=True):
-                leaves[number - offset] = array
-            copies |= {} if copy is None else {name: copy}
+        scalars = [
+            [np.asarray(number) for number in numbers]
+            for numbers in scalars_of(others(split, args))
+        ]
+        new, copies = self._updated(split.parts, args, scalars, params["copies"])
+        leaves, structure = jax.tree.flatten(state, is_leaf=is_on_disk)
+        offset = len(jax.tree.leaves(grads))
+        for number, array in new.items():
+            leaves[number - offset] = array
         masters, opt_state = jax.tree.unflatten(structure, leaves)
         return grads, {"masters": masters, "copies": copies}, opt_state
+
+    def _updated(
+        self,
+        parts: Sequence[ByElement],
+        args: Sequence[Any],
+        scalars: Sequence[list[np.ndarray]],
+        copies: Mapping[str, jax.Array],
+    ) -> tuple[dict[int, Any], dict[str, jax.Array]]:
+        """The new arrays, by the numbers of those that they replace, and the copies."""
+        found, copies = {}, dict(copies)
+        for part, values in zip(parts, scalars, strict=True):
+            name, group = part.group.name, part.group
+            arrays = [args[number] for number in (*group.ins, *group.beside)]
+            new, copy = self._computed(part, arrays, values, copies.get(name))
+            found.update(zip(group.ins, new, strict=True))
+            copies |= {} if copy is None else {name: copy}
+        return found, copies
 
     def apply(
         self,
@@ -121,12 +137,16 @@ class CpuUpdate(StreamedUpdate):
     ) -> tuple[PyTree, PyTree, Metrics]:
         """See `Update`: what `on_host` has not updated."""
         given = grads, params["masters"], opt_state, factor, applied, loss
-        args, (split, _) = jax.tree.leaves(given), self._split_of(grads)
+        args, (split, _) = flat_leaves(given), self._split_of(grads)
         outs = self._of_rest(split, args)[0]
         for part in split.parts:
             pairs = zip(part.group.outs, part.group.ins, strict=True)
-            outs |= {out: self._put(args[number]) for out, number in pairs}
+            outs |= {out: self._kept(args[number]) for out, number in pairs}
         return self._result(given, outs, params["copies"])
+
+    def _kept(self, leaf: Any) -> Any:
+        """A leaf that `on_host` has updated."""
+        return leaf if is_on_disk(leaf) else self._put(leaf)
 
     def _split_of(self, grads: PyTree) -> tuple[SplitJaxpr, Callable[..., Any]]:
         """The update split, for these dtypes, and what computes its scalars."""

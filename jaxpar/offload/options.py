@@ -10,7 +10,9 @@ class Offload:
     Attributes:
       optimizer: "host" stores the fp32 masters and the optimizer's state in the host's
         memory, pinned; each step streams them through the device, a piece at a time.
-        None stores them on the device.
+        "disk" stores them in files of `path`, which the host updates; a run that is
+        killed goes on from its last step (`Engine.resume`). None stores them on the
+        device.
       fraction: of the bytes of these, the part that is on the host; the other part
         stays on the device (Twin-Flow). It goes by whole leaves.
       piece_mb: size of a piece of an array, in MB. A device holds three pieces of every
@@ -18,7 +20,10 @@ class Offload:
       update: where the update of what is on the host is computed: on the "device", or
         on the "host", which gets the gradients and sends parameters in the compute
         dtype back: of Adam's state a quarter of the bytes or less. It needs a host
-        whose memory is fast for the number of parameters.
+        whose memory is fast for the number of parameters. What is on disk is always
+        updated by the host.
+      path: the folder of what is on disk, which a run has for itself. A local disk is
+        best: twice the state is stored, and once read and written a step.
 
     Raises:
       ValueError: if a word is not one of its choices, or a number is out of range.
@@ -34,11 +39,17 @@ class Offload:
     fraction: float = 1.0
     piece_mb: float = 8.0
     update: str = "device"
+    path: str | None = None
 
     def __post_init__(self) -> None:
-        if self.optimizer not in ("host", None):
+        if self.optimizer not in ("host", "disk", None):
             raise ValueError(
-                f"offload: optimizer={self.optimizer!r} must be 'host' or None."
+                f"offload: optimizer={self.optimizer!r} must be 'host', 'disk' or None."
+            )
+        if (self.optimizer == "disk") != (self.path is not None):
+            raise ValueError(
+                f"offload: path={self.path!r} must be the folder for optimizer='disk', "
+                f"and None for any other; optimizer={self.optimizer!r}."
             )
         if self.update not in ("device", "host"):
             raise ValueError(

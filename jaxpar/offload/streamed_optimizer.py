@@ -2,9 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from jaxpar.offload.cpu_update import CpuUpdate
+from jaxpar.offload.disk_room import check_disk
+from jaxpar.offload.disk_update import DiskUpdate
 from jaxpar.offload.host_leaves import choose_host_leaves
 from jaxpar.offload.options import Offload
 from jaxpar.offload.room import CGROUP, MEMINFO, check_room
@@ -60,9 +63,17 @@ class StreamedOptimizer:
         least = elements // _LEAST
         leaves = choose_host_leaves(spec, self.options.fraction, least)
         held = sum(leaf.num_bytes for leaf in leaves.values())
+        given: Any = inner, spec, leaves, elements
+        if self.options.path is not None:
+            made = DiskUpdate(
+                *given, reduction=inner.reduction, path=Path(self.options.path)
+            )
+            made.require_by_element()
+            check_disk(2 * held, spec.mesh, made.path)
+            return made
         check_room(held, spec.mesh, MEMINFO, CGROUP)
         kind = CpuUpdate if self.options.update == "host" else StreamedUpdate
-        return kind(inner, spec, leaves, elements, reduction=inner.reduction)
+        return kind(*given, reduction=inner.reduction)
 
 
 def offloaded(optimizer: Any, options: Offload | None, make: Maker) -> Any:

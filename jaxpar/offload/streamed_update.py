@@ -19,6 +19,7 @@ from jaxpar.jaxprs.by_element import ByElement, LeafGroup, SplitJaxpr, split_by_
 from jaxpar.jaxprs.evaluate import inlined
 from jaxpar.offload.chunks import StreamChunks, chunks_of
 from jaxpar.offload.host_leaves import HostLeaf
+from jaxpar.offload.on_disk import flat_leaves, shapes_of
 from jaxpar.offload.stream import stream_in, stream_through
 from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.memory_kinds import has_memory_kinds, to_device
@@ -138,7 +139,7 @@ class StreamedUpdate(Update):
     ) -> tuple[PyTree, PyTree, Metrics]:
         """See `Update`."""
         given = grads, params["masters"], opt_state, factor, applied, loss
-        args, split = jax.tree.leaves(given), self._split(jax.tree.map(_shape, given))
+        args, split = flat_leaves(given), self._split(shapes_of(given))
         outs, scalars = self._of_rest(split, args)
         copies = dict(params["copies"])
         for part, numbers in zip(split.parts, scalars, strict=True):
@@ -150,8 +151,8 @@ class StreamedUpdate(Update):
         return self._result(given, outs, copies)
 
     def _of_rest(
-        self, split: SplitJaxpr, args: Sequence[jax.Array]
-    ) -> tuple[dict[int, jax.Array], list[list[jax.Array]]]:
+        self, split: SplitJaxpr, args: Sequence[Any]
+    ) -> tuple[dict[int, Any], list[list[jax.Array]]]:
         """What is not elementwise, and each part's scalars; see `SplitJaxpr.rest`."""
         outs, scalars = split.rest(to_device(others(split, args)))
         for host in self.host_leaves.values():
@@ -159,10 +160,10 @@ class StreamedUpdate(Update):
         return outs, scalars
 
     def _result(
-        self, given: tuple, outs: Mapping[int, jax.Array], copies: dict[str, jax.Array]
+        self, given: tuple, outs: Mapping[int, Any], copies: dict[str, jax.Array]
     ) -> tuple[PyTree, PyTree, Metrics]:
         """What `apply` returns, from its outputs by number."""
-        result = jax.eval_shape(self._step, jax.tree.map(_shape, given))
+        result = jax.eval_shape(self._step, shapes_of(given))
         ordered = [outs[number] for number in range(len(outs))]
         masters, *rest = jax.tree.unflatten(jax.tree.structure(result), ordered)
         return {"masters": masters, "copies": copies}, *rest
@@ -190,8 +191,7 @@ class StreamedUpdate(Update):
         """The shapes of `_step`'s arguments, for gradients."""
         spec, one = self.spec, jax.ShapeDtypeStruct((), jnp.float32)
         yes = jax.ShapeDtypeStruct((), jnp.bool_)
-        grads = jax.tree.map(_shape, grads)
-        return grads, spec.params, spec.opt_state, one, yes, one
+        return shapes_of(grads), spec.params, spec.opt_state, one, yes, one
 
     def _group(self, name: str, host: HostLeaf) -> LeafGroup:
         num = len(self.spec.leaf_shardings)
@@ -205,7 +205,7 @@ class StreamedUpdate(Update):
     def _streamed(
         self,
         part: ByElement,
-        args: Sequence[jax.Array],
+        args: Sequence[Any],
         scalars: Sequence[jax.Array],
         kept: Sequence[jax.Array],
     ) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -278,12 +278,7 @@ class StreamedUpdate(Update):
         return (*self.inner.notes(), *lines)
 
 
-def others(split: SplitJaxpr, args: Sequence[jax.Array]) -> dict[int, jax.Array]:
+def others(split: SplitJaxpr, args: Sequence[Any]) -> dict[int, Any]:
     """Number of an argument -> the argument, of those that are not the parts' own."""
     own = {number for part in split.parts for number in part.group.ins}
     return {number: x for number, x in enumerate(args) if number not in own}
-
-
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    """Without its memory."""
-    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))

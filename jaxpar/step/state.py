@@ -236,7 +236,9 @@ def require_sound(state: TrainState) -> None:
         for name, leaf in tree.named_leaves(state).items()
         if jnp.issubdtype(leaf.dtype, jnp.floating)
     }
-    bad = jax.device_get(_unsound(leaves))
+    bad: dict[str, Any] = {}
+    for part in _by_devices(leaves):
+        bad |= jax.device_get(_unsound(part))
     wrong = [name for name in leaves if bad[name]]
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
@@ -244,6 +246,14 @@ def require_sound(state: TrainState) -> None:
             f"the state is not finite: {', '.join(wrong[:5])}{more}. Nothing was "
             "saved; go back to the last checkpoint."
         )
+
+
+def _by_devices(leaves: Mapping[str, jax.Array]) -> list[dict[str, jax.Array]]:
+    """Leaves that a program can take together: what is on disk is on other devices."""
+    found: dict[frozenset, dict[str, jax.Array]] = {}
+    for name, leaf in leaves.items():
+        found.setdefault(frozenset(leaf.sharding.device_set), {})[name] = leaf
+    return list(found.values())
 
 
 @jax.jit

@@ -9,6 +9,7 @@ A new optimizer is an object with ``init`` and ``make_update`` (`MakesUpdate`).
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -150,6 +151,48 @@ class HostUpdate(Update, Protocol):
         Returns:
           What `apply` gets in place of the gradients, the parameters and the
           optimizer's state; of the shapes, dtypes and shardings that it was given.
+        """
+        ...
+
+    def finish_step(self, state: Any) -> None:
+        """Called with the packed `TrainState`, before each `on_host` and after a step.
+
+        For an update whose state outlives the process.
+        """
+
+
+@runtime_checkable
+class StoresApart(HostUpdate, Protocol):
+    """A `HostUpdate` that stores a part of the logical state outside of the packed one.
+
+    Such as on disk: compiled functions have no arrays of it. `pack` stores what it is
+    given there, unless it is traced, and `unpack` makes arrays of what is there.
+    """
+
+    def puts(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+        """Functions that store one leaf each of a state that is made leaf by leaf.
+
+        Args:
+          params: the logical parameters, or anything by their names.
+          opt_state: likewise.
+
+        Returns:
+          Functions of the leaf that return what `pack` gets in its place.
+        """
+        ...
+
+    def recovered(self, structs: Any, gather: Callable[[Any], list[Any]]) -> Any:
+        """The logical state that was stored when the last step was finished.
+
+        Args:
+          structs: its shapes, dtypes and shardings, a `TrainState`.
+          gather: returns a JSON value of every process, in their order.
+
+        Returns:
+          The state; None if there is none.
+
+        Raises:
+          ValueError: if what is there is of another run.
         """
         ...
 

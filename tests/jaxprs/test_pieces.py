@@ -1,5 +1,7 @@
 """Are outputs computed piece by piece those of one program, and equal pieces shared?"""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -182,3 +184,29 @@ def test_one_piece_is_finished_before_the_next_begins(monkeypatch):
     monkeypatch.setattr(jax, "block_until_ready", lambda x: waited.append(len(x)) or x)
     pieces.run(key, out_shardings=on_devices(make, key, spec=P("data")))
     assert waited == [len(piece.outs) for piece in pieces.pieces]
+
+
+def test_every_output_is_stored_before_the_next_is_made() -> None:
+    """Also where no two are equal, which are one program otherwise."""
+
+    def fn(key: jax.Array) -> dict[str, jax.Array]:
+        keys = jax.random.split(key, 3)
+        return {str(n): jax.random.normal(keys[n], (100 * n + 100,)) for n in range(3)}
+
+    order = []
+
+    def put(name: str, array: jax.Array) -> str:
+        order.append(name)
+        return f"{name}: {array.size}"
+
+    key = jax.random.key(0)
+    shapes = jax.eval_shape(fn, key)
+    puts = {name: functools.partial(put, name) for name in shapes}
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    places = dict.fromkeys(shapes, place)
+    found = compute_in_pieces(fn, key, out_shardings=places, puts=puts)
+    assert found == {"0": "0: 100", "1": "1: 200", "2": "2: 300"}
+    assert order == ["0", "1", "2"]
+    pieces = split(fn, key, joins_singles=False)
+    assert pieces is not None
+    assert len(pieces.pieces) == 3

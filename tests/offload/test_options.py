@@ -8,7 +8,10 @@ from jaxpar import Offload
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"optimizer": "hots"}, "offload: optimizer='hots' must be 'host' or None"),
+        (
+            {"optimizer": "hots"},
+            "offload: optimizer='hots' must be 'host', 'disk' or None",
+        ),
         ({"fraction": 1.5}, "offload: fraction=1.5 must be from 0 to 1"),
         ({"fraction": -0.1}, "offload: fraction=-0.1 must be from 0 to 1"),
         ({"piece_mb": 0.0}, "offload: piece_mb=0.0 must be positive"),

@@ -1,0 +1,242 @@
+"""How is a run's state saved, restored and replaced: what engines do with files.
+
+A checkpoint is of the logical state, which is the same for every mesh and optimizer's
+form; `jaxpar.checkpoint` writes and reads it.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxpar.checkpoint import Checkpoints, Keep
+from jaxpar.checkpoint.processes import gather
+from jaxpar.engine.compiled_step import CompiledStep
+from jaxpar.engine.loss_step import LossStep, skipped_steps
+from jaxpar.engine.one_thread import OneThread
+from jaxpar.engine.run_ahead import RunAhead
+from jaxpar.engine.state_view import StateView, placed_params, with_weights
+from jaxpar.step.state import TrainState, filled_in, require_sound
+from jaxpar.step.update import StoresApart
+from jaxpar.types import Params
+
+
+class SavedState(CompiledStep):
+    """The state of an engine, which it saves and restores.
+
+    Attributes:
+      mesh: the mesh.
+    """
+
+    mesh: jax.sharding.Mesh
+    _leaves: list[jax.Array]
+    _structure: Any
+    _losses: Mapping[str | None, LossStep]
+    _checkpoints: dict[str, Checkpoints]
+    _view: StateView | None
+    _thread: OneThread
+    _ahead: RunAhead
+    _number: int
+
+    @property
+    def steps(self) -> int:
+        """Steps taken, including skipped ones; waits for them."""
+        return int(self._packed.step)
+
+    def load_params(self, params: Params) -> None:
+        """Replace the parameters; the optimizer state and the step are unchanged.
+
+        Args:
+          params: arrays by the names of ``engine.state.params``, of the same shapes, in
+            any floating dtype, sharded or not (the same on every process). Frozen
+            parameters may be among them: all of them, or none.
+
+        Raises:
+          ValueError: if leaves are missing, unknown or of another shape.
+        """
+        self.placement.require_devices("load_params")
+        with self._thread.calling("load_params"):
+            state = self.placement.unpack(self._packed)
+            self._take(with_weights(state, params, self.placement.structs()))
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        data: Any = None,
+        keep: int | Keep | None = 3,
+        meta: dict[str, Any] | None = None,
+        metric: float | None = None,
+    ) -> None:
+        """Save the state; returns when it is copied to the host.
+
+        The step is saved once `wait`, or the next save, has returned: it is then
+        written, synced, read back and renamed.
+
+        Args:
+          folder: the run's checkpoints, one sub-folder per step.
+          data: an iterator with ``get_state()`` (Grain's, or `jaxpar.data.Loader`),
+            whose position is saved as well.
+          keep: how many of the newest steps stay on disk, None for all; a
+            `jaxpar.Keep` for every k-th and the best as well.
+          meta: JSON values to store with the state.
+          metric: of this step, lower is better, for `jaxpar.Keep.best`.
+
+        Raises:
+          ValueError: if the folder holds another model's checkpoints.
+          FloatingPointError: if a parameter is not finite, or anything is NaN.
+          OSError: if the disk is full, or an earlier save failed. Steps saved before
+            are intact.
+        """
+        self.placement.require_devices("save")
+        with self._alone("save"):
+            self._ahead.finish()
+            require_sound(state := self.placement.unpack(self._packed))
+            checkpoints = self._opened(folder)
+            checkpoints.set_keep(keep)
+            checkpoints.save(
+                self.steps,
+                state,
+                data_state=None if data is None else data.get_state(),
+                meta={"mesh": dict(self.mesh.shape), **(meta or {})},
+                metric=metric,
+            )
+
+    def restore(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        data: Any = None,
+        step: int | None = None,
+        only: Sequence[str] | None = None,
+        reset: Sequence[str] = (),
+        rename: Mapping[str, str] | None = None,
+    ) -> int:
+        """Restore a saved state, onto this engine's mesh, ZeRO stage and precision.
+
+        All its files are verified first.
+
+        Args:
+          folder: where it was saved.
+          data: an iterator with ``set_state(state)``, to continue at the saved
+            position.
+          step: the step to restore; None for the newest intact one.
+          only: patterns of the leaves to restore, such as ``["params/*"]`` to evaluate
+            or fine-tune; None for all. The others are unchanged (8-bit moments are
+            quantized again).
+          reset: patterns of leaves not to restore, such as ``["opt_state/*"]`` for
+            another optimizer.
+          rename: leaf of this state -> its name in the checkpoint; both may end in
+            ``/*``.
+
+        Returns:
+          The step restored.
+
+        Raises:
+          FileNotFoundError: if the folder has no checkpoint.
+          DamagedError: if the step, or every step, is damaged; it names the files.
+          ValueError: if the checkpoint is another model's.
+
+        Warns:
+          UserWarning: if newer steps are damaged, or a part per data shard starts anew.
+        """
+        self.placement.require_devices("restore")
+        with self._alone("restore"):
+            self._ahead.drop()
+            restored = self._opened(folder).restore(
+                self.placement.structs(),
+                step=step,
+                only=only,
+                reset=reset,
+                rename=rename,
+            )
+            if data is not None:
+                data.set_state(restored.position(folder))
+            read = state = restored.tree
+            if only is not None or reset:
+                state = filled_in(read, self.placement.unpack(self._packed))
+            begun = self.placement.begin_parts(state, read, restored.anew)
+            self._continue_from(begun)
+            return restored.step
+
+    def resume(self, *, data: Any = None) -> int:
+        """Go on from the last whole step that ``Offload(optimizer="disk")`` has.
+
+        It is the last step that ended before the process did, however it ended. The
+        position in the data is found by drawing the batches of the steps taken. Where
+        the newest checkpoint would do, and on another mesh, call `restore`.
+
+        Args:
+          data: an iterator at its beginning, or at the position of a step of this
+            engine, such as after `restore`.
+
+        Returns:
+          The step; 0 if there is none, and the state is unchanged then.
+
+        Raises:
+          ValueError: if the state is not on disk, or what is there is of another run.
+        """
+        self.placement.require_devices("resume")
+        update = self.placement.update
+        if not isinstance(update, StoresApart):
+            raise ValueError(
+                "resume: this engine's state is not on disk, so that it ends with the "
+                "process: pass offload=jaxpar.Offload(optimizer='disk', path=...), or "
+                "save checkpoints and call restore."
+            )
+        with self._alone("resume"):
+            self._ahead.drop()
+            before = self.steps
+            state = update.recovered(self.placement.structs(), gather)
+            if state is None:
+                return before
+            self._continue_from(state)
+            if data is not None:
+                for _ in range(before, self._number):
+                    next(data)
+            return self._number
+
+    def wait(self) -> None:
+        """Return when every step is done and every save is on disk."""
+        self._ahead.finish()
+        jax.block_until_ready(self._leaves)
+        for checkpoints in self._checkpoints.values():
+            checkpoints.wait()
+
+    @property
+    def _packed(self) -> TrainState:
+        return jax.tree.unflatten(self._structure, self._leaves)
+
+    def _opened(self, folder: str | os.PathLike[str]) -> Checkpoints:
+        path = os.path.abspath(folder)
+        if path not in self._checkpoints:
+            own = {"former": self.placement.former, "parts": self.placement.parts}
+            self._checkpoints[path] = Checkpoints(path, **own)
+        return self._checkpoints[path]
+
+    def _placed(self, params: Params) -> Params:
+        return placed_params(params, self.placement.on_devices().params)
+
+    def _take(self, state: TrainState) -> None:
+        """Continue from another logical state."""
+        # Free the old state first, or buckets would make it three states in memory.
+        self._leaves, self._view = [], None
+        self._leaves = jax.tree.leaves(self.placement.pack(state))
+
+    def _continue_from(self, state: TrainState) -> None:
+        """Continue from a logical state that was saved."""
+        self._take(state)
+        self._ahead = RunAhead(skipped=skipped_steps(self._losses, state))
+        self._number = int(state.step)
+
+    @contextlib.contextmanager
+    def _alone(self, method: str) -> Iterator[None]:
+        """Exclude other threads, and check that no leaf of `state` was set."""
+        with self._thread.calling(method):
+            view, self._view = self._view, None
+            if view is not None:
+                view.require_unchanged()
+                self._view = view
+            yield
