@@ -94,13 +94,17 @@ def _times(args: ShowSchedule, *, splits_backward: bool) -> dict[str, float]:
 class ShowEnvironment:
     """Show versions, devices and what can be planned here: for a bug report."""
 
+    disk: Path | None = None
+    """A folder whose disk is measured, as offload to disk uses it: a few seconds."""
+
 
 def show_environment(args: ShowEnvironment) -> None:
     """Print the environment."""
     from jaxpar.planner.environment import describe  # noqa: PLC0415 - imports jax
 
-    del args
-    for name, value in describe().items():
+    if args.disk is not None and not args.disk.is_dir():
+        raise ValueError(f"--disk {args.disk} is not a folder; make it first.")
+    for name, value in describe(args.disk).items():
         print(f"{name:<20} {value}")
 
 

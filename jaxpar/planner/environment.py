@@ -3,11 +3,13 @@
 import importlib.metadata
 import os
 import platform
+from pathlib import Path
 
 import jax
 
 from jaxpar.compiled.hardware import kinds, load_hardware
 from jaxpar.launch.extras import pip_install
+from jaxpar.offload.disk_speed import measure_disk
 from jaxpar.planner.absent_devices import has_gpu_compiler, has_tpu_compiler
 
 _PACKAGES = (
@@ -16,8 +18,11 @@ _PACKAGES = (
 )  # fmt: skip
 
 
-def describe() -> dict[str, str]:
+def describe(disk: Path | None = None) -> dict[str, str]:
     """Versions, devices, memory, and what planning can target.
+
+    Args:
+      disk: a folder whose disk is measured.
 
     Returns:
       Name -> value, for people.
@@ -41,6 +46,8 @@ def describe() -> dict[str, str]:
         method = ", ".join(kind)
         remedy = f"{method} with XLA:CPU's program; {pip_install(extra)}"
         found[name] = method if there else remedy
+    if disk is not None:
+        found[f"disk of {disk}"] = str(measure_disk(disk))
     return found
 
 

@@ -64,3 +64,11 @@ def test_missing_compiler_is_told_with_what_to_install(is_there, monkeypatch) ->
     assert ("pip install 'jaxpar[plan-tpu]'" in found["plans for TPUs"]) != is_there
     assert "h200" in found["plans for GPUs"]
     assert "v5e" not in found["plans for GPUs"]
+
+
+def test_a_disk_is_measured_where_it_is_named(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(environment, "measure_disk", lambda folder: f"fast {folder}")
+    assert describe(tmp_path)[f"disk of {tmp_path}"] == f"fast {tmp_path}"
+    done = run_jaxpar("env", "--disk", tmp_path / "none")
+    assert done.returncode != 0
+    assert "is not a folder" in done.stdout + done.stderr
