@@ -32,15 +32,17 @@ CASES = {
     "data4": Case(data=4, tensor=1, zero=2, accumulate=2, save="first"),
     "data2-tensor2": Case(data=2, tensor=2, zero=3),
     "tensor4": Case(data=1, tensor=4, zero=1, restore="first"),
+    "disk": Case(data=2, tensor=2, zero=3, disk="disk"),
 }
 
-OTHERS = ("data2-tensor2", "tensor4", "from one")
+OTHERS = ("data2-tensor2", "tensor4", "disk", "from one")
 
 pytestmark = pytest.mark.multiprocess
 
 
 def in_folder(case: Case, folder: Path) -> Case:
     places = {"save": case.save, "restore": case.restore}
+    places["disk"] = case.disk
     full = {name: str(folder / path) for name, path in places.items() if path}
     return dataclasses.replace(case, **full)
 

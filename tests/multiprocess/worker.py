@@ -30,7 +30,8 @@ START_SECONDS = 60
 class Case:
     """A run: its split, its steps, and the folders it restores from and saves to.
 
-    And it evaluates batches of which two processes have so many rows.
+    And it evaluates batches of which two processes have so many rows. With a folder for
+    its state on disk the engine is made twice, and the second one resumes.
     """
 
     data: int
@@ -41,6 +42,7 @@ class Case:
     restore: str | None = None
     save: str | None = None
     evaluated: tuple[tuple[int, int], ...] = ()
+    disk: str | None = None
 
 
 class Net(nn.Module):
@@ -79,6 +81,8 @@ def make_engine(case: Case, mesh: Mesh) -> jaxpar.Engine:
         zero=case.zero,
         accumulate=case.accumulate,
         clip_norm=1.0,
+        offload=case.disk
+        and jaxpar.Offload(optimizer="disk", path=case.disk, piece_mb=0.001),
     )
 
 
@@ -90,7 +94,11 @@ def run(case: Case, devices: list[Any]) -> dict[str, Any]:
     if case.restore:
         engine.restore(case.restore, data=loader)
     rows, metrics = [], []
-    for _ in range(case.steps):
+    for step in range(case.steps):
+        if case.disk and step == case.steps // 2:
+            del engine
+            engine, loader = make_engine(case, mesh), make_loader()
+            assert engine.resume(data=loader) == step
         batch = next(loader)
         rows.append(batch["tokens"].tolist())
         metrics.append(engine.step(batch))
