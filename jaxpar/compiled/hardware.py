@@ -48,6 +48,9 @@ class Hardware:
       host_rate: bytes per second that a device copies to its host, and as many back;
         infinite where unknown.
       host_achieved: fraction of it that large copies reach.
+      host_memory_rate: bytes per second that the host's cores read and write in its
+        memory for each device, as large passes reach it; infinite where unknown.
+      disk_rate: likewise, of the host's disks, reading and writing at once.
       sources: the sources of the numbers, by section.
       compiler: the GPU's entries of XLA's target config; empty for others.
     """
@@ -67,6 +70,8 @@ class Hardware:
     host_memory_bytes: int | None
     host_rate: float
     host_achieved: float
+    host_memory_rate: float
+    disk_rate: float
     sources: Mapping[str, str]
     compiler: Mapping[str, Any]
 
@@ -93,8 +98,13 @@ def load_hardware(kind: str) -> Hardware:
     """
     found = tomllib.loads((_FOLDER / f"{kind}.toml").read_text())
     memory, peak, links = found["memory"], dict(found["peak"]), found["links"]
-    host = found.get("host", {})
-    tables = ("memory", "peak", "links", *(["host"] if host else []))
+    host, work = found.get("host", {}), found.get("host_work", {})
+    tables = (
+        "memory",
+        "peak",
+        "links",
+        *(n for n in ("host", "host_work") if n in found),
+    )
     sources = {name: found[name]["source"] for name in tables}
     achieved = peak.pop("achieved")
     del peak["source"]
@@ -114,6 +124,9 @@ def load_hardware(kind: str) -> Hardware:
         host_memory_bytes=host.get("bytes"),
         host_rate=host.get("bytes_per_second", math.inf),
         host_achieved=host.get("achieved", 1.0),
+        host_memory_rate=work.get("memory_bytes_per_second", math.inf)
+        * work.get("memory_achieved", 1.0),
+        disk_rate=work.get("disk_bytes_per_second", math.inf),
         sources=sources,
         compiler=found.get("compiler", {}),
     )

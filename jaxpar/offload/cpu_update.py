@@ -32,7 +32,7 @@ from jaxpar.offload.streamed_update import StreamedUpdate, others
 from jaxpar.offload.xla_pass import xla_pass
 from jaxpar.sharding.memory_kinds import to_device
 from jaxpar.sharding.rules import axes_of
-from jaxpar.step.update import HostUpdate
+from jaxpar.step.update import HostTraffic, HostUpdate
 from jaxpar.types import Metrics, PyTree
 
 
@@ -205,6 +205,10 @@ class CpuUpdate(StreamedUpdate, HostUpdate):
         on_device = [x.data for x in copy.addressable_shards]
         pairs = zip(on_device, (outs[-1] for _, outs in shards), strict=True)
         return new, _assembled(copy, list(pairs))
+
+    def traffic(self) -> HostTraffic:
+        """See `HostUpdate`."""
+        return HostTraffic(memory=self._moved_bytes)
 
     def notes(self) -> tuple[str, ...]:
         """See `Update`."""

@@ -33,7 +33,7 @@ from jaxpar.offload.rest import (
     placed_on,
 )
 from jaxpar.step.state import TrainState
-from jaxpar.step.update import StoresApart
+from jaxpar.step.update import HostTraffic, StoresApart
 from jaxpar.types import PyTree
 
 
@@ -166,6 +166,12 @@ class DiskUpdate(CpuUpdate, StoresApart):
                 f"all of {name}: {why}. Use one that works by element, such as Adam or "
                 "Lion, or Offload(optimizer='host')."
             )
+
+    def traffic(self) -> HostTraffic:
+        """See `HostUpdate`."""
+        held = sum(host.num_bytes for host in self.host_leaves.values())
+        memory = super().traffic().memory
+        return HostTraffic(memory=memory, disk=2 * held, on_disk=held)
 
     def notes(self) -> tuple[str, ...]:
         """See `Update`."""

@@ -12,9 +12,10 @@ from jaxpar.pipeline.schedules.table import Schedule
 from jaxpar.planner.roofline import Estimate
 from jaxpar.planner.targets import Target
 from jaxpar.planner.work import Links
+from jaxpar.step.update import NO_TRAFFIC, HostTraffic
 
 _OWN_FORM = frozenset(
-    ("memory", "program", "estimate", "schedule", "schedule_times", "links")
+    ("memory", "program", "estimate", "schedule", "schedule_times", "links", "host")
 )
 """Fields of `Plan` that `Plan.as_dict` writes in a different form."""
 
@@ -80,6 +81,7 @@ class Plan:
       schedule_times: the time of each kind of its work, in forwards of a stage.
       notes: other facts to know.
       host_memory_bytes: of the host, for each of its devices; None where it is unknown.
+      host: what the host does between a step's programs.
     """
 
     target: str
@@ -102,6 +104,7 @@ class Plan:
     schedule_times: Mapping[str, float]
     notes: tuple[str, ...]
     host_memory_bytes: int | None = None
+    host: HostTraffic = NO_TRAFFIC
 
     @property
     def fits(self) -> bool | None:
@@ -157,6 +160,7 @@ class Plan:
             "mesh": dict(self.mesh),
             "schedule": self.schedule and self.schedule.name,
             "links": self.links and dataclasses.asdict(self.links),
+            "host": dataclasses.asdict(self.host),
             "notes": list(self.notes),
             "fits": self.fits,
             "bytes_per_device": dataclasses.asdict(self.memory),

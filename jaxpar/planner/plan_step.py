@@ -28,6 +28,7 @@ from jaxpar.planner.subprocess import call
 from jaxpar.planner.targets import Target, parse_target
 from jaxpar.planner.work import Traffic, link_bytes, memory_traffic
 from jaxpar.progress import waiting
+from jaxpar.step.update import NO_TRAFFIC, HostTraffic, HostUpdate
 
 
 def plan(
@@ -126,6 +127,7 @@ def plan_step(
         bubble=execution.bubble,
         zero=placement.zero.number,
         communication=program.communication,
+        host=_host_traffic(engine),
     )
     hardware, sizes = target.hardware, dict(mesh.shape)
     links = hardware and link_bytes(program.collectives, sizes, target.devices_per_host)
@@ -153,6 +155,7 @@ def plan_step(
             *engine.notes,
             *_host_notes(list(traces)),
         ),
+        host=work.host,
         host_memory_bytes=hardware.host_memory_bytes if hardware else None,
     )
 
@@ -181,8 +184,13 @@ def _host_notes(parts: Sequence[str]) -> tuple[str, ...]:
         return ()
     return (
         f"the step is {len(parts)} programs ({', '.join(parts)}), between which the "
-        "optimizer works on the host: its time is not part of the estimate.",
+        "optimizer works on the host.",
     )
+
+
+def _host_traffic(engine: CompiledStep) -> HostTraffic:
+    update = engine.placement.update
+    return update.traffic() if isinstance(update, HostUpdate) else NO_TRAFFIC
 
 
 def _memory(engine: CompiledStep, program: CompiledProgram) -> BytesPerDevice:

@@ -14,6 +14,7 @@ from jaxpar.compiled.link_rates import LinkRates, link_rates_of
 from jaxpar.mesh import DATA
 from jaxpar.planner.targets import Target
 from jaxpar.planner.work import Traffic
+from jaxpar.step.update import NO_TRAFFIC, HostTraffic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Work:
       zero: the ZeRO stage.
       communication: the time of its collectives by the compiled schedule; None where
         there is none, and a rule says what is hidden.
+      host: what the host does between the step's programs.
     """
 
     flops: float
@@ -40,6 +42,7 @@ class Work:
     bubble: float
     zero: int
     communication: Communication | None = None
+    host: HostTraffic = NO_TRAFFIC
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +58,8 @@ class Estimate:
       links_seconds: collectives, one after the other.
       exposed_seconds: part of these, not overlapped with other work.
       bubble_seconds: the pipeline's idle time.
+      host_seconds: the host's update between the step's programs, by the slower of its
+        memory and its disks, which work at once.
     """
 
     step_seconds: float
@@ -65,6 +70,7 @@ class Estimate:
     links_seconds: float
     exposed_seconds: float
     bubble_seconds: float
+    host_seconds: float = 0.0
 
 
 def estimate(work: Work, target: Target, sizes: Mapping[str, int]) -> Estimate | None:
@@ -95,7 +101,9 @@ def estimate(work: Work, target: Target, sizes: Mapping[str, int]) -> Estimate |
         rates = link_rates_of(hardware, sizes, target.devices_per_host)
         beside = products + others
         links, exposed = exposed_by_rule(work.collectives, work.zero, rates, beside)
-    step = products + others + bubble + exposed
+    in_memory = work.host.memory / hardware.host_memory_rate
+    host = max(in_memory, work.host.disk / hardware.disk_rate)
+    step = products + others + bubble + exposed + host
     return Estimate(
         step_seconds=step,
         mfu=work.model_flops / (step * peak),
@@ -105,6 +113,7 @@ def estimate(work: Work, target: Target, sizes: Mapping[str, int]) -> Estimate |
         links_seconds=links,
         exposed_seconds=exposed,
         bubble_seconds=bubble,
+        host_seconds=host,
     )
 
 
@@ -133,7 +142,11 @@ def exposed_by_rule(
 
 
 def assumptions(
-    target: Target, *, is_scheduled: bool, copies: bool = False
+    target: Target,
+    *,
+    is_scheduled: bool,
+    copies: bool = False,
+    host: HostTraffic = NO_TRAFFIC,
 ) -> list[str]:
     """The assumptions of an estimate, for people.
 
@@ -141,6 +154,7 @@ def assumptions(
       target: the devices.
       is_scheduled: whether exposed communication was read from the compiled schedule.
       copies: whether a part of the state is in the host's memory.
+      host: what the host does between the step's programs.
     """
     hardware = target.hardware
     if hardware is None:
@@ -156,6 +170,7 @@ def assumptions(
         f"{hardware.between_hosts / 1e9:.0f} GB/s between hosts, times the members of "
         f"its group on the host ({hardware.sources['links']}).",
         *(_of_host(hardware, is_scheduled=is_scheduled) if copies else ()),
+        *(_of_host_work(hardware) if host.memory else ()),
         _SCHEDULED if is_scheduled else _UNSCHEDULED,
     ]
 
@@ -168,6 +183,18 @@ def _of_host(hardware: Hardware, *, is_scheduled: bool) -> list[str]:
         f"a device copies to its host, and as much back at once, at "
         f"{hardware.host_achieved:.0%} of {hardware.host_rate / 1e9:.0f} GB/s "
         f"({hardware.sources['host']}); they are hidden and exposed as collectives are."
+    ]
+
+
+def _of_host_work(hardware: Hardware) -> list[str]:
+    """What the host's update is taken to be."""
+    if "host_work" not in hardware.sources:
+        return ["the host's update between the programs is not part of the estimate."]
+    return [
+        "the host updates its part of the state between the programs, at "
+        f"{hardware.host_memory_rate / 1e9:.0f} GB/s of its memory for each device and "
+        f"{hardware.disk_rate / 1e9:.0f} GB/s of its disks if the state is there "
+        f"({hardware.sources['host_work']}).",
     ]
 
 

@@ -88,7 +88,8 @@ def notes(plan: Plan) -> list[str]:
     is_scheduled = plan.program.communication is not None
     target = parse_target(plan.target)
     copies = plan.memory.host_state > 0
-    found = assumptions(target, is_scheduled=is_scheduled, copies=copies)
+    given = {"is_scheduled": is_scheduled, "copies": copies, "host": plan.host}
+    found = assumptions(target, **given)
     return [*plan.notes, *found]
 
 
@@ -99,6 +100,8 @@ def verdict(plan: Plan) -> str:
     room = plan.host_memory_bytes
     on = quantity(on_host, "B") + (f" of {quantity(room, 'B')}" if room else "")
     beside = f"; {on} a device in host memory" if on_host else ""
+    if plan.host.on_disk:
+        beside += f"; {quantity(plan.host.on_disk, 'B')} a device on disk, twice"
     if whole is None:
         return f"peak {quantity(peak, 'B')}; the device's memory is unknown{beside}"
     over, size = quantity(abs(peak - whole), "B"), quantity(whole, "B")
@@ -132,6 +135,7 @@ def time_pieces(found: Estimate) -> list[Piece]:
         Piece("other kernels", found.memory_seconds, "#86add2"),
         Piece("exposed communication", found.exposed_seconds, "#c9733b"),
         Piece("bubble", found.bubble_seconds, "#d3d8dd"),
+        Piece("the host's update", found.host_seconds, "#8a6fb0"),
     ]
 
 

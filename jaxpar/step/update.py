@@ -105,6 +105,24 @@ class Update(Protocol):
         return ()
 
 
+@dataclasses.dataclass(frozen=True)
+class HostTraffic:
+    """What a `HostUpdate` does for one device, in bytes.
+
+    Attributes:
+      memory: that the host's cores read and write in its memory, in a step.
+      disk: that are read from disk and written to it, in a step.
+      on_disk: of the state that is stored there.
+    """
+
+    memory: int = 0
+    disk: int = 0
+    on_disk: int = 0
+
+
+NO_TRAFFIC = HostTraffic()
+
+
 @runtime_checkable
 class HostUpdate(Update, Protocol):
     """An update that works on the host between two jitted functions.
@@ -119,6 +137,10 @@ class HostUpdate(Update, Protocol):
     """
 
     grads_leave_early: bool = False
+
+    def traffic(self) -> HostTraffic:
+        """What it does for a device, for plans."""
+        return NO_TRAFFIC
 
     def grads_shardings(self, params: PyTree) -> PyTree:
         """The packed gradients' shardings, from those of the logical parameters.

@@ -29,7 +29,9 @@ def test_file_has_rates_that_can_be_and_their_sources(kind):
         assert 0.5 < fraction < 1
     tables = {"memory", "peak", "links"}
     if found.host_memory_bytes is not None:
-        tables.add("host")
+        tables |= {"host", "host_work"}
+        assert found.host_rate / 2 < found.host_memory_rate < found.memory_rate
+        assert 1e9 < found.disk_rate < found.host_rate
         assert found.memory_bytes < found.host_memory_bytes < 1e12
         assert 10e9 < found.host_rate < found.inside_host
         assert 0.5 < found.host_achieved < 1

@@ -23,7 +23,7 @@ KEYS = {
     "bytes_per_device", "device_memory_bytes", "fits", "collectives",
     "collective_bytes_per_device", "flops_per_step", "model_flops_per_step",
     "tokens_per_step", "compile_seconds", "estimate", "notes", "links", "schedule",
-    "exposed", "host_memory_bytes",
+    "exposed", "host_memory_bytes", "host",
 }  # fmt: skip
 MEMORY_KEYS = {
     "state", "padding", "parameters", "optimizer", "batch", "temporaries", "copies",

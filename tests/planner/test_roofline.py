@@ -11,6 +11,7 @@ from jaxpar.mesh import MeshShape
 from jaxpar.planner.roofline import Work, assumptions, estimate
 from jaxpar.planner.targets import Target, parse_target
 from jaxpar.planner.work import Traffic
+from jaxpar.step.update import HostTraffic
 
 # Round numbers: 100 FLOP/s, 10 bytes/s of memory, 8 and 1 bytes/s of links, halved.
 HARDWARE = Hardware(
@@ -19,7 +20,8 @@ HARDWARE = Hardware(
     memory_achieved=0.5, peak={"float32": 100.0, "bfloat16": 200.0}, peak_achieved=0.5,
     inside_host=8.0, between_hosts=1.0, links_achieved=0.5,
     host_memory_bytes=2000, host_rate=2.0, host_achieved=0.5,
-    sources={"memory": "m", "peak": "p", "links": "l", "host": "h"}, compiler={},
+    host_memory_rate=4.0, disk_rate=1.0, compiler={},
+    sources={"memory": "m", "peak": "p", "links": "l", "host": "h", "host_work": "w"},
 )  # fmt: skip
 TARGET = Target("toy:2x4", 2, 4, HARDWARE)
 WORK = Work(
@@ -132,3 +134,18 @@ def test_assumptions_name_rates_and_sources():
                  "450 GB/s inside its host", "S. Bekman", "NVLink 4",
                  "the compiled schedule has between its start"):  # fmt: skip
         assert part in told
+
+
+def test_the_host_works_between_the_programs() -> None:
+    """By the slower of its memory and its disks, which work at once."""
+    plain = estimated()
+    for host, seconds in ((HostTraffic(memory=8), 2.0), (HostTraffic(8, 3), 3.0)):
+        own = estimated(host=host)
+        assert own.host_seconds == seconds
+        assert own.step_seconds == plain.step_seconds + seconds
+    said = assumptions(TARGET, is_scheduled=True, host=HostTraffic(memory=8))
+    assert any(
+        "updates its part of the state" in line and "(w)" in line for line in said
+    )
+    plain_lines = assumptions(TARGET, is_scheduled=True)
+    assert not any("updates its part" in line for line in plain_lines)

@@ -16,6 +16,7 @@ from jaxpar.planner.sections import (
     verdict,
 )
 from jaxpar.planner.targets import parse_target
+from jaxpar.step.update import HostTraffic
 from tests.planner.handmade import (
     CASES,
     ESTIMATE,
@@ -194,3 +195,8 @@ def test_the_verdict_counts_the_host_too():
     small = make_plan(memory=memory, host_memory_bytes=64 * 10**9)
     assert not small.fits
     assert verdict(small) == "does not fit; 90.0 GB of 64.0 GB a device in host memory"
+
+
+def test_the_verdict_and_the_time_have_the_host_s_work() -> None:
+    host = HostTraffic(memory=10**9, disk=2 * 10**9, on_disk=10**9)
+    assert "1.00 GB a device on disk, twice" in verdict(make_plan(host=host))
