@@ -80,6 +80,7 @@ class Search:
     left: set[Choice]
     plans: dict[Choice, Plan]
     rejected: dict[Choice, str]
+    _pruned: set[Choice] = dataclasses.field(default_factory=set)
     _lines: dict[Any, _Line | None] = dataclasses.field(default_factory=dict)
     _predicted: dict[Choice, Prediction] = dataclasses.field(default_factory=dict)
     _rates: dict[Any, float] = dataclasses.field(default_factory=dict)
@@ -185,13 +186,26 @@ class Search:
         return 0.0
 
     def prune(self) -> None:
-        """Exclude choices that can't fit, or can't be faster than similar ones."""
-        mine = {own: self.predict(own).seconds for own in self.plans}
+        """Exclude choices that can't fit, or can't be faster than similar ones.
+
+        By what is predicted now: what was excluded by earlier predictions comes back.
+        """
+        for choice in self._pruned:
+            del self.rejected[choice]
+        self.left |= self._pruned
+        self._pruned.clear()
+        # Predicted, as the other choice is, unless it was found to be slower: XLA hides
+        # less where memory is short, which smaller micro-batches need not be.
+        mine = {
+            own: max(self.predict(own).seconds, seconds_of(plan))
+            for own, plan in self.plans.items()
+        }
         for choice in sorted(self.left):
             why = self._why_not(choice, mine)
             if why:
                 self.left.discard(choice)
                 self.rejected[choice] = why
+                self._pruned.add(choice)
 
     def _why_not(self, choice: Choice, mine: Mapping[Choice, float]) -> str | None:
         least, memory = self.facts(choice).least, self.memory
