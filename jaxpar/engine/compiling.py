@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.engine.step_program import StepProgram
+from jaxpar.engine.host_programs import StepProgram
 from jaxpar.progress import waiting
 from jaxpar.types import Batch
 

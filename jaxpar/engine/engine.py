@@ -25,7 +25,7 @@ from jaxpar.engine.state_view import (
 from jaxpar.model.bridge import Network
 from jaxpar.sharding.memory_kinds import moved_to_device
 from jaxpar.step.state import TrainState
-from jaxpar.step.update import StoresApart
+from jaxpar.step.update import HostUpdate, StoresApart, Update
 from jaxpar.tree import merged, named_leaves
 from jaxpar.types import Batch, Metrics, Params
 
@@ -153,13 +153,10 @@ class Engine(SavedState):
           loss: as for `step`.
 
         Raises:
-          ValueError: as `step`, or if a part of the state is on disk.
+          ValueError: as `step`, or if a part of the state is on disk, or updates are
+            a step late.
         """
-        if isinstance(self.placement.update, StoresApart):
-            raise ValueError(
-                "train_step: the state of Offload(optimizer='disk') is the engine's "
-                "own, in its files; call engine.step(batch)."
-            )
+        _require_pure(self.placement.update)
         with self._alone("train_step"):
             own, placed = self.loss(loss), self._put(batch, loss)
             ours = set(map(id, self._leaves))
@@ -243,3 +240,21 @@ class Engine(SavedState):
     def _put(self, batch: Batch, loss: str | None) -> Batch:
         self.placement.require_devices("batch")
         return self.loss(loss).batch_spec.put(batch)
+
+
+def _require_pure(update: Update) -> None:
+    """Raise for an update whose steps are no function of the state alone.
+
+    Raises:
+      ValueError: for such a one.
+    """
+    if isinstance(update, StoresApart):
+        raise ValueError(
+            "train_step: the state of Offload(optimizer='disk') is the engine's own, "
+            "in its files; call engine.step(batch)."
+        )
+    if isinstance(update, HostUpdate) and update.delay_after is not None:
+        raise ValueError(
+            "train_step: with Offload(delayed=True) a step applies the gradients of "
+            "the engine's last one; call engine.step(batch)."
+        )

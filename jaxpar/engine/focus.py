@@ -169,7 +169,10 @@ def focused(step: TrainStep, focus: Focus) -> TrainStep:
         new, metrics = step.update(focus.get(packed), before)
         return focus.put(packed, new), metrics
 
-    return TrainStep(gradients, update)
+    def apply(packed: TrainState, before: Any) -> TrainState:
+        return focus.put(packed, step.apply(focus.get(packed), before))
+
+    return TrainStep(gradients, update, apply)
 
 
 def joined_state(

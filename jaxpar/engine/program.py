@@ -8,8 +8,8 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.engine.host_programs import StepProgram
 from jaxpar.engine.placement import Placement
-from jaxpar.engine.step_program import StepProgram
 from jaxpar.mesh import on_abstract_mesh
 from jaxpar.sharding.memory_kinds import to_device
 from jaxpar.step.inputs import make_inputs

@@ -93,6 +93,7 @@ class SavedState(CompiledStep):
         self.placement.require_devices("save")
         with self._alone("save"):
             self._ahead.finish()
+            self._settle()
             require_sound(state := self.placement.unpack(self._packed))
             checkpoints = self._opened(folder)
             checkpoints.set_keep(keep)
@@ -221,9 +222,18 @@ class SavedState(CompiledStep):
 
     def _take(self, state: TrainState) -> None:
         """Continue from another logical state."""
+        for own in self._losses.values():
+            own.program.step.forget()
         # Free the old state first, or buckets would make it three states in memory.
         self._leaves, self._view = [], None
         self._leaves = jax.tree.leaves(self.placement.pack(state))
+
+    def _settle(self) -> None:
+        """Apply what steps have computed and not applied."""
+        for own in self._losses.values():
+            leaves = own.program.step.settled(self._leaves)
+            if leaves is not self._leaves:
+                self._leaves, self._view = leaves, None
 
     def _continue_from(self, state: TrainState) -> None:
         """Continue from a logical state that was saved."""

@@ -48,6 +48,7 @@ class CpuUpdate(StreamedUpdate, HostUpdate):
 
     in_place: bool | None = None
     grads_leave_early: bool = True
+    delay_after: int | None = None
 
     def grads_shardings(self, params: PyTree) -> PyTree:
         """See `HostUpdate`."""
@@ -91,22 +92,34 @@ class CpuUpdate(StreamedUpdate, HostUpdate):
         loss: jax.Array,
     ) -> tuple[PyTree, PyTree, PyTree]:
         """See `HostUpdate`."""
-        if not bool(applied):
-            return grads, params, opt_state
+        known = {"factor": factor, "applied": applied, "loss": loss}
+        return self.begin(grads, params, opt_state, **known)()
+
+    def begin(
+        self, grads: PyTree, params: PyTree, opt_state: PyTree, **known: jax.Array
+    ) -> Callable[[], tuple[PyTree, PyTree, PyTree]]:
+        """See `HostUpdate`: the devices compute the scalars."""
+        if not bool(known["applied"]):
+            return lambda: (grads, params, opt_state)
         state = params["masters"], opt_state
-        args = flat_leaves((grads, *state, factor, applied, loss))
+        rest = known["factor"], known["applied"], known["loss"]
+        args = flat_leaves((grads, *state, *rest))
         split, scalars_of = self._split_of(grads)
         scalars = [
             [np.asarray(number) for number in numbers]
             for numbers in scalars_of(others(split, args))
         ]
-        new, copies = self._updated(split.parts, args, scalars, params["copies"])
-        leaves, structure = jax.tree.flatten(state, is_leaf=is_on_disk)
-        offset = len(jax.tree.leaves(grads))
-        for number, array in new.items():
-            leaves[number - offset] = array
-        masters, opt_state = jax.tree.unflatten(structure, leaves)
-        return grads, {"masters": masters, "copies": copies}, opt_state
+
+        def on_host() -> tuple[PyTree, PyTree, PyTree]:
+            new, copies = self._updated(split.parts, args, scalars, params["copies"])
+            leaves, structure = jax.tree.flatten(state, is_leaf=is_on_disk)
+            offset = len(jax.tree.leaves(grads))
+            for number, array in new.items():
+                leaves[number - offset] = array
+            masters, changed = jax.tree.unflatten(structure, leaves)
+            return grads, {"masters": masters, "copies": copies}, changed
+
+        return on_host
 
     def _updated(
         self,

@@ -25,6 +25,11 @@ class Offload:
       path: the folder of what is on disk, which a run has for itself. A local disk is
         best: twice the state is stored, and once read and written a step.
 
+      delayed: whether the host's update is a step late: it works while the devices
+        compute the next gradients, with the parameters of before. Saving applies what
+        is pending.
+      delay_after: steps that are taken without delay before.
+
     Raises:
       ValueError: if a word is not one of its choices, or a number is out of range.
 
@@ -40,6 +45,8 @@ class Offload:
     piece_mb: float = 8.0
     update: str = "device"
     path: str | None = None
+    delayed: bool = False
+    delay_after: int = 40
 
     def __post_init__(self) -> None:
         if self.optimizer not in ("host", "disk", None):
@@ -62,6 +69,16 @@ class Offload:
             )
         if not 0 <= self.fraction <= 1:
             raise ValueError(f"offload: fraction={self.fraction} must be from 0 to 1.")
+        if self.delayed and (self.update != "host" or self.path is not None):
+            raise ValueError(
+                "offload: delayed=True needs optimizer='host' and update='host': the "
+                "host then works beside the devices, and a step that is killed loses "
+                "no gradient that a file should have."
+            )
+        if self.delay_after < 0:
+            raise ValueError(
+                f"offload: delay_after={self.delay_after} must be at least 0."
+            )
         if not self.piece_mb > 0:
             raise ValueError(f"offload: piece_mb={self.piece_mb} must be positive.")
 

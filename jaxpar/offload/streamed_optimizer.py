@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxpar.offload.cpu_update import CpuUpdate
 from jaxpar.offload.disk_room import check_disk
 from jaxpar.offload.disk_update import DiskUpdate
@@ -72,8 +74,15 @@ class StreamedOptimizer:
             check_disk(2 * held, spec.mesh, made.path)
             return made
         check_room(held, spec.mesh, MEMINFO, CGROUP)
-        kind = CpuUpdate if self.options.update == "host" else StreamedUpdate
-        return kind(*given, reduction=inner.reduction)
+        if self.options.update == "device":
+            return StreamedUpdate(*given, reduction=inner.reduction)
+        delay = self.options.delay_after if self.options.delayed else None
+        if delay is not None and spec.compute_dtype == jnp.float32:
+            raise ValueError(
+                "offload: delayed=True needs precision='bf16' or 'fp16': in fp32 the "
+                "devices read the masters while the host writes them."
+            )
+        return CpuUpdate(*given, reduction=inner.reduction, delay_after=delay)
 
 
 def offloaded(optimizer: Any, options: Offload | None, make: Maker) -> Any:

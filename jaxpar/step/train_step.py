@@ -41,6 +41,8 @@ class Reduced:
       model_state: the model's new state.
       results: the loss and the user's metrics.
       carry: what the reduction carries after it.
+      late: where updates are a step late, what the last step's update gets in place of
+        `grads`, `factor`, `applied` and the loss; None otherwise.
     """
 
     grads: PyTree
@@ -52,6 +54,7 @@ class Reduced:
     model_state: PyTree
     results: Any
     carry: PyTree
+    late: "Reduced | None" = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +64,12 @@ class TrainStep:
     Attributes:
       gradients: ``(state, batch) -> Reduced``; the batch is a global one.
       update: ``(state, Reduced) -> (state, metrics)``.
+      apply: ``(state, Reduced) -> state``: the optimizer's update alone, in no step.
     """
 
     gradients: Callable[[TrainState, Batch], Reduced]
     update: Callable[[TrainState, Reduced], tuple[TrainState, Metrics]]
+    apply: Callable[[TrainState, Reduced], TrainState]
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Take the step."""
@@ -115,25 +120,22 @@ def make_train_step(
         known = norm, finite, applied, scale, factor
         return Reduced(grads, *known, model_state, results, carry)
 
+    def applied(state: TrainState, own: Reduced) -> TrainState:
+        params, opt_state, _ = _optimized(update, state, own)
+        return dataclasses.replace(state, params=params, opt_state=opt_state)
+
     def updated(state: TrainState, before: Reduced) -> tuple[TrainState, Metrics]:
-        applied = before.applied
-        params, opt_state, reported = update.apply(
-            before.grads,
-            state.params,
-            state.opt_state,
-            factor=before.factor,
-            applied=applied,
-            loss=before.results["loss"],
-        )
+        params, opt_state, reported = _optimized(update, state, before.late or before)
         logical, _ = update.unpack(params, opt_state)
-        stepped = Stepped(to_device(logical), before.finite, applied, before.carry)
+        known = before.finite, before.applied, before.carry
+        stepped = Stepped(to_device(logical), *known)
         parts = {p.name: p.after(state.carried[p.name], stepped) for p in carried}
         new = dataclasses.replace(
             state,
             step=state.step + 1,
             params=params,
             model_state=optax.tree.where(
-                applied, before.model_state, state.model_state
+                before.applied, before.model_state, state.model_state
             ),
             opt_state=opt_state,
             carried=parts,
@@ -145,7 +147,22 @@ def make_train_step(
         }
         return new, before.results | counters | reported
 
-    return TrainStep(reduced, jax.named_scope(UPDATE_SCOPE)(updated))
+    scope = jax.named_scope(UPDATE_SCOPE)
+    return TrainStep(reduced, scope(updated), scope(applied))
+
+
+def _optimized(
+    update: Update, state: TrainState, own: Reduced
+) -> tuple[PyTree, PyTree, Metrics]:
+    """What the optimizer makes of a state: parameters, its own state, and metrics."""
+    return update.apply(
+        own.grads,
+        state.params,
+        state.opt_state,
+        factor=own.factor,
+        applied=own.applied,
+        loss=own.results["loss"],
+    )
 
 
 def _clip_factor(norm: jax.Array, clip_norm: float | None) -> jax.Array | float:

@@ -9,6 +9,7 @@ A new optimizer is an object with ``init`` and ``make_update`` (`MakesUpdate`).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -134,9 +135,12 @@ class HostUpdate(Update, Protocol):
       grads_leave_early: whether each gradient goes to the host as soon as it is
         reduced, layer by layer. `norm` is then given those that are there, and
         `pack_grads` must leave them where they are.
+      delay_after: the step from which on each gradient is applied one step late, while
+        the devices compute the next one; None for never.
     """
 
     grads_leave_early: bool = False
+    delay_after: int | None = None
 
     def traffic(self) -> HostTraffic:
         """What it does for a device, for plans."""
@@ -175,6 +179,17 @@ class HostUpdate(Update, Protocol):
           optimizer's state; of the shapes, dtypes and shardings that it was given.
         """
         ...
+
+    def begin(
+        self, grads: PyTree, params: PyTree, opt_state: PyTree, **known: jax.Array
+    ) -> Callable[[], tuple[PyTree, PyTree, PyTree]]:
+        """What needs the devices of `on_host`, which are idle now; and a function of
+        the rest, which is called once they are at work again.
+
+        For updates that are a step late; arguments and the function's results are
+        those of `on_host`.
+        """
+        return functools.partial(self.on_host, grads, params, opt_state, **known)
 
     def finish_step(self, state: Any) -> None:
         """Called with the packed `TrainState`, before each `on_host` and after a step.

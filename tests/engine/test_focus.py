@@ -155,7 +155,10 @@ def test_step_of_a_loss_changes_its_own_and_counts():
         )
         return new, {"given": jnp.float32(before)}
 
-    step = focused(TrainStep(lambda state, batch: batch, update), focus("b"))
+    step = focused(
+        TrainStep(lambda state, batch: batch, update, lambda state, _: state),
+        focus("b"),
+    )
     new, metrics = step(packed, 7.0)
     assert float(metrics["given"]) == 7.0
     assert int(new.step) == 1

@@ -56,7 +56,7 @@ def summed(weights, model_state, inputs, key, is_left_over):
 
 def program_of(engine: jaxpar.Engine, checks: Any = None) -> Program:
     given = engine.placement, engine.spec, engine.batch_spec
-    step = TrainStep(lambda _, batch: batch, counted)
+    step = TrainStep(lambda _, batch: batch, counted, lambda state, _: state)
     jitted = make_step_program(*given, step, Focus())
     checks = checks or {"loss_fn": NoCheck()}
     return make_program(engine.placement, jitted, summed, checks)

@@ -9,7 +9,8 @@ import optax
 import pytest
 
 import jaxpar
-from jaxpar.engine.step_program import HostBetween, OneJit, StepProgram
+from jaxpar.engine.host_programs import HostBetween, StepProgram
+from jaxpar.engine.step_program import OneJit
 from tests.equivalence.perceptron import batches, make_engine
 from tests.optim.numpy_adam import NumpyAdam, NumpyUpdate
 

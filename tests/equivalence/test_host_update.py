@@ -14,7 +14,8 @@ import optax
 import pytest
 
 import jaxpar
-from jaxpar.engine.step_program import HostBetween, OneJit
+from jaxpar.engine.host_programs import HostBetween
+from jaxpar.engine.step_program import OneJit
 from tests.equivalence.perceptron import batches, make_engine, make_piped_engine
 from tests.equivalence.problems import distance
 from tests.optim.numpy_adam import NumpyAdam, NumpyUpdate

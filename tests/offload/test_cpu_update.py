@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import jaxpar
-from jaxpar.engine.step_program import HostBetween
+from jaxpar.engine.host_programs import HostBetween
 from jaxpar.offload import cpu_update, streamed_optimizer
 from tests.equivalence.perceptron import batches, make_engine
 
