@@ -226,6 +226,8 @@ def _offloaded(
 _THIRTEEN = {"num_layers": 40, "width": 5120, "num_heads": 40}
 """13 billion parameters."""
 
+_LATE = {"update": "host", "delayed": True, "delay_after": 0}
+
 _ATTENTION, _OPTIMIZERS = "test_mosaic_gpu.py", "test_fused_optimizers.py"
 
 ITEMS = (
@@ -326,6 +328,7 @@ ITEMS = (
             _offloaded("1.3b, streamed", 3, {}, 30),
             _offloaded("1.3b, 0.6 streamed", 3, {"fraction": 0.6}, 40),
             _offloaded("1.3b, by the host", 3, {"update": "host"}, 30),
+            _offloaded("1.3b, by the host, a step late", 3, _LATE, 30),
             _offloaded(
                 "13b, 0.6 streamed",
                 6,
@@ -335,6 +338,7 @@ ITEMS = (
                 accumulate=1,
                 changes=_THIRTEEN,
             ),
+            _offloaded("350m, on disk", 4, {"optimizer": "disk"}, 20, model="350m"),
         ),
     ),
 )

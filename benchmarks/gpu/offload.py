@@ -1,6 +1,9 @@
 """How fast does a GPU copy to its host and back, and what does offload cost a step?"""
 
+import dataclasses
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +15,7 @@ from benchmarks.gpu.session import Rows, Session
 from benchmarks.gpu.training import predicted_beside, timed
 from benchmarks.gpu.workloads import of_model
 from benchmarks.kernels.timing import seconds
+from jaxpar.offload.disk_speed import measure_disk
 from jaxpar.offload.room import CGROUP, MEMINFO, free_bytes
 
 ROUNDS = 10
@@ -55,15 +59,33 @@ def step(
       model: its name.
       batch: rows.
       accumulate: micro-batches.
-      offload: fields of `jaxpar.Offload`; None without it.
+      offload: fields of `jaxpar.Offload`; None without it. What is on disk is in a
+        folder beside this one, which is removed.
       changes: fields of the model's config, over those of its name.
     """
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix="offload-") as folder:
+        on_disk = offload is not None and offload.get("optimizer") == "disk"
+        given = {**(offload or {}), **({"path": folder} if on_disk else {})}
+        options = None if offload is None else jaxpar.Offload(**given)
+        if on_disk:
+            yield "disk", dataclasses.asdict(measure_disk(Path(folder)))
+        yield from _step(session, model, batch, accumulate, options, changes)
+
+
+def _step(
+    session: Session,
+    model: str,
+    batch: int,
+    accumulate: int,
+    offload: jaxpar.Offload | None,
+    changes: dict[str, Any] | None,
+) -> Rows:
     workload = of_model(
         model,
         batch=batch,
         remat="full",
         accumulate=accumulate,
-        offload=None if offload is None else jaxpar.Offload(**offload),
+        offload=offload,
         **(changes or {}),
     )
     free = free_bytes(MEMINFO, CGROUP)
@@ -76,5 +98,6 @@ def step(
             "host_free_gb": (free or 0) / 1e9,
         },
     )
-    if offload is None or offload.get("update") != "host":
+    in_one = offload is None or (offload.update == "device" and offload.path is None)
+    if in_one:
         yield "predicted", predicted_beside(session, workload)

@@ -93,12 +93,14 @@ def of_model(
         0, config.vocab_size, (4, *shape), dtype=np.int32
     )
     optimizer = optax.adamw(1e-4) if bits is None else fused_adamw(1e-4, bits=bits)
+    needs_half = offload is not None and offload.delayed
+    is_half = needs_half or jax.default_backend() == "gpu"
     engine = jaxpar.initialize(
         model=make_decoder(config),
         loss_fn=decoder_loss,
         optimizer=optimizer,
         sample_batch={"tokens": drawn[0]},
-        precision="bf16" if jax.default_backend() == "gpu" else "fp32",
+        precision="bf16" if is_half else "fp32",
         accumulate=accumulate,
         offload=offload,
     )

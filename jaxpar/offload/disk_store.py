@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import safetensors.numpy
 
 from jaxpar.offload.direct_io import allocate, sync
 from jaxpar.offload.disk_files import LeafOnDisk, Maps
@@ -224,8 +223,11 @@ class DiskStore:
     def read_rest(self, step: WholeStep) -> dict[str, np.ndarray]:
         """What `commit` got of both kinds."""
         files = self.folder / step.fixed, self.folder / step.rest
-        read = [safetensors.numpy.load_file(file) for file in files]
-        return read[0] | read[1]
+        found: dict[str, np.ndarray] = {}
+        for file in files:
+            with np.load(file) as stored:
+                found |= dict(stored)
+        return found
 
     def _remove_aged(self) -> None:
         """Remove what no whole step and no array needs; two versions stay."""
@@ -252,7 +254,8 @@ def _described(leaf: LeafOnDisk) -> dict[str, Any]:
 
 
 def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    safetensors.numpy.save_file(dict(arrays), path)
+    with path.open("wb") as file:
+        np.savez(file, **dict(arrays))
     sync(path)
 
 
