@@ -12,7 +12,6 @@ from typing import Any
 import jax
 
 from jaxpar.checkpoint import Checkpoints, Keep
-from jaxpar.checkpoint.processes import gather
 from jaxpar.engine.compiled_step import CompiledStep
 from jaxpar.engine.loss_step import LossStep, skipped_steps
 from jaxpar.engine.one_thread import OneThread
@@ -174,7 +173,8 @@ class SavedState(CompiledStep):
             engine, such as after `restore`.
 
         Returns:
-          The step; 0 if there is none, and the state is unchanged then.
+          The step; where there is none that is newer than the engine's, the engine's,
+          whose state is unchanged then.
 
         Raises:
           ValueError: if the state is not on disk, or what is there is of another run.
@@ -189,11 +189,10 @@ class SavedState(CompiledStep):
             )
         with self._alone("resume"):
             self._ahead.drop()
-            before = self.steps
-            state = update.recovered(self.placement.structs(), gather)
-            if state is None:
+            before, last = self.steps, update.whole_step()
+            if last is None or last <= before:
                 return before
-            self._continue_from(state)
+            self._continue_from(update.recovered(self.placement.structs()))
             if data is not None:
                 for _ in range(before, self._number):
                     next(data)

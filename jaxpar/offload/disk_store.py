@@ -14,18 +14,22 @@ import json
 import os
 import shutil
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 
 from jaxpar.offload.direct_io import allocate, sync
 from jaxpar.offload.disk_files import LeafOnDisk, Maps
 from jaxpar.offload.disk_pipeline import DiskPiece, DiskPipeline
 
 _COMMITTED = "state.json"
+
+_KEPT = 2
+"""Whole steps that are remembered: processes may be one commit apart."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +71,7 @@ class DiskStore:
         weakref.finalize(self, os.close, _locked(self.folder / "lock"))
         self.leaves, self.maps = tuple(leaves), Maps()
         self._layout = [_described(leaf) for leaf in self.leaves]
-        self.whole = self._read()
+        self.whole = self._agreed(self._read())
         self._found, self._began = self.whole, False
         # Initialised here, and not brought from a checkpoint.
         self._is_new = True
@@ -90,13 +94,33 @@ class DiskStore:
                 "delete the folder, and go on from a checkpoint."
             ) from error
         if found["layout"] != self._layout:
+            newest = max((step["step"] for step in found["steps"]), default=0)
             raise ValueError(
-                f"offload: path={str(self.folder.parent)!r} has step "
-                f"{found['steps'][-1]['step']} of another model, optimizer, mesh or "
-                "ZeRO stage. Give another path, or delete it; checkpoints go between "
-                "meshes."
+                f"offload: path={str(self.folder.parent)!r} has step {newest} of "
+                "another model, optimizer, mesh or ZeRO stage. Give another path, or "
+                "delete it; checkpoints go between meshes."
             )
         return tuple(WholeStep(**step) for step in found["steps"])
+
+    def _agreed(self, own: tuple[WholeStep, ...]) -> tuple[WholeStep, ...]:
+        """Of these the newest that every process has; no other is there from now on.
+
+        Processes that are killed together may be one commit apart. What is newer than
+        the common step would be overwritten while `state.json` says that it is whole.
+        """
+        steps = np.full(_KEPT, -1, np.int64)
+        steps[: len(own)] = [each.step for each in own]
+        by_process = np.atleast_2d(process_allgather(steps))
+        common = set.intersection(*(set(row[row >= 0].tolist()) for row in by_process))
+        agreed = tuple(step for step in own if step.step in common)[-1:]
+        if agreed != own[-1:]:
+            self._write_whole(agreed)
+        return agreed
+
+    def _write_whole(self, steps: Sequence[WholeStep]) -> None:
+        found = [dataclasses.asdict(each) for each in steps]
+        text = json.dumps({"layout": self._layout, "steps": found})
+        _replace(self.folder / _COMMITTED, text.encode())
 
     def version(self, step: WholeStep) -> Path:
         """The folder of a whole step's version."""
@@ -185,11 +209,9 @@ class DiskStore:
             self._fixed = f"fixed-{number}"
             _write(self.folder / self._fixed, fixed)
         new = WholeStep(step, self.current.name, f"rest-{number}", self._fixed)
-        self.whole = (*self.whole[-1:], new) if self._began else (new,)
+        self.whole = (*self.whole, new)[-_KEPT:] if self._began else (new,)
         self._began, self._committed = True, step
-        steps = [dataclasses.asdict(each) for each in self.whole]
-        text = json.dumps({"layout": self._layout, "steps": steps})
-        _replace(self.folder / _COMMITTED, text.encode())
+        self._write_whole(self.whole)
         self._remove_aged()
 
     def _check_first(self, step: int) -> None:
@@ -203,17 +225,6 @@ class DiskStore:
             "overwrite: call engine.resume() to go on from it, give another path, or "
             "delete the folder."
         )
-
-    def last_whole(self, gather: Callable[[Any], list[Any]]) -> WholeStep | None:
-        """The newest step that is whole on every process; None if there is none.
-
-        Args:
-          gather: returns a JSON value of every process.
-        """
-        by_process = gather([step.step for step in self.whole])
-        common = set.intersection(*map(set, by_process))
-        found = [step for step in self.whole if step.step in common]
-        return found[-1] if found else None
 
     def begin_from(self, step: WholeStep) -> None:
         """Go on from a whole step: it is the current version."""
@@ -254,8 +265,9 @@ def _described(leaf: LeafOnDisk) -> dict[str, Any]:
 
 
 def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    named: dict[str, Any] = dict(arrays)
     with path.open("wb") as file:
-        np.savez(file, **dict(arrays))
+        np.savez(file, **named)
     sync(path)
 
 

@@ -9,7 +9,7 @@ Source: Rajbhandari et al., "ZeRO-Infinity" (2021).
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,13 +136,14 @@ class DiskUpdate(CpuUpdate, StoresApart):
         rest = bytes_of_leaves(dataclasses.replace(logical, frozen={}))
         self._store.commit(step, rest, fixed)
 
-    def recovered(
-        self, structs: TrainState, gather: Callable[[Any], list[Any]]
-    ) -> TrainState | None:
+    def whole_step(self) -> int | None:
         """See `StoresApart`."""
-        step = self._store.last_whole(gather)
-        if step is None:
-            return None
+        whole = self._store.whole
+        return whole[-1].step if whole else None
+
+    def recovered(self, structs: TrainState) -> TrainState:
+        """See `StoresApart`."""
+        step = self._store.whole[-1]
         leaves, structure = jax.tree.flatten((structs.params, structs.opt_state))
         for number in self._keys:
             leaves[number] = self._stand_ins[number]

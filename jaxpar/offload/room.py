@@ -36,6 +36,12 @@ def check_room(bytes_per_device: int, mesh: Mesh, meminfo: Path, cgroup: Path) -
         )
 
 
+_LIMITS = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
+"""Files of a limit and of what is used, of both versions of control groups."""
+
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
@@ -44,18 +50,23 @@ def free_bytes(meminfo: Path, cgroup: Path) -> int | None:
 
     Args:
       meminfo: as Linux has it.
-      cgroup: version 2's folder, whose limit counts too.
+      cgroup: the folder of control groups, whose limit counts too.
     """
     try:
         found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.M)
     except OSError:
         return None
     free = int(found.group(1)) * 1024 if found else None
-    try:
-        most = (cgroup / "memory.max").read_text().strip()
-        used = int((cgroup / "memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    left = int(most) - used if most.isdecimal() else None
-    known = [number for number in (free, left) if number is not None]
+    left = (_left(cgroup, *names) for names in _LIMITS)
+    known = [number for number in (free, *left) if number is not None]
     return max(0, min(known)) if known else None
+
+
+def _left(cgroup: Path, limit: str, usage: str) -> int | None:
+    """What a limit leaves; None if there is none."""
+    try:
+        most = (cgroup / limit).read_text().strip()
+        used = int((cgroup / usage).read_text())
+    except (OSError, ValueError):
+        return None
+    return int(most) - used if most.isdecimal() else None

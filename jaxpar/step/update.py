@@ -218,15 +218,15 @@ class StoresApart(HostUpdate, Protocol):
         """
         ...
 
-    def recovered(self, structs: Any, gather: Callable[[Any], list[Any]]) -> Any:
-        """The logical state that was stored when the last step was finished.
+    def whole_step(self) -> int | None:
+        """The last step that was finished, by any process; None if there is none."""
+        ...
+
+    def recovered(self, structs: Any) -> Any:
+        """The logical state that was stored when that step was finished.
 
         Args:
           structs: its shapes, dtypes and shardings, a `TrainState`.
-          gather: returns a JSON value of every process, in their order.
-
-        Returns:
-          The state; None if there is none.
 
         Raises:
           ValueError: if what is there is of another run.

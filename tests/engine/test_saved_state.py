@@ -37,3 +37,20 @@ def test_data_at_a_checkpoint_s_position_is_drawn_from_there(tmp_path: Path) -> 
     assert engine.resume(data=data) == 5
     assert next(data) == 5
     assert (engine.steps, engine.resume()) == (5, 5)
+
+
+def test_a_state_that_is_newer_than_the_disk_s_is_kept(tmp_path: Path) -> None:
+    disk = jaxpar.Offload(optimizer="disk", path=str(tmp_path / "a"), piece_mb=0.0002)
+    engine, other = (
+        make_engine(optax.adam(1e-2), 2, 1, 3, offload=offload)
+        for offload in (disk, None)
+    )
+    engine.step(batches()[0])
+    for batch in batches()[:3]:
+        other.step(batch)
+    other.save(tmp_path / "checkpoints")
+    other.wait()
+    assert engine.restore(tmp_path / "checkpoints") == 3
+    assert engine.resume() == 3
+    losses = [float(each.step(batches()[3])["loss"]) for each in (engine, other)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)

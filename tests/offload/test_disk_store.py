@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.mesh import MeshShape, make_mesh
+from jaxpar.offload import disk_store
 from jaxpar.offload.disk_files import LeafOnDisk
 from jaxpar.offload.disk_pipeline import DiskPiece, DiskPipeline
 from jaxpar.offload.disk_store import DiskStore
@@ -60,8 +62,7 @@ def test_the_last_step_that_was_committed_is_found(tmp_path: Path) -> None:
     store.update([], DiskPipeline(1, SIZE))  # Not committed.
     del store
     store = DiskStore(tmp_path, [leaf()])
-    found = store.last_whole(lambda own: [own])
-    assert found is not None
+    (found,) = store.whole
     assert found.step == 3
     store.begin_from(found)
     np.testing.assert_array_equal(store.array(0, 0), array(3))
@@ -70,18 +71,27 @@ def test_the_last_step_that_was_committed_is_found(tmp_path: Path) -> None:
     np.testing.assert_array_equal(store.array(0, 0), array(4))
 
 
-def test_processes_agree_on_the_newest_step_of_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("others", "agreed"), [([2, 3], 2), ([0, 1], 1), ([7, 8], None)]
+)
+def test_processes_agree_on_the_newest_step_of_all(others, agreed, tmp_path) -> None:
+    """And what is newer is forgotten before it is overwritten."""
     store = begun(tmp_path)
     for number in (1, 2):
         step(store, number)
-    newest = [
-        store.last_whole(lambda own, o=other: [own, o]) for other in ([2, 3], [1])
-    ]
-    assert [x and x.step for x in newest] == [2, 1]
-    assert store.last_whole(lambda own: [own, []]) is None
-    assert newest[1] is not None
-    store.begin_from(newest[1])
-    np.testing.assert_array_equal(store.array(0, 0), array(1))
+    del store
+    gathered = lambda own: np.stack([own, np.array(others)])  # noqa: E731
+    with mock.patch.object(disk_store, "process_allgather", gathered):
+        store = DiskStore(tmp_path, [leaf()])
+    assert [each.step for each in store.whole] == ([] if agreed is None else [agreed])
+    said = json.loads((store.folder / "state.json").read_text())
+    assert (said["steps"] or [{"step": None}])[-1]["step"] == agreed
+    if agreed is None:
+        return
+    # A new engine initialises its state beside it.
+    store.adopt({(0, 0): array(50)})
+    store.begin_from(store.whole[-1])
+    np.testing.assert_array_equal(store.array(0, 0), array(agreed))
 
 
 def test_two_versions_suffice_unless_somebody_reads_one(tmp_path: Path) -> None:
@@ -111,8 +121,7 @@ def test_a_new_state_does_not_overwrite_the_last_whole_step(tmp_path: Path) -> N
     assert not store.is_committed(1)
     del store
     store = DiskStore(tmp_path, [leaf()])
-    found = store.last_whole(lambda own: [own])
-    assert found is not None
+    (found,) = store.whole
     store.begin_from(found)
     np.testing.assert_array_equal(store.array(0, 0), array(1))
 

@@ -30,6 +30,14 @@ def test_the_smaller_of_memory_and_limit_is_free(limit, used, free, tmp_path) ->
     assert free_bytes(*files(tmp_path, 2, limit, used)) == free
 
 
+def test_limits_of_the_first_version_of_control_groups_count(tmp_path: Path) -> None:
+    given = files(tmp_path, 2)
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("1500\n")
+    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("600\n")
+    assert free_bytes(*given) == 900
+
+
 def test_what_is_not_known_is_not_checked(tmp_path: Path) -> None:
     assert free_bytes(tmp_path / "none", tmp_path) is None
     mesh = make_mesh(MeshShape(), jax.devices()[:2])
