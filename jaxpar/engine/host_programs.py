@@ -7,6 +7,7 @@ Source: Ren et al., "ZeRO-Offload" (2021), section 5.2: one-step delayed update.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -66,12 +67,24 @@ class HostBetween(StepProgram):
     places: Reduced
 
     def __call__(self, leaves: list[jax.Array], batch: Batch) -> Any:
-        """See `StepProgram`; waits for the gradients."""
+        """See `StepProgram`; waits for the gradients.
+
+        Warns:
+          UserWarning: if the step is taken and can't be finished, for the disk fails;
+            the next one tries again, and raises the error if it can't.
+        """
         reduced = self.gradients(leaves, batch)
         state = self.state(leaves)
         self.host.finish_step(state)
         stepped: Stepped = self.update(*self.begin(state, reduced)())
-        self.host.finish_step(self.state(stepped[0]))
+        try:
+            self.host.finish_step(self.state(stepped[0]))
+        except OSError as error:
+            warnings.warn(
+                f"{error}: the step is taken, but not on disk; the next one tries "
+                "again. Make room, or repair the disk.",
+                stacklevel=3,
+            )
         return stepped
 
     def state(self, leaves: list[jax.Array]) -> TrainState:

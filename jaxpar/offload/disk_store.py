@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import weakref
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,7 @@ class DiskStore:
         weakref.finalize(self, os.close, _locked(self.folder / "lock"))
         self.leaves, self.maps = tuple(leaves), Maps()
         self._layout = [_described(leaf) for leaf in self.leaves]
+        self._beside: dict[str, Any] = {}
         self.whole = self._agreed(self._read())
         self._found, self._began = self.whole, False
         # Initialised here, and not brought from a checkpoint.
@@ -79,6 +81,8 @@ class DiskStore:
         self._fixed: str | None = None
         self.current: Path | None = None
         self._filling: Path | None = None
+        # Named on disk by a commit that failed, perhaps.
+        self._doubtful: set[Path] = set()
         for number in range(2):
             self._allocate(self.folder / f"v{number}")
 
@@ -100,6 +104,7 @@ class DiskStore:
                 "another model, optimizer, mesh or ZeRO stage. Give another path, or "
                 "delete it; checkpoints go between meshes."
             )
+        self._beside = found["beside"]
         return tuple(WholeStep(**step) for step in found["steps"])
 
     def _agreed(self, own: tuple[WholeStep, ...]) -> tuple[WholeStep, ...]:
@@ -119,7 +124,8 @@ class DiskStore:
 
     def _write_whole(self, steps: Sequence[WholeStep]) -> None:
         found = [dataclasses.asdict(each) for each in steps]
-        text = json.dumps({"layout": self._layout, "steps": found})
+        said = {"layout": self._layout, "beside": self._beside, "steps": found}
+        text = json.dumps(said)
         _replace(self.folder / _COMMITTED, text.encode())
 
     def version(self, step: WholeStep) -> Path:
@@ -129,7 +135,7 @@ class DiskStore:
     def free_version(self) -> Path:
         """A version that may be overwritten; its files have room on the disk."""
         kept = {self.version(step) for step in self.whole[-1:]}
-        kept |= self.maps.versions_in_use() | {self.current}
+        kept |= self.maps.versions_in_use() | self._doubtful | {self.current}
         names = (self.folder / f"v{number}" for number in itertools.count())
         free = next(name for name in names if name not in kept)
         self._allocate(free)
@@ -190,6 +196,7 @@ class DiskStore:
         step: int,
         rest: Mapping[str, np.ndarray],
         fixed: Mapping[str, np.ndarray],
+        beside: Mapping[str, Any],
     ) -> None:
         """Make the current version the last whole step.
 
@@ -197,21 +204,29 @@ class DiskStore:
           step: its number.
           rest: names -> bytes of what steps carry beside it.
           fixed: likewise, of what they don't change; written once for a state.
+          beside: JSON that says which leaves these are, as another run must have them.
 
         Raises:
           ValueError: if the first commit would end a run that was not resumed.
+          OSError: if the disk fails; the last whole step is the one before, and the
+            same commit may be tried again.
         """
         assert self.current is not None, "a state was adopted"
         self._check_first(step)
         number = 1 + max([-1, *(int(x.rest.split("-")[1]) for x in self.whole)])
         _write(self.folder / f"rest-{number}", rest)
-        if self._fixed is None:
-            self._fixed = f"fixed-{number}"
-            _write(self.folder / self._fixed, fixed)
-        new = WholeStep(step, self.current.name, f"rest-{number}", self._fixed)
-        self.whole = (*self.whole, new)[-_KEPT:] if self._began else (new,)
+        kept = self._fixed
+        if kept is None:
+            kept = f"fixed-{number}"
+            _write(self.folder / kept, fixed)
+        new = WholeStep(step, self.current.name, f"rest-{number}", kept)
+        whole = (*self.whole, new)[-_KEPT:] if self._began else (new,)
+        self._beside = dict(beside)
+        self._doubtful.add(self.current)
+        self._write_whole(whole)
+        self._doubtful.clear()
+        self.whole, self._fixed = whole, kept
         self._began, self._committed = True, step
-        self._write_whole(self.whole)
         self._remove_aged()
 
     def _check_first(self, step: int) -> None:
@@ -231,13 +246,33 @@ class DiskStore:
         self.current, self.whole, self._began = self.version(step), (step,), True
         self._committed, self._fixed = step.step, step.fixed
 
-    def read_rest(self, step: WholeStep) -> dict[str, np.ndarray]:
-        """What `commit` got of both kinds."""
-        files = self.folder / step.fixed, self.folder / step.rest
+    def read_rest(
+        self, step: WholeStep, beside: Mapping[str, Any]
+    ) -> dict[str, np.ndarray]:
+        """What `commit` got of both kinds.
+
+        Raises:
+          ValueError: if it was of other leaves, which it names, or a file is damaged.
+        """
+        names = [*self._beside, *(beside.keys() - self._beside.keys())]
+        wrong = [n for n in names if self._beside.get(n) != beside.get(n)]
+        if wrong:
+            raise ValueError(
+                f"offload: path={str(self.folder.parent)!r} has step {step.step} of "
+                "another model, optimizer, mesh or ZeRO stage: "
+                f"{', '.join(wrong[:3])} differ. Give another path, or delete it; "
+                "checkpoints go between meshes."
+            )
         found: dict[str, np.ndarray] = {}
-        for file in files:
-            with np.load(file) as stored:
-                found |= dict(stored)
+        for file in (self.folder / step.fixed, self.folder / step.rest):
+            try:
+                with np.load(file) as stored:
+                    found |= dict(stored)
+            except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+                raise ValueError(
+                    f"offload: path: {file} is damaged ({error}); go on from a "
+                    "checkpoint, with another path."
+                ) from error
         return found
 
     def _remove_aged(self) -> None:

@@ -29,6 +29,7 @@ from jaxpar.offload.on_disk import OnDisk, is_on_disk, is_traced
 from jaxpar.offload.rest import (
     by_index,
     bytes_of_leaves,
+    described,
     leaves_from_bytes,
     placed_on,
 )
@@ -134,7 +135,9 @@ class DiskUpdate(CpuUpdate, StoresApart):
         logical = dataclasses.replace(state, params=state.params["masters"])
         fixed = bytes_of_leaves({"frozen": logical.frozen})
         rest = bytes_of_leaves(dataclasses.replace(logical, frozen={}))
-        self._store.commit(step, rest, fixed)
+        if not self._beside:
+            self._beside.update(described(logical))
+        self._store.commit(step, rest, fixed, self._beside)
 
     def whole_step(self) -> int | None:
         """See `StoresApart`."""
@@ -149,7 +152,8 @@ class DiskUpdate(CpuUpdate, StoresApart):
             leaves[number] = self._stand_ins[number]
         params, opt_state = jax.tree.unflatten(structure, leaves)
         beside = dataclasses.replace(structs, params=params, opt_state=opt_state)
-        state = leaves_from_bytes(beside, self._store.read_rest(step))
+        stored = self._store.read_rest(step, described(beside))
+        state = leaves_from_bytes(beside, stored)
         self._store.begin_from(step)
         packed = {"masters": state.params, "copies": {}}
         params, opt_state = self.unpack(packed, state.opt_state)
@@ -232,6 +236,11 @@ class DiskUpdate(CpuUpdate, StoresApart):
             ):
                 keys[number] = leaf, array
         return keys
+
+    @functools.cached_property
+    def _beside(self) -> dict[str, Any]:
+        """Which leaves are written beside those on disk; known at the first commit."""
+        return {}
 
     @functools.cached_property
     def _twin(self) -> Mesh:

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jaxpar import tree
+from jaxpar.offload.on_disk import is_on_disk
 from jaxpar.types import PyTree
 
 
@@ -49,6 +50,24 @@ def leaves_from_bytes(structs: PyTree, stored: Mapping[str, np.ndarray]) -> PyTr
         for name, struct in tree.named_leaves(structs).items()
     }
     return jax.tree.unflatten(jax.tree.structure(structs), leaves.values())
+
+
+def described(state: PyTree) -> dict[str, Any]:
+    """Which leaves a tree has, as JSON: two runs must agree to share their bytes.
+
+    Args:
+      state: arrays or their shapes, with shardings.
+
+    Returns:
+      Name -> shape, dtype and this process's parts; of a leaf on disk its name alone.
+    """
+    found: dict[str, Any] = {}
+    for name, leaf in tree.named_leaves(state, is_leaf=is_on_disk).items():
+        found[name] = "on disk"
+        if not is_on_disk(leaf):
+            indices = list(indices_of(leaf.sharding, tuple(leaf.shape)))
+            found[name] = [list(leaf.shape), str(leaf.dtype), indices]
+    return found
 
 
 def by_index(array: jax.Array) -> dict[str, list[Any]]:

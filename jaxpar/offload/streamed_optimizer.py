@@ -68,7 +68,9 @@ class StreamedOptimizer:
         given: Any = inner, spec, leaves, elements
         if self.options.path is not None:
             made = DiskUpdate(
-                *given, reduction=inner.reduction, path=Path(self.options.path)
+                *given,
+                reduction=inner.reduction,
+                path=Path(self.options.path).expanduser().absolute(),
             )
             made.require_by_element()
             check_disk(2 * held, spec.mesh, made.path)

@@ -19,6 +19,7 @@ from jaxpar.offload.disk_store import DiskStore
 from jaxpar.offload.on_disk import OnDisk
 
 SIZE = 64
+BESIDE = {"step": [[], "uint8", ["()"]]}
 
 
 def leaf(size: int = SIZE) -> LeafOnDisk:
@@ -51,7 +52,7 @@ def step(store: DiskStore, number: int) -> None:
 
 def commit(store: DiskStore, number: int) -> None:
     rest = {"step@0": np.full(4, number, np.uint8)}
-    store.commit(number, rest, {"frozen@0": np.zeros(2, np.uint8)})
+    store.commit(number, rest, {"frozen@0": np.zeros(2, np.uint8)}, BESIDE)
 
 
 def test_the_last_step_that_was_committed_is_found(tmp_path: Path) -> None:
@@ -66,7 +67,7 @@ def test_the_last_step_that_was_committed_is_found(tmp_path: Path) -> None:
     assert found.step == 3
     store.begin_from(found)
     np.testing.assert_array_equal(store.array(0, 0), array(3))
-    assert store.read_rest(found)["step@0"].tolist() == [3] * 4
+    assert store.read_rest(found, BESIDE)["step@0"].tolist() == [3] * 4
     step(store, 4)
     np.testing.assert_array_equal(store.array(0, 0), array(4))
 
@@ -161,3 +162,48 @@ def test_what_is_committed_is_said_in_one_small_file(tmp_path: Path) -> None:
     assert [each["step"] for each in said["steps"]] == [0, 1]
     files = {x.name for x in store.folder.iterdir() if x.is_file()}
     assert files == {"lock", "state.json", "fixed-0", "rest-0", "rest-1"}
+
+
+@pytest.mark.parametrize("call", ["_write", "_replace"])
+@pytest.mark.parametrize("which", [1, 2])
+def test_a_commit_that_failed_may_be_tried_again(call, which, tmp_path) -> None:
+    """And until it has succeeded, what is named on disk is not overwritten."""
+    store = begun(tmp_path)
+    commit(store, 0)
+    step(store, 1)
+    store.adopt({(0, 0): array(70)})  # Its fixed file is to be written too.
+    real, calls = getattr(disk_store, call), []
+
+    def fails(path: Path, *args: object) -> None:
+        calls.append(path)
+        if len(calls) == which:
+            path.write_bytes(b"")
+            raise OSError(28, "No space left on device", str(path))
+        real(path, *args)
+
+    with mock.patch.object(disk_store, call, fails):
+        if call == "_replace" and which == 2:
+            commit(store, 1)  # There is one of these.
+        with pytest.raises(OSError, match="No space left"):
+            step(store, 2) if call == "_replace" and which == 2 else commit(store, 1)
+    assert not store.is_committed(2)
+    assert store.free_version() != store.version(store.whole[-1])
+    commit(store, 2)
+    step(store, 3)
+    del store
+    store = DiskStore(tmp_path, [leaf()])
+    store.begin_from(store.whole[-1])
+    assert store.whole[-1].step == 3
+    assert store.read_rest(store.whole[-1], BESIDE)["step@0"].tolist() == [3] * 4
+
+
+def test_other_leaves_beside_and_damaged_files_are_refused(tmp_path: Path) -> None:
+    store = begun(tmp_path)
+    commit(store, 0)
+    (last,) = store.whole
+    for other in ({}, {"step": [[2], "uint8", ["()"]]}, {**BESIDE, "more": "on disk"}):
+        with pytest.raises(ValueError, match=r"of another model.*(step|more) differ"):
+            store.read_rest(last, other)
+    (store.folder / last.fixed).write_bytes(b"")
+    with pytest.raises(ValueError, match=r"fixed-0 is damaged.*checkpoint"):
+        store.read_rest(last, BESIDE)

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh
 
 import jaxpar
-from jaxpar.offload import disk_pipeline, disk_update
+from jaxpar.offload import disk_pipeline, disk_store, disk_update
 from tests.equivalence.perceptron import batches, make_engine
 
 ADAM = optax.adamw(1e-2)
@@ -96,6 +96,58 @@ def test_after_an_error_of_the_disk_the_run_goes_on(call: str, tmp_path: Path) -
     for each in (right, engine):
         each.step(batches()[1])
     assert_equal(numbers(engine), numbers(right))
+
+
+@pytest.mark.parametrize("call", ["_write", "_replace"])
+def test_a_step_that_is_taken_and_not_on_disk_is_said(call, tmp_path) -> None:
+    """The next one writes it, and raises the error if it can't."""
+    right, engine = engine_of(tmp_path / "right"), engine_of(tmp_path / "own")
+    for each in (right, engine):
+        each.step(batches()[0])
+    error = OSError(errno.ENOSPC, "No space left on device", "some file")
+    with mock.patch.object(disk_store, call, side_effect=error):
+        with pytest.warns(UserWarning, match=r"some file.*taken, but not on disk"):
+            engine.step(batches()[1])
+        assert engine.steps == 2
+        with pytest.raises(OSError, match="some file"):
+            engine.step(batches()[2])
+    right.step(batches()[1])
+    for batch in batches()[2:4]:
+        for each in (right, engine):
+            each.step(batch)
+    assert_equal(numbers(engine), numbers(right))
+    found = numbers(engine)
+    del engine, each, error  # Its traceback has the engine.
+    engine = engine_of(tmp_path / "own")
+    assert engine.resume() == 4
+    assert_equal(numbers(engine), found)
+
+
+def test_the_folder_is_that_of_the_start(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    engine = engine_of(Path("state"))
+    engine.step(batches()[0])
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    engine.step(batches()[1])
+    assert list((tmp_path / "other").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "mesh"), [(ADAM, (2, 4)), (optax.rmsprop(1e-2, momentum=0.9), (4, 2))]
+)
+def test_resuming_another_run_is_refused(optimizer, mesh, tmp_path) -> None:
+    """Also where all of its leaves are on the device, or it has as many moments."""
+    fraction = 0.0 if mesh != (4, 2) else 1.0
+    offload = jaxpar.Offload(
+        optimizer="disk", path=str(tmp_path), piece_mb=0.0002, fraction=fraction
+    )
+    engine = make_engine(ADAM, 4, 2, 3, offload=offload)
+    engine.step(batches()[0])
+    del engine
+    other = make_engine(optimizer, *mesh, 3, offload=offload)
+    with pytest.raises(ValueError, match="step 1 of another model, optimizer, mesh"):
+        other.resume()
 
 
 def test_what_a_user_reads_does_not_change_later(tmp_path: Path) -> None:

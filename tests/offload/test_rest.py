@@ -8,7 +8,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.mesh import MeshShape, make_mesh
-from jaxpar.offload.rest import bytes_of_leaves, leaves_from_bytes
+from jaxpar.offload.on_disk import OnDisk
+from jaxpar.offload.rest import bytes_of_leaves, described, leaves_from_bytes
 
 
 def state() -> dict:
@@ -54,3 +55,12 @@ def test_bytes_of_another_state_are_refused_by_name() -> None:
     del stored["half@2"]
     with pytest.raises(ValueError, match="has 0 bytes of half"):
         leaves_from_bytes(structs(given), stored)
+
+
+def test_two_trees_are_alike_if_their_leaves_and_parts_are() -> None:
+    given = state()
+    assert described(given) == described(structs(given))
+    mesh = make_mesh(MeshShape(data=2, tensor=2), jax.devices()[:4])
+    moved = jax.device_put(given["half"], NamedSharding(mesh, P("tensor")))
+    assert described({"half": moved}) != described({"half": given["half"]})
+    assert described({"x": OnDisk((2,), np.dtype(np.float32))}) == {"x": "on disk"}
