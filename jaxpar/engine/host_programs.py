@@ -100,14 +100,8 @@ class HostBetween(StepProgram):
           A function that does the host's work: it returns the leaves and the gradients
           that the second program takes, and deletes the arrays that it replaces.
         """
-        finish = self.host.begin(
-            reduced.grads,
-            state.params,
-            state.opt_state,
-            factor=reduced.factor,
-            applied=reduced.applied,
-            loss=reduced.results["loss"],
-        )
+        given = reduced.grads, state.params, state.opt_state
+        finish = self.host.begin(*given, **reduced.for_update)
 
         def on_host() -> tuple[list[jax.Array], Reduced]:
             grads, params, opt_state = finish()

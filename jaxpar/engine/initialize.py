@@ -113,7 +113,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
         for GPUs that a tensor axis joins. Numbers change by rounding alone.
       xla_options: XLA option -> value, overriding those of `jaxpar.compiled.xla_flags`;
         None for XLA's default. `Engine.explain` prints the options that are set.
-      offload: what is stored in the host's memory, such as
+      offload: what is stored in the host's memory or on its disk, such as
         ``jaxpar.Offload(optimizer="host")``; None for nothing.
 
     Returns:

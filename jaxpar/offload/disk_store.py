@@ -15,7 +15,7 @@ import os
 import shutil
 import weakref
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +72,9 @@ class DiskStore:
         weakref.finalize(self, os.close, _locked(self.folder / "lock"))
         self.leaves, self.maps = tuple(leaves), Maps()
         self._layout = [_described(leaf) for leaf in self.leaves]
-        self._beside: dict[str, Any] = {}
+        self._beside: Mapping[str, Any] = {}
         self.whole = self._agreed(self._read())
-        self._found, self._began = self.whole, False
+        self._began = False
         # Initialised here, and not brought from a checkpoint.
         self._is_new = True
         self._committed: int | None = None
@@ -195,16 +195,16 @@ class DiskStore:
         self,
         step: int,
         rest: Mapping[str, np.ndarray],
-        fixed: Mapping[str, np.ndarray],
-        beside: Mapping[str, Any],
+        fixed: Callable[[], tuple[Mapping[str, np.ndarray], Mapping[str, Any]]],
     ) -> None:
         """Make the current version the last whole step.
 
         Args:
           step: its number.
           rest: names -> bytes of what steps carry beside it.
-          fixed: likewise, of what they don't change; written once for a state.
-          beside: JSON that says which leaves these are, as another run must have them.
+          fixed: returns the same of what they don't change, and JSON that says which
+            leaves all of these are, as another run must have them; called once for a
+            state, for it may be large.
 
         Raises:
           ValueError: if the first commit would end a run that was not resumed.
@@ -218,10 +218,10 @@ class DiskStore:
         kept = self._fixed
         if kept is None:
             kept = f"fixed-{number}"
-            _write(self.folder / kept, fixed)
+            arrays, self._beside = fixed()
+            _write(self.folder / kept, arrays)
         new = WholeStep(step, self.current.name, f"rest-{number}", kept)
         whole = (*self.whole, new)[-_KEPT:] if self._began else (new,)
-        self._beside = dict(beside)
         self._doubtful.add(self.current)
         self._write_whole(whole)
         self._doubtful.clear()
@@ -231,7 +231,7 @@ class DiskStore:
 
     def _check_first(self, step: int) -> None:
         """Refuse to write step 0 over an earlier run's last step."""
-        last = self._found[-1].step if self._found else 0
+        last = self.whole[-1].step if self.whole else 0
         if self._began or not self._is_new or step or not last:
             return
         raise ValueError(

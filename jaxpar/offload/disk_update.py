@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,7 @@ class DiskUpdate(CpuUpdate, StoresApart):
     """
 
     path: Path = Path()
+    WHERE: ClassVar[str] = "on disk"
 
     def pack(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
         """See `Update`: what is on disk is written there, and is in no array."""
@@ -133,11 +134,12 @@ class DiskUpdate(CpuUpdate, StoresApart):
         if self._store.is_committed(step):
             return
         logical = dataclasses.replace(state, params=state.params["masters"])
-        fixed = bytes_of_leaves({"frozen": logical.frozen})
         rest = bytes_of_leaves(dataclasses.replace(logical, frozen={}))
-        if not self._beside:
-            self._beside.update(described(logical))
-        self._store.commit(step, rest, fixed, self._beside)
+
+        def fixed() -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+            return bytes_of_leaves({"frozen": logical.frozen}), described(logical)
+
+        self._store.commit(step, rest, fixed)
 
     def whole_step(self) -> int | None:
         """See `StoresApart`."""
@@ -177,11 +179,6 @@ class DiskUpdate(CpuUpdate, StoresApart):
         held = sum(host.num_bytes for host in self.host_leaves.values())
         memory = super().traffic().memory
         return HostTraffic(memory=memory, disk=2 * held, on_disk=held)
-
-    def notes(self) -> tuple[str, ...]:
-        """See `Update`."""
-        lines = [line.replace("in host memory", "on disk") for line in super().notes()]
-        return tuple(lines)
 
     def _updated(
         self,
@@ -236,11 +233,6 @@ class DiskUpdate(CpuUpdate, StoresApart):
             ):
                 keys[number] = leaf, array
         return keys
-
-    @functools.cached_property
-    def _beside(self) -> dict[str, Any]:
-        """Which leaves are written beside those on disk; known at the first commit."""
-        return {}
 
     @functools.cached_property
     def _twin(self) -> Mesh:

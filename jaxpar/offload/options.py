@@ -71,9 +71,8 @@ class Offload:
             raise ValueError(f"offload: fraction={self.fraction} must be from 0 to 1.")
         if self.delayed and (self.update != "host" or self.path is not None):
             raise ValueError(
-                "offload: delayed=True needs optimizer='host' and update='host': the "
-                "host then works beside the devices, and a step that is killed loses "
-                "no gradient that a file should have."
+                "offload: delayed=True needs optimizer='host' and update='host': it "
+                "delays the host's update, and gradients that wait are not on disk."
             )
         if self.delay_after < 0:
             raise ValueError(

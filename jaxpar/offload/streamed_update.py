@@ -8,7 +8,7 @@ is computed before. A leaf whose update needs all of it passes through whole.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,7 @@ class StreamedUpdate(Update):
     piece_elements: int
     memory_kind: str = "pinned_host"
     reduction: Reduction = PLAIN
+    WHERE: ClassVar[str] = "in host memory"
 
     def pack(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
         """See `Update`: with copies in the compute dtype, which stay on the device."""
@@ -267,7 +268,7 @@ class StreamedUpdate(Update):
         num = len(named_leaves(self.spec.params))
         lines = [
             f"offload: the masters and moments of {len(self.host_leaves)} of {num} "
-            "parameters are in host memory."
+            f"parameters are {self.WHERE}."
         ]
         if whole:
             name, why = next(iter(whole.items()))

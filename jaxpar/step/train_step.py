@@ -56,6 +56,12 @@ class Reduced:
     carry: PyTree
     late: "Reduced | None" = None
 
+    @property
+    def for_update(self) -> dict[str, Any]:
+        """What `Update.apply` and `HostUpdate.on_host` get beside the gradients."""
+        loss = self.results["loss"]
+        return {"factor": self.factor, "applied": self.applied, "loss": loss}
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainStep:
@@ -155,14 +161,8 @@ def _optimized(
     update: Update, state: TrainState, own: Reduced
 ) -> tuple[PyTree, PyTree, Metrics]:
     """What the optimizer makes of a state: parameters, its own state, and metrics."""
-    return update.apply(
-        own.grads,
-        state.params,
-        state.opt_state,
-        factor=own.factor,
-        applied=own.applied,
-        loss=own.results["loss"],
-    )
+    given = own.grads, state.params, state.opt_state
+    return update.apply(*given, **own.for_update)
 
 
 def _clip_factor(norm: jax.Array, clip_norm: float | None) -> jax.Array | float:

@@ -52,7 +52,7 @@ def step(store: DiskStore, number: int) -> None:
 
 def commit(store: DiskStore, number: int) -> None:
     rest = {"step@0": np.full(4, number, np.uint8)}
-    store.commit(number, rest, {"frozen@0": np.zeros(2, np.uint8)}, BESIDE)
+    store.commit(number, rest, lambda: ({"frozen@0": np.zeros(2, np.uint8)}, BESIDE))
 
 
 def test_the_last_step_that_was_committed_is_found(tmp_path: Path) -> None:
@@ -164,10 +164,11 @@ def test_what_is_committed_is_said_in_one_small_file(tmp_path: Path) -> None:
     assert files == {"lock", "state.json", "fixed-0", "rest-0", "rest-1"}
 
 
-@pytest.mark.parametrize("call", ["_write", "_replace"])
-@pytest.mark.parametrize("which", [1, 2])
+@pytest.mark.parametrize(
+    ("call", "which"), [("_write", 1), ("_write", 2), ("_replace", 1)]
+)
 def test_a_commit_that_failed_may_be_tried_again(call, which, tmp_path) -> None:
-    """And until it has succeeded, what is named on disk is not overwritten."""
+    """It fails at the leaves, at what is fixed, or at the name of the version."""
     store = begun(tmp_path)
     commit(store, 0)
     step(store, 1)
@@ -181,20 +182,53 @@ def test_a_commit_that_failed_may_be_tried_again(call, which, tmp_path) -> None:
             raise OSError(28, "No space left on device", str(path))
         real(path, *args)
 
-    with mock.patch.object(disk_store, call, fails):
-        if call == "_replace" and which == 2:
-            commit(store, 1)  # There is one of these.
-        with pytest.raises(OSError, match="No space left"):
-            step(store, 2) if call == "_replace" and which == 2 else commit(store, 1)
-    assert not store.is_committed(2)
-    assert store.free_version() != store.version(store.whole[-1])
-    commit(store, 2)
-    step(store, 3)
+    with (
+        mock.patch.object(disk_store, call, fails),
+        pytest.raises(OSError, match="No space left"),
+    ):
+        commit(store, 1)
+    assert not store.is_committed(1)
+    commit(store, 1)
+    step(store, 2)
     del store
     store = DiskStore(tmp_path, [leaf()])
     store.begin_from(store.whole[-1])
-    assert store.whole[-1].step == 3
-    assert store.read_rest(store.whole[-1], BESIDE)["step@0"].tolist() == [3] * 4
+    np.testing.assert_array_equal(store.array(0, 0), array(71))
+    assert store.read_rest(store.whole[-1], BESIDE)["step@0"].tolist() == [2] * 4
+
+
+def test_what_a_failed_commit_may_have_named_is_not_overwritten(tmp_path) -> None:
+    """The file was renamed, and an error came after."""
+    store = begun(tmp_path)
+    step(store, 1)
+    real = disk_store._replace
+
+    def fails(path: Path, data: bytes) -> None:
+        real(path, data)
+        raise OSError(5, "Input/output error", str(path))
+
+    with (
+        mock.patch.object(disk_store, "_replace", fails),
+        pytest.raises(OSError, match="Input/output"),
+    ):
+        step(store, 2)
+    said = json.loads((store.folder / "state.json").read_text())["steps"][-1]
+    store.adopt({(0, 0): array(70)})
+    assert store.free_version().name != said["version"]
+    assert store.current is not None
+    assert store.current.name != said["version"]
+
+
+def test_what_steps_don_t_change_is_read_once(tmp_path: Path) -> None:
+    store, calls = begun(tmp_path), []
+
+    def fixed() -> tuple[dict, dict]:
+        calls.append("read")
+        return {}, BESIDE
+
+    for number in range(3):
+        store.commit(number, {}, fixed)
+    assert calls == ["read"]
 
 
 def test_other_leaves_beside_and_damaged_files_are_refused(tmp_path: Path) -> None:
