@@ -207,3 +207,17 @@ def check_carried_reads(
                 "and those of Offload(optimizer='disk') are on disk; leave it out, or "
                 "store them with Offload(optimizer='host')."
             )
+
+
+def check_micro_batches(update: Update, accumulate: int) -> None:
+    """Check that gradients that leave the devices layer by layer leave once a step.
+
+    Raises:
+      ValueError: if a step has several micro-batches, which would write each other's.
+    """
+    if update.layer_stores() and accumulate > 1:
+        raise ValueError(
+            f"accumulate={accumulate} must be 1 with Offload(params='disk'): layers' "
+            "gradients are written to disk as they are computed, once a step. Use "
+            "remat='full' or 'offload' for a larger batch, or params='host'."
+        )

@@ -15,7 +15,12 @@ from jaxpar import tree
 from jaxpar.compiled.xla_flags import choose_settings
 from jaxpar.engine.batches import BatchSpec
 from jaxpar.engine.check_programs import make_loss_checks
-from jaxpar.engine.checks import check_axes, check_carried_reads, check_elements
+from jaxpar.engine.checks import (
+    check_axes,
+    check_carried_reads,
+    check_elements,
+    check_micro_batches,
+)
 from jaxpar.engine.choose_reduction import choose_reduction
 from jaxpar.engine.compiled_step import StepSpec
 from jaxpar.engine.computed_in import fp32_notes
@@ -34,6 +39,7 @@ from jaxpar.sharding.rules import compute_specs
 from jaxpar.step.carried import Carried
 from jaxpar.step.gradients import Partition
 from jaxpar.step.inputs import Inputs
+from jaxpar.step.loops import read_by_layer
 from jaxpar.step.loss import Loss
 from jaxpar.step.loss_check import NoCheck, why_not
 from jaxpar.step.loss_scale import LossScaler
@@ -113,6 +119,7 @@ def make_step(run: RunSpec, own: LossSpec, network: Network) -> MadeStep:
     partition = _partition(traced, leaves, run)
     given = traced, leaves, partition, parts, execution
     placement, partition = _placement(own.optimizer, *given)
+    check_micro_batches(placement.update, own.accumulate)
     check_carried_reads(placement.update, parts, placement.abstract)
     loss, averages = traced.losses["loss_fn"].jaxpr, traced.losses["loss_fn"].averages
     partition = own.halves.applied(partition, averages=averages)
@@ -204,22 +211,31 @@ def _placement(
 ) -> tuple[Placement, Partition]:
     """How the run's state is stored, and the partition with the update's reduction."""
     former, mesh = traced.network.former_names, partition.mesh
-    update = _update(optimizer, partition, traced.abstract)
+    update = _update(optimizer, partition, traced)
     reduced = execution.communicated_shardings(partition.on_shard)
     reduction = choose_reduction(update.reduction, partition, reduced)
     parts = (*parts, *reduction_parts(reduction, reduced))
     complete = functools.partial(with_shard_parts, carried=parts, mesh=mesh)
     abstract = jax.eval_shape(complete, traced.abstract)
     stored = abstract, leaves, partition.zero, update, parts, former
-    partition = dataclasses.replace(partition, reduction=reduction)
+    zero = partition.zero.at_use if update.fetched else partition.zero
+    partition = dataclasses.replace(
+        partition, reduction=reduction, zero=zero, stores=update.layer_stores()
+    )
     return Placement(mesh, *stored), partition
 
 
-def _update(optimizer: Optimizer, partition: Partition, abstract: TrainState) -> Update:
+def _update(optimizer: Optimizer, partition: Partition, traced: ModelTrace) -> Update:
     """The optimizer, and how it stores the state."""
-    shapes = abstract.params, abstract.opt_state
+    shapes = traced.abstract.params, traced.abstract.opt_state
     dtype = partition.precision.compute_dtype
-    spec = UpdateSpec(partition.leaves, partition.mesh, *shapes, dtype)
+    by_layer = frozenset.intersection(
+        *(
+            read_by_layer(trace.jaxpr, partition.all_leaves)
+            for trace in traced.losses.values()
+        )
+    )
+    spec = UpdateSpec(partition.leaves, partition.mesh, *shapes, dtype, by_layer)
     return make_update(optimizer, spec)
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 from jax.sharding import NamedSharding
@@ -13,6 +13,7 @@ from jaxpar.engine.placement import Placement
 from jaxpar.mesh import on_abstract_mesh
 from jaxpar.sharding.memory_kinds import to_device
 from jaxpar.step.inputs import make_inputs
+from jaxpar.step.layer_store import LayerStore, raise_failure
 from jaxpar.step.loss import Sums
 from jaxpar.step.loss_check import NoCheck
 from jaxpar.step.state import TrainState
@@ -31,6 +32,7 @@ class Program:
       results: the metrics from the `Sums` of an evaluation's parts.
       loss_check: compares the loss of rows with that of their halves.
       eval_check: the same for eval_fn.
+      stores: from where loops fetch parameters.
     """
 
     step: StepProgram
@@ -38,6 +40,7 @@ class Program:
     results: jax.stages.Wrapped
     loss_check: NoCheck
     eval_check: NoCheck
+    stores: Sequence[LayerStore] = ()
 
     def evaluated(
         self,
@@ -65,7 +68,11 @@ class Program:
                 jax.block_until_ready(sums)
             given = weights, model_state, part, step, key, is_packed, is_left_over
             sums.append(self.evaluate(*given))
-        return self.results(sums)
+        results = self.results(sums)
+        if self.stores:
+            jax.block_until_ready(results)
+        raise_failure(self.stores)
+        return results
 
 
 def make_program(
@@ -101,6 +108,7 @@ def make_program(
         results=jax.jit(_results, out_shardings=replicated),
         loss_check=checks["loss_fn"],
         eval_check=checks.get("eval_fn", NoCheck()),
+        stores=tuple(placement.update.layer_stores().values()),
     )
 
 

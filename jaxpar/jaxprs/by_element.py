@@ -162,14 +162,26 @@ class SplitJaxpr:
           Number of an output -> its value, of all but the parts' own; and for each
           part its scalars.
         """
-        jaxpr = self.closed.jaxpr
-        own = {number for part in self.parts for number in part.group.outs}
-        numbers = [n for n in range(len(jaxpr.outvars)) if n not in own]
-        wanted = [jaxpr.outvars[n] for n in numbers]
-        wanted += [var for part in self.parts for var in part.scalars]
+        numbers, wanted = self._wanted
         found = iter(_evaluated(self.closed, wanted, args))
         outs = {number: next(found) for number in numbers}
         return outs, [[next(found) for _ in part.scalars] for part in self.parts]
+
+    @property
+    def reads(self) -> set[int]:
+        """Numbers of the inputs that `rest` reads."""
+        _, needed = _needed(self.closed.jaxpr, self._wanted[1])
+        invars = self.closed.jaxpr.invars
+        return {number for number, var in enumerate(invars) if var in needed}
+
+    @property
+    def _wanted(self) -> tuple[list[int], list[Any]]:
+        """What `rest` computes: numbers of outputs; their variables, and scalars."""
+        jaxpr = self.closed.jaxpr
+        own = {number for part in self.parts for number in part.group.outs}
+        numbers = [n for n in range(len(jaxpr.outvars)) if n not in own]
+        scalars = [var for part in self.parts for var in part.scalars]
+        return numbers, [*(jaxpr.outvars[n] for n in numbers), *scalars]
 
 
 def split_by_element(
@@ -282,15 +294,23 @@ def _evaluated(
 ) -> list[jax.Array]:
     """Compute some variables of a jaxpr from the inputs that they need."""
     jaxpr = closed.jaxpr
+    eqns, _ = _needed(jaxpr, wanted)
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    env.update((jaxpr.invars[number], value) for number, value in args.items())
+    for eqn in eqns:
+        outs = bind(eqn, [read(env, atom) for atom in eqn.invars])
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(env, atom) for atom in wanted]
+
+
+def _needed(
+    jaxpr: core.Jaxpr, wanted: Sequence[Any]
+) -> tuple[list[core.JaxprEqn], set[core.Var]]:
+    """The equations that compute some variables, in order, and all that they read."""
     needed = {var for var in wanted if not isinstance(var, core.Literal)}
     eqns = []
     for eqn in reversed(jaxpr.eqns):
         if needed & set(eqn.outvars):
             eqns.append(eqn)
             needed |= {x for x in eqn.invars if not isinstance(x, core.Literal)}
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    env.update((jaxpr.invars[number], value) for number, value in args.items())
-    for eqn in reversed(eqns):
-        outs = bind(eqn, [read(env, atom) for atom in eqn.invars])
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(env, atom) for atom in wanted]
+    return eqns[::-1], needed

@@ -33,14 +33,16 @@ class LayerLoop(Layers):
     Attributes:
       body: ``(consts, carry, layer, xs) -> (carry, ys)``, lists of arrays; `layer` are
         the gathered parameters. It chooses its own residuals.
-      reduce: gradients of a layer's parameters -> those of their slots' slices, in the
-        slots' dtypes.
+      reduce: gradients of a layer's parameters, and its number -> those of their
+        slots' slices, in the slots' dtypes.
       keep: whether the backward pass reads the gathered layers of the forward pass.
+      numbered: whether `reduce` reads the number; else it is None.
     """
 
     body: Callable[..., tuple[list, list]]
-    reduce: Callable[[Arrays], list]
+    reduce: Callable[[Arrays, Any], list]
     keep: bool = False
+    numbered: bool = False
 
     def __call__(
         self,
@@ -230,7 +232,7 @@ def _backward(loop: LayerLoop, residuals: tuple, cotangents: tuple) -> tuple:
     moving_carry, moving_ys = (list(map(_is_inexact, part)) for part in (carry, ys))
 
     def iteration(state: tuple, layer: list, own: tuple) -> tuple[tuple, tuple]:
-        (summed, ct_carry), (x, kept, ct_ys) = state, own
+        (summed, ct_carry), (x, kept, ct_ys, number) = state, own
         sources = {"once": once, "layer": layer, "xs": x, "stack": kept}
         leaves = [sources[kind][number] for kind, number in step.origins]
         pull = jax.tree.unflatten(step.pull, leaves)
@@ -238,11 +240,12 @@ def _backward(loop: LayerLoop, residuals: tuple, cotangents: tuple) -> tuple:
         counts = map(sum, (step.moving_consts, moving_carry, step.trained))
         ct_consts, ct_carry, ct_layer, ct_xs = _parts(pulled, [*counts, None])
         summed = [a + b for a, b in zip(summed, ct_consts, strict=True)]
-        return (summed, ct_carry), (loop.reduce(ct_layer), ct_xs)
+        return (summed, ct_carry), (loop.reduce(ct_layer, number), ct_xs)
 
     zeros = [jnp.zeros_like(x) for x in _only(consts, step.moving_consts, True)]
     start = zeros, _only(carry, moving_carry, True)
-    given = xs, stacked, _only(ys, moving_ys, True)
+    numbers = jnp.arange(loop.length) if loop.numbered else None
+    given = xs, stacked, _only(ys, moving_ys, True), numbers
     (summed, ct_init), (reduced, ct_xs), _ = iterate(
         loop, shards, iteration, start, given, backward=True, layer=first
     )

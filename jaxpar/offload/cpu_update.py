@@ -44,9 +44,11 @@ class CpuUpdate(StreamedUpdate, HostUpdate):
       in_place: whether the arrays in host memory are overwritten. JAX's arrays are not,
         but on the CPU platform NumPy may see the same memory, and there new ones are
         made. None for what the mesh's platform needs.
+      layers_on_disk: whether the parameters that loops fetch are on disk.
     """
 
     in_place: bool | None = None
+    layers_on_disk: bool = False
     grads_leave_early: bool = True
     delay_after: int | None = None
 
@@ -54,7 +56,7 @@ class CpuUpdate(StreamedUpdate, HostUpdate):
         """See `HostUpdate`."""
         leaves, structure = jax.tree.flatten(params)
         leaves = [place.with_memory_kind("device") for place in leaves]
-        for name in self._streamed_names:
+        for name in self.streamed_names:
             number = self.host_leaves[name].param
             leaves[number] = leaves[number].with_memory_kind(self.memory_kind)
         return jax.tree.unflatten(structure, leaves)
@@ -63,7 +65,7 @@ class CpuUpdate(StreamedUpdate, HostUpdate):
         """See `Update`; gradients in host memory are read a piece at a time."""
         leaves, structure = jax.tree.flatten(grads)
         total = jnp.float32(0)
-        for name in self._streamed_names:
+        for name in self.streamed_names:
             host = self.host_leaves[name]
             if jax.typeof(leaves[host.param]).memory_space == jax.memory.Space.Host:
                 total += self._sum_of_squares(host, leaves[host.param])
@@ -155,7 +157,8 @@ class CpuUpdate(StreamedUpdate, HostUpdate):
         for part in split.parts:
             pairs = zip(part.group.outs, part.group.ins, strict=True)
             outs |= {out: self._kept(args[number]) for out, number in pairs}
-        return self._result(given, outs, params["copies"])
+        copies = {n: self._put_copy(n, x) for n, x in params["copies"].items()}
+        return self._result(given, outs, copies)
 
     def _kept(self, leaf: Any) -> Any:
         """A leaf that `on_host` has updated."""
@@ -163,9 +166,10 @@ class CpuUpdate(StreamedUpdate, HostUpdate):
 
     def _split_of(self, grads: PyTree) -> tuple[SplitJaxpr, Callable[..., Any]]:
         """The update split, for these dtypes, and what computes its scalars."""
-        dtypes = tuple(x.dtype for x in jax.tree.leaves(grads))
+        given = self._given(grads)
+        dtypes = tuple(x.dtype for x in jax.tree.leaves(given[0]))
         if dtypes not in self._splits:
-            split = self._split(self._given(grads))
+            split = self._split(given)
             scalars = jax.jit(lambda x: split.rest(to_device(x))[1])
             self._splits[dtypes] = split, scalars
         return self._splits[dtypes]
@@ -183,9 +187,13 @@ class CpuUpdate(StreamedUpdate, HostUpdate):
         name = part.group.name
         key = name, tuple(shape_of(var).dtype for var in part.inputs)
         if key not in self._passes:
-            copy = self.spec.compute_dtype if name in self._copied else None
+            copy = self.spec.compute_dtype if self._makes_copy(name) else None
             self._passes[key] = _made(part, copy)
         return self._passes[key]
+
+    def _makes_copy(self, name: str) -> bool:
+        """Whether the pass over a leaf writes a copy in the compute dtype."""
+        return name in self._copied
 
     def _computed(
         self,
@@ -235,7 +243,16 @@ class CpuUpdate(StreamedUpdate, HostUpdate):
         if are_present(self.spec.mesh):
             made_by = sorted({self._pass(part)[1] for part in parts})
             line += f", on {cores()} cores, by {'; '.join(made_by)}"
-        return (*super().notes(), f"{line}.")
+        return (*super().notes(), f"{line}.", *self._fetched_notes())
+
+    def _fetched_notes(self) -> tuple[str, ...]:
+        if not self.fetched:
+            return ()
+        where = "on disk" if self.layers_on_disk else "in host memory"
+        return (
+            f"offload: {len(self.fetched)} parameters are {where}; loops fetch each "
+            "layer where they use it, at every ZeRO stage, in both passes.",
+        )
 
     @property
     def _moved_bytes(self) -> int:
@@ -245,7 +262,7 @@ class CpuUpdate(StreamedUpdate, HostUpdate):
             name, own = part.group.name, len(part.group.ins)
             sizes = [shape_of(var).dtype.itemsize for var in part.inputs]
             copy = jnp.dtype(self.spec.compute_dtype).itemsize
-            each = sum(sizes) + sum(sizes[:own]) + copy * (name in self._copied)
+            each = sum(sizes) + sum(sizes[:own]) + copy * self._makes_copy(name)
             moved += each * math.prod(self._chunks(self.host_leaves[name]).shape)
         return moved
 

@@ -58,12 +58,20 @@ class LeafOnDisk:
       name: the parameter's.
       arrays: the master and the moments.
       sharding: theirs.
+      copy: the parameter in the compute dtype, if it is on disk too: `put` and each
+        update write it beside the master.
     """
 
     number: int
     name: str
     arrays: tuple[OnDisk, ...]
     sharding: NamedSharding
+    copy: OnDisk | None = None
+
+    @property
+    def stored(self) -> tuple[OnDisk, ...]:
+        """All arrays of a file, in order."""
+        return self.arrays if self.copy is None else (*self.arrays, self.copy)
 
     @functools.cached_property
     def shards(self) -> tuple[LocalShard, ...]:
@@ -80,24 +88,32 @@ class LeafOnDisk:
 
     def offset(self, shard: LocalShard, array: int) -> int:
         """Where one of the arrays begins in the file; a multiple of `ALIGN`."""
-        before = self.arrays[:array]
+        before = self.stored[:array]
         return sum(padded(shard.elements * x.dtype.itemsize) for x in before)
 
     def num_bytes(self, shard: LocalShard) -> int:
         """The size of the file."""
-        return self.offset(shard, len(self.arrays))
+        return self.offset(shard, len(self.stored))
 
     def put(self, version: Path, array: int, value: jax.Array) -> None:
-        """Write one of the arrays, from memory."""
+        """Write one of the arrays, from memory; with a master its copy."""
+        numbers = [array] if array or self.copy is None else [0, len(self.arrays)]
         for shard in self.shards:
-            file, begin = self.file(version, shard), self.offset(shard, array)
             piece = by_index(value)[shard.index][0].data
             data = np.ascontiguousarray(piece).reshape(-1)
-            raw, buffer = data.view(np.uint8), aligned_buffer(_CHUNK)
-            for start in range(0, raw.size, _CHUNK):
-                size = min(_CHUNK, raw.size - start)
-                buffer[:size] = raw[start : start + size]
-                write(file, begin + start, buffer[: padded(size)])
+            for number in numbers:
+                file, begin = self.file(version, shard), self.offset(shard, number)
+                _write_as(self.stored[number].dtype, file, begin, data)
+
+
+def _write_as(dtype: np.dtype, file: Path, offset: int, data: np.ndarray) -> None:
+    """Write an array's elements in a dtype, a chunk at a time."""
+    buffer, most = aligned_buffer(_CHUNK), _CHUNK // np.dtype(dtype).itemsize
+    for start in range(0, data.size, most):
+        raw = data[start : start + most].astype(dtype, copy=False).view(np.uint8)
+        buffer[: raw.size] = raw
+        at = offset + start * np.dtype(dtype).itemsize
+        write(file, at, buffer[: padded(raw.size)])
 
 
 class Maps:

@@ -26,6 +26,9 @@ _LARGEST = 4
 
 _Jobs = list[concurrent.futures.Future]
 
+Transfer = tuple[Path, int, np.ndarray]
+"""A file, where to begin, and the memory."""
+
 
 @dataclasses.dataclass(frozen=True)
 class DiskPiece:
@@ -36,7 +39,9 @@ class DiskPiece:
       shard: of it.
       start: the first element.
       stop: the one after the last.
-      compute: updates these elements of the arrays, in place.
+      compute: updates these elements of the arrays, in place. It is given them in the
+        order of `LeafOnDisk.stored`, and then that of `grads`.
+      grads: an array of the shard that is read beside them: its file and dtype.
     """
 
     leaf: LeafOnDisk
@@ -44,23 +49,49 @@ class DiskPiece:
     start: int
     stop: int
     compute: Callable[["DiskPiece", list[np.ndarray]], None]
-
-    def places(self, buffer: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """Where each array's bytes begin in the file, and the part of a buffer."""
-        begin = 0
-        for number, array in enumerate(self.leaf.arrays):
-            size = padded((self.stop - self.start) * array.dtype.itemsize)
-            offset = self.leaf.offset(self.shard, number)
-            at = offset + self.start * array.dtype.itemsize
-            yield at, buffer[begin : begin + size]
-            begin += size
+    grads: tuple[Path, np.dtype] | None = None
 
     def arrays(self, buffer: np.ndarray) -> list[np.ndarray]:
         """The elements in a buffer, by array."""
         size = self.stop - self.start
-        parts = (part for _, part in self.places(buffer))
-        pairs = zip(parts, self.leaf.arrays, strict=True)
-        return [part.view(array.dtype)[:size] for part, array in pairs]
+        pairs = zip(self._parts(buffer), self._dtypes, strict=True)
+        return [part.view(dtype)[:size] for part, dtype in pairs]
+
+    def reads(self, version: Path, buffer: np.ndarray) -> list[Transfer]:
+        """What is read: all but the copy, which is only written."""
+        every = list(zip(self._files(version), self._parts(buffer), strict=True))
+        own = len(self.leaf.arrays)
+        last = every[-1:] if self.grads else []
+        return [(*place, part) for place, part in [*every[:own], *last]]
+
+    def writes(self, version: Path, buffer: np.ndarray) -> list[Transfer]:
+        """What is written: all but the gradients."""
+        pairs = zip(self._files(version), self._parts(buffer), strict=True)
+        every = [(*place, part) for place, part in pairs]
+        return every[: len(self.leaf.stored)]
+
+    def _files(self, version: Path) -> Iterator[tuple[Path, int]]:
+        """By array, its file and where these elements begin there."""
+        for number, array in enumerate(self.leaf.stored):
+            offset = self.leaf.offset(self.shard, number)
+            file = self.leaf.file(version, self.shard)
+            yield file, offset + self.start * array.dtype.itemsize
+        if self.grads:
+            file, dtype = self.grads
+            yield file, self.start * np.dtype(dtype).itemsize
+
+    def _parts(self, buffer: np.ndarray) -> Iterator[np.ndarray]:
+        """By array, a part of a buffer."""
+        begin = 0
+        for dtype in self._dtypes:
+            size = padded((self.stop - self.start) * dtype.itemsize)
+            yield buffer[begin : begin + size]
+            begin += size
+
+    @property
+    def _dtypes(self) -> list[np.dtype]:
+        beside = [np.dtype(self.grads[1])] if self.grads else []
+        return [*(array.dtype for array in self.leaf.stored), *beside]
 
 
 def ranges(elements: int, most: int) -> list[tuple[int, int]]:
@@ -103,13 +134,14 @@ class DiskPipeline:
             while left or reading:
                 while left and free:
                     piece, buffer = left.popleft(), free.popleft()
-                    jobs = self._moves(read, piece, source, buffer)
+                    jobs = self._moves(read, piece.reads(source, buffer))
                     reading.append((piece, buffer, jobs))
                 if reading:
                     piece, buffer, jobs = reading.popleft()
                     _finish(jobs)
                     piece.compute(piece, piece.arrays(buffer))
-                    writing.append((buffer, self._moves(write, piece, target, buffer)))
+                    jobs = self._moves(write, piece.writes(target, buffer))
+                    writing.append((buffer, jobs))
                 if len(writing) > 2 or not reading:
                     buffer, jobs = writing.popleft()
                     _finish(jobs)
@@ -125,15 +157,9 @@ class DiskPipeline:
     def _moves(
         self,
         move: Callable[[Path, int, np.ndarray], None],
-        piece: DiskPiece,
-        version: Path,
-        buffer: np.ndarray,
+        transfers: Sequence[Transfer],
     ) -> _Jobs:
-        path = piece.leaf.file(version, piece.shard)
-        return [
-            self._pool.submit(move, path, offset, part)
-            for offset, part in piece.places(buffer)
-        ]
+        return [self._pool.submit(move, *transfer) for transfer in transfers]
 
 
 def _finish(jobs: _Jobs) -> None:

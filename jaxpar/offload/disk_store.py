@@ -149,6 +149,12 @@ class DiskStore:
                 if not file.exists() or file.stat().st_size != size:
                     allocate(file, size)
 
+    @property
+    def current_version(self) -> Path:
+        """The folder of the current version."""
+        assert self.current is not None, "a state was adopted"
+        return self.current
+
     def array(self, leaf: int, number: int) -> jax.Array:
         """An array of the current version, by the numbers of its leaf and its own."""
         assert self.current is not None, "a state was adopted"
@@ -294,7 +300,7 @@ def _described(leaf: LeafOnDisk) -> dict[str, Any]:
     return {
         "name": leaf.name,
         "shape": list(leaf.arrays[0].shape),
-        "dtypes": [str(array.dtype) for array in leaf.arrays],
+        "dtypes": [str(array.dtype) for array in leaf.stored],
         "shards": [str(place) for place in index.values()],
     }
 

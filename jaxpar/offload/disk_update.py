@@ -9,7 +9,8 @@ Source: Rajbhandari et al., "ZeRO-Infinity" (2021).
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,15 +18,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxpar.jaxprs.by_element import ByElement
-from jaxpar.mesh import cpu_twin
+from jaxpar.mesh import are_present, cpu_twin
 from jaxpar.offload.cpu_update import CpuUpdate
 from jaxpar.offload.disk_files import LeafOnDisk
 from jaxpar.offload.disk_pipeline import DiskPipeline
 from jaxpar.offload.disk_store import DiskStore
-from jaxpar.offload.leaf_work import LeafWork
-from jaxpar.offload.on_disk import OnDisk, is_on_disk, is_traced
+from jaxpar.offload.layer_files import LayerFiles
+from jaxpar.offload.leaf_work import LayersWork, LeafWork
+from jaxpar.offload.on_disk import OnDisk, is_on_disk, is_traced, shapes_of
 from jaxpar.offload.rest import (
     by_index,
     bytes_of_leaves,
@@ -33,6 +36,7 @@ from jaxpar.offload.rest import (
     leaves_from_bytes,
     placed_on,
 )
+from jaxpar.step.layer_store import raise_failure
 from jaxpar.step.state import TrainState
 from jaxpar.step.update import HostTraffic, StoresApart
 from jaxpar.types import PyTree
@@ -53,16 +57,15 @@ class DiskUpdate(CpuUpdate, StoresApart):
         """See `Update`: what is on disk is written there, and is in no array."""
         leaves, structure = jax.tree.flatten((params, opt_state))
         given = {key: leaves[number] for number, key in self._keys.items()}
-        masters = [given[leaf, 0] for leaf in range(len(self.host_leaves))]
+        own = {name: leaves[self.host_leaves[name].param] for name in self._copied}
         if is_traced(leaves):
-            copies = list(map(self._cast, masters))
+            copies = {name: self._cast(master) for name, master in own.items()}
         else:
             self._store.adopt(given)
-            copies = list(map(self._copy_of, masters))
+            copies = {name: self._copy_of(name, x) for name, x in own.items()}
         for number in self._keys:
             leaves[number] = self._stand_ins[number]
         masters, opt_state = jax.tree.unflatten(structure, leaves)
-        copies = dict(zip(self._copied, copies, strict=True))
         return {"masters": masters, "copies": copies}, opt_state
 
     def unpack(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
@@ -106,7 +109,9 @@ class DiskUpdate(CpuUpdate, StoresApart):
         """See `Update`."""
         leaves, structure = jax.tree.flatten((params, opt_state))
         copies = {
-            name: self._on_mesh(leaves[self.host_leaves[name].param], "device")
+            name: self._on_mesh(
+                leaves[self.host_leaves[name].param], self._kind_of_copy(name)
+            )
             for name in self._copied
         }
         for number in self._keys:
@@ -119,14 +124,37 @@ class DiskUpdate(CpuUpdate, StoresApart):
         leaves, structure = jax.tree.flatten(params)
         own = {host.param for host in self.host_leaves.values()}
         kinds = [self.memory_kind if n in own else "device" for n in range(len(leaves))]
-        return jax.tree.unflatten(structure, map(self._on_mesh, leaves, kinds))
+        places = list(map(self._on_mesh, leaves, kinds))
+        for number in self.layer_stores():
+            replicated = self._on_mesh(leaves[number], "device")
+            if isinstance(replicated, NamedSharding):
+                replicated = NamedSharding(self.spec.mesh, P())
+            places[number] = replicated
+        return jax.tree.unflatten(structure, places)
+
+    def layer_stores(self) -> Mapping[int, LayerFiles]:
+        """See `Update`."""
+        return self._layers
 
     def compute_params(self, params: PyTree) -> PyTree:
-        """See `Update`: of what is on disk the copies."""
+        """See `Update`: of what is on disk the copies, or the numbers of layers."""
         leaves, structure = jax.tree.flatten(params["masters"], is_leaf=is_on_disk)
+        for number in self.layer_stores():
+            leaves[number] = jnp.arange(leaves[number].shape[0], dtype=jnp.int32)
         for name in self._copied:
-            leaves[self.host_leaves[name].param] = params["copies"][name]
+            copy = self._put_copy(name, params["copies"][name])
+            leaves[self.host_leaves[name].param] = copy
         return jax.tree.unflatten(structure, leaves)
+
+    def norm(self, grads: PyTree) -> jax.Array:
+        """See `Update`; of what loops fetch there are sums of squares."""
+        leaves, structure = jax.tree.flatten(grads)
+        total = jnp.float32(0)
+        for number in self.layer_stores():
+            total += jnp.sum(leaves[number])
+            leaves[number] = jnp.float32(0)
+        others = super().norm(jax.tree.unflatten(structure, leaves))
+        return jnp.sqrt(total + others**2)
 
     def finish_step(self, state: TrainState) -> None:
         """See `HostUpdate`: the step is whole once what steps carry is written too."""
@@ -173,12 +201,29 @@ class DiskUpdate(CpuUpdate, StoresApart):
                 f"all of {name}: {why}. Use one that works by element, such as Adam or "
                 "Lion, or Offload(optimizer='host')."
             )
+        read = self._split_shapes.reads
+        for number, store in self.layer_stores().items():
+            if number in read:
+                raise ValueError(
+                    "offload: params='disk': the optimizer needs all gradients of "
+                    f"{store.leaf.name} at once (as optax.clip_by_global_norm does), "
+                    "but they are on disk, layer by layer. Use clip_norm= of "
+                    "jaxpar.initialize to clip, or params='host'."
+                )
 
     def traffic(self) -> HostTraffic:
         """See `HostUpdate`."""
         held = sum(host.num_bytes for host in self.host_leaves.values())
         memory = super().traffic().memory
-        return HostTraffic(memory=memory, disk=2 * held, on_disk=held)
+        moved, more = 2 * held, 0
+        for number in self.layer_stores():
+            leaf = self.spec.leaf_shardings[number]
+            each = math.prod(leaf.shape) // leaf.ways_stored
+            width = jnp.dtype(self.spec.compute_dtype).itemsize
+            more += each * width if self._has_copy(leaf.name) else 0
+            # Read in two passes, and written once; gradients are written and read.
+            moved += each * width * (2 + self._has_copy(leaf.name) + 2)
+        return HostTraffic(memory=memory, disk=moved, on_disk=held + more)
 
     def _updated(
         self,
@@ -188,24 +233,51 @@ class DiskUpdate(CpuUpdate, StoresApart):
         copies: Mapping[str, jax.Array],
     ) -> tuple[dict[int, Any], dict[str, jax.Array]]:
         """See `CpuUpdate`; no array is replaced, for another version is written."""
-        by_name = {leaf.name: leaf for leaf in self._store.leaves}
-        work = [
-            LeafWork(
-                by_name[part.group.name],
-                self._pass(part)[0],
-                args[part.group.beside[0]],
-                values,
-                copies[part.group.name],
-            )
-            for part, values in zip(parts, scalars, strict=True)
-        ]
+        leaves, stores = self._store.leaves, self.layer_stores()
+        by_name = {leaf.name: leaf for leaf in leaves}
+        work: list[LeafWork | LayersWork] = []
+        for part, values in zip(parts, scalars, strict=True):
+            name, number = part.group.name, part.group.beside[0]
+            own, run = by_name[name], self._pass(part)[0]
+            if number in stores:
+                files = stores[number]
+                assert files.dtype is not None, "a gradient was traced"
+                given = own, run, files.grads, files.dtype, values
+                work.append(LayersWork(*given))
+            else:
+                work.append(LeafWork(own, run, args[number], values, copies[name]))
         pieces = [piece for own in work for piece in own.pieces(self.piece_elements)]
         self._store.update(pieces, self._pipeline)
-        return {}, {own.leaf.name: own.new_copy() for own in work}
+        return {}, {n: x for own in work for n, x in own.new_copies().items()}
 
-    def _copy_of(self, master: jax.Array) -> jax.Array:
-        """A master in the compute dtype, on the devices."""
-        place = self._on_mesh(master.sharding, "device")
+    def begin(
+        self, grads: PyTree, params: PyTree, opt_state: PyTree, **known: jax.Array
+    ) -> Callable[[], tuple[PyTree, PyTree, PyTree]]:
+        """See `HostUpdate`."""
+        jax.block_until_ready(known)
+        raise_failure(self.layer_stores().values())
+        return super().begin(grads, params, opt_state, **known)
+
+    def _given(self, grads: PyTree) -> tuple:
+        """The shapes of `_step`'s arguments; of gradients on disk as they are there."""
+        leaves, structure = jax.tree.flatten(shapes_of(grads))
+        for number, store in self.layer_stores().items():
+            shape = self.spec.leaf_shardings[number].shape
+            dtype = store.dtype or jnp.float32
+            leaves[number] = jax.ShapeDtypeStruct(shape, dtype)
+        return super()._given(jax.tree.unflatten(structure, leaves))
+
+    def _makes_copy(self, name: str) -> bool:
+        return name in self._copied or self._has_copy(name)
+
+    def _has_copy(self, name: str) -> bool:
+        """Whether a copy in the compute dtype is on disk."""
+        fetched = self.layers_on_disk and name in self.fetched
+        return fetched and self.spec.compute_dtype != jnp.float32
+
+    def _copy_of(self, name: str, master: jax.Array) -> jax.Array:
+        """A master in the compute dtype, where copies of this parameter are."""
+        place = self._on_mesh(master.sharding, self._kind_of_copy(name))
         pieces = {
             index: np.array(shards[0].data, self.spec.compute_dtype)
             for index, shards in by_index(master).items()
@@ -220,7 +292,8 @@ class DiskUpdate(CpuUpdate, StoresApart):
 
     @property
     def _copied(self) -> tuple[str, ...]:
-        return tuple(self.host_leaves)
+        there = self.fetched if self.layers_on_disk else ()
+        return tuple(name for name in self.host_leaves if name not in there)
 
     @functools.cached_property
     def _keys(self) -> dict[int, tuple[int, int]]:
@@ -245,16 +318,40 @@ class DiskUpdate(CpuUpdate, StoresApart):
 
     @functools.cached_property
     def _store(self) -> DiskStore:
+        return DiskStore(self.path, self._leaves_on_disk)
+
+    @functools.cached_property
+    def _leaves_on_disk(self) -> list[LeafOnDisk]:
         arrays: dict[int, list[OnDisk]] = {}
         for number, (leaf, _) in self._keys.items():
             arrays.setdefault(leaf, []).append(self._stand_ins[number])
         leaves = []
         for number, (name, host) in enumerate(self.host_leaves.items()):
             place = NamedSharding(self._twin, self._leaf(host).stored_spec)
-            leaves.append(LeafOnDisk(number, name, tuple(arrays[number]), place))
-        return DiskStore(self.path, leaves)
+            own, copy = tuple(arrays[number]), None
+            if self._has_copy(name):
+                copy = OnDisk(own[0].shape, np.dtype(self.spec.compute_dtype))
+            leaves.append(LeafOnDisk(number, name, own, place, copy))
+        return leaves
 
     @functools.cached_property
     def _pipeline(self) -> DiskPipeline:
-        most = max((len(leaf.arrays) for leaf in self._store.leaves), default=1)
+        # And the gradient.
+        most = max((len(leaf.stored) + 1 for leaf in self._store.leaves), default=1)
         return DiskPipeline(most, self.piece_elements)
+
+    @functools.cached_property
+    def _layers(self) -> dict[int, LayerFiles]:
+        if not self.layers_on_disk:
+            return {}
+        devices = list(self._twin.devices.flat)
+        return {
+            self.host_leaves[leaf.name].param: LayerFiles(
+                leaf,
+                devices,
+                lambda: self._store,
+                can_run=are_present(self.spec.mesh),
+            )
+            for leaf in self._leaves_on_disk
+            if leaf.name in self.fetched
+        }

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from jaxpar.step.update import UpdateSpec
 from jaxpar.tree import named_leaves
@@ -24,7 +24,7 @@ class HostLeaf:
 
 
 def choose_host_leaves(
-    spec: UpdateSpec, fraction: float, least: int
+    spec: UpdateSpec, fraction: float, least: int, but: Collection[str] = ()
 ) -> dict[str, HostLeaf]:
     """Choose the parameters whose state is in host memory.
 
@@ -33,6 +33,7 @@ def choose_host_leaves(
       fraction: of the state's bytes, what is on the host, as nearly as the largest
         leaves that fit into it make it up.
       least: elements of a leaf on a device; smaller ones stay there.
+      but: names of leaves that stay on the device.
 
     Returns:
       Parameter name -> its part.
@@ -45,6 +46,7 @@ def choose_host_leaves(
         name: host
         for name, host in every.items()
         if math.prod(shapes[host.param]) // ways[host.param] >= least
+        and name not in but
     }
     # With the last one a little over, or with none.
     chosen = [_largest_first(large, wanted, over) for over in (1.0, 2.0)]

@@ -1,7 +1,8 @@
 """What does a step do with a leaf that is on disk, piece by piece?"""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -54,6 +55,46 @@ class LeafWork:
         if piece.stop == self._new[index].size:
             del self._grads[index]
 
-    def new_copy(self) -> jax.Array:
-        """The copy, on the devices; after all pieces."""
-        return placed_on(self.copy.sharding, self.copy.shape, self._new)
+    def new_copies(self) -> dict[str, jax.Array]:
+        """By name, the copy on the devices; after all pieces."""
+        made = placed_on(self.copy.sharding, self.copy.shape, self._new)
+        return {self.leaf.name: made}
+
+
+class LayersWork:
+    """The update of a leaf that loops fetch from disk, and whose gradient is there.
+
+    Args:
+      leaf: what is on disk, its copy too if there is one.
+      run: updates the elements of arrays in memory.
+      grads: by number of a shard, the file of its gradient.
+      dtype: of the gradient.
+      scalars: what `run` gets beside arrays.
+    """
+
+    def __init__(
+        self,
+        leaf: LeafOnDisk,
+        run: Pass,
+        grads: Mapping[int, Path],
+        dtype: np.dtype,
+        scalars: Sequence[np.ndarray],
+    ):
+        self.leaf, self.run, self.scalars = leaf, run, scalars
+        self.grads, self.dtype = grads, dtype
+
+    def pieces(self, elements: int) -> Iterator[DiskPiece]:
+        """As of `LeafWork`."""
+        for shard in self.leaf.shards:
+            beside = self.grads[shard.number], self.dtype
+            for start, stop in ranges(math.prod(shard.shape), elements):
+                yield DiskPiece(self.leaf, shard, start, stop, self._compute, beside)
+
+    def _compute(self, piece: DiskPiece, arrays: list[np.ndarray]) -> None:
+        count = len(piece.leaf.arrays)
+        own, copy, grads = arrays[:count], arrays[count:-1], arrays[-1]
+        self.run([*own, grads, *own, *copy], self.scalars)
+
+    def new_copies(self) -> dict[str, jax.Array]:
+        """None: it is on disk."""
+        return {}

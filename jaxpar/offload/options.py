@@ -22,9 +22,12 @@ class Offload:
         dtype back: of Adam's state a quarter of the bytes or less. It needs a host
         whose memory is fast for the number of parameters. What is on disk is always
         updated by the host.
+      params: where the parameters are that loops over layers compute with: on the
+        "host" or on "disk", from which each layer is fetched when it is used, in both
+        passes; gradients leave layer by layer. None keeps them, in the compute dtype,
+        on the device. "host" needs an update by the host, "disk" an optimizer on disk.
       path: the folder of what is on disk, which a run has for itself. A local disk is
         best: twice the state is stored, and once read and written a step.
-
       delayed: whether the host's update is a step late: it works while the devices
         compute the next gradients, with the parameters of before. Saving applies what
         is pending.
@@ -33,7 +36,8 @@ class Offload:
     Raises:
       ValueError: if a word is not one of its choices, or a number is out of range.
 
-    Source: Ren et al., "ZeRO-Offload" (2021).
+    Sources: Ren et al., "ZeRO-Offload" (2021); Rajbhandari et al., "ZeRO-Infinity"
+    (2021), for disk and for parameters.
 
     Example:
       >>> Offload(optimizer="host", fraction=0.6).fraction
@@ -44,6 +48,7 @@ class Offload:
     fraction: float = 1.0
     piece_mb: float = 8.0
     update: str = "device"
+    params: str | None = None
     path: str | None = None
     delayed: bool = False
     delay_after: int = 40
@@ -67,6 +72,7 @@ class Offload:
                 "offload: update='host' needs optimizer='host': the host updates the "
                 "state that it holds."
             )
+        self._check_params()
         if not 0 <= self.fraction <= 1:
             raise ValueError(f"offload: fraction={self.fraction} must be from 0 to 1.")
         if self.delayed and (self.update != "host" or self.path is not None):
@@ -80,6 +86,27 @@ class Offload:
             )
         if not self.piece_mb > 0:
             raise ValueError(f"offload: piece_mb={self.piece_mb} must be positive.")
+
+    def _check_params(self) -> None:
+        if self.params not in ("host", "disk", None):
+            raise ValueError(
+                f"offload: params={self.params!r} must be 'host', 'disk' or None."
+            )
+        if self.params == "disk" and self.optimizer != "disk":
+            raise ValueError(
+                f"offload: params='disk' needs optimizer='disk', which writes them; "
+                f"optimizer={self.optimizer!r}."
+            )
+        if self.params and self.optimizer != "disk" and self.update != "host":
+            raise ValueError(
+                "offload: params='host' needs optimizer='host' and update='host', or "
+                "optimizer='disk': the host, which has them, writes them."
+            )
+        if self.params and self.delayed:
+            raise ValueError(
+                f"offload: params={self.params!r} can't be delayed: the devices would "
+                "read parameters while the host writes them. Use delayed=False."
+            )
 
     @classmethod
     def nothing(cls) -> "Offload":

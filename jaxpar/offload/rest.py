@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxpar import tree
 from jaxpar.offload.on_disk import is_on_disk
@@ -97,7 +97,9 @@ def placed_on(
       pieces: by index, as `by_index` names them.
     """
     arrays = [
-        jax.device_put(pieces[index], device)
+        jax.device_put(
+            pieces[index], SingleDeviceSharding(device, memory_kind=place.memory_kind)
+        )
         for index, devices in indices_of(place, shape).items()
         for device in devices
     ]

@@ -3,10 +3,11 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 
+from jaxpar.mesh import PIPE
 from jaxpar.offload.cpu_update import CpuUpdate
 from jaxpar.offload.disk_room import check_disk
 from jaxpar.offload.disk_update import DiskUpdate
@@ -19,6 +20,8 @@ from jaxpar.types import Params, PyTree
 
 _LEAST = 64
 """Leaves of fewer than a piece's elements by this stay on the device."""
+
+U = TypeVar("U", bound=CpuUpdate)
 
 Maker = Callable[[Any, UpdateSpec], Update]
 
@@ -63,7 +66,9 @@ class StreamedOptimizer:
             )
         elements = max(1, int(self.options.piece_mb * 1e6) // 4)
         least = elements // _LEAST
-        leaves = choose_host_leaves(spec, self.options.fraction, least)
+        by_host = self.options.path is not None or self.options.update == "host"
+        rows = _stacks_of_rows(spec) if by_host else ()
+        leaves = choose_host_leaves(spec, self.options.fraction, least, rows)
         held = sum(leaf.num_bytes for leaf in leaves.values())
         given: Any = inner, spec, leaves, elements
         if self.options.path is not None:
@@ -72,6 +77,7 @@ class StreamedOptimizer:
                 reduction=inner.reduction,
                 path=Path(self.options.path).expanduser().absolute(),
             )
+            made = self._fetching(made)
             made.require_by_element()
             check_disk(2 * held, spec.mesh, made.path)
             return made
@@ -84,7 +90,44 @@ class StreamedOptimizer:
                 "offload: delayed=True needs precision='bf16' or 'fp16': in fp32 the "
                 "devices read the masters while the host writes them."
             )
-        return CpuUpdate(*given, reduction=inner.reduction, delay_after=delay)
+        made = CpuUpdate(*given, reduction=inner.reduction, delay_after=delay)
+        return self._fetching(made)
+
+    def _fetching(self, made: U) -> U:
+        """An update that leaves parameters off the device, if that is asked for."""
+        asked, mesh = self.options.params, made.spec.mesh
+        if asked is None:
+            return made
+        if mesh.shape[PIPE] > 1:
+            raise ValueError(
+                f"offload: params={asked!r} fetches the layers of a loop, but pipe="
+                f"{mesh.shape[PIPE]} divides them already; use pipe=1, or params=None."
+            )
+        fetched = made.spec.by_layer & made.streamed_names
+        if not fetched:
+            raise ValueError(
+                f"offload: params={asked!r} fetches the layers of a loop, but the loss "
+                "has no scan over stacks of parameters; scan over the layers, as "
+                "the models of jaxpar do, or use params=None."
+            )
+        return dataclasses.replace(
+            made, fetched=fetched, layers_on_disk=asked == "disk"
+        )
+
+
+def _stacks_of_rows(spec: UpdateSpec) -> tuple[str, ...]:
+    """The parameters whose layers a TPU can't read or write in host memory.
+
+    XLA:TPU refuses single rows of half precision there: "Sublane slicing size must be
+    multiple of element packing factor" (jax 0.11.2).
+    """
+    if spec.mesh.devices.flat[0].platform != "tpu":
+        return ()
+    return tuple(
+        leaf.name
+        for leaf in spec.leaf_shardings
+        if len(leaf.shape) == 2 and leaf.name in spec.by_layer
+    )
 
 
 def offloaded(optimizer: Any, options: Offload | None, make: Maker) -> Any:

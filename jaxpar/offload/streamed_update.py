@@ -54,6 +54,7 @@ class StreamedUpdate(Update):
     piece_elements: int
     memory_kind: str = "pinned_host"
     reduction: Reduction = PLAIN
+    fetched: frozenset[str] = frozenset()
     WHERE: ClassVar[str] = "in host memory"
 
     def pack(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
@@ -79,7 +80,9 @@ class StreamedUpdate(Update):
         """See `Update`."""
         leaves = jax.tree.leaves(params)
         copies = {
-            name: leaves[self.host_leaves[name].param].with_memory_kind("device")
+            name: leaves[self.host_leaves[name].param].with_memory_kind(
+                self._kind_of_copy(name)
+            )
             for name in self._copied
         }
         return {"masters": params, "copies": copies}, opt_state
@@ -90,15 +93,19 @@ class StreamedUpdate(Update):
         for name, host in self.host_leaves.items():
             master = leaves[host.param]
             if name in self._copied:
-                leaves[host.param] = params["copies"][name]
-            elif name in self._streamed_names:
+                copy = params["copies"][name]
+                leaves[host.param] = self._put_copy(name, copy)
+            elif name in self.fetched:
+                leaves[host.param] = self._put(master)
+            elif name in self.streamed_names:
                 leaves[host.param] = self._read(host, master)
             else:
                 leaves[host.param] = to_device(master)
         return jax.tree.unflatten(structure, leaves)
 
     @functools.cached_property
-    def _streamed_names(self) -> frozenset[str]:
+    def streamed_names(self) -> frozenset[str]:
+        """The parameters whose update goes by pieces."""
         return frozenset(part.group.name for part in self._split_shapes.parts)
 
     @property
@@ -106,7 +113,7 @@ class StreamedUpdate(Update):
         """The parameters of which the device keeps copies in the compute dtype."""
         if self.spec.compute_dtype == jnp.float32:
             return ()
-        return tuple(n for n in self.host_leaves if n in self._streamed_names)
+        return tuple(n for n in self.host_leaves if n in self.streamed_names)
 
     @functools.cached_property
     def _copies_of(self) -> Callable[[Params], dict[str, jax.Array]]:
@@ -114,7 +121,7 @@ class StreamedUpdate(Update):
             leaves = jax.tree.leaves(params)
             hosts = {name: self.host_leaves[name] for name in self._copied}
             return {
-                name: self._read(host, leaves[host.param])
+                name: self._put_copy(name, self._read(host, leaves[host.param]))
                 for name, host in hosts.items()
             }
 
@@ -164,7 +171,7 @@ class StreamedUpdate(Update):
         self, given: tuple, outs: Mapping[int, Any], copies: dict[str, jax.Array]
     ) -> tuple[PyTree, PyTree, Metrics]:
         """What `apply` returns, from its outputs by number."""
-        result = jax.eval_shape(self._step, shapes_of(given))
+        result = jax.eval_shape(self._step, self._given(given[0]))
         ordered = [outs[number] for number in range(len(outs))]
         masters, *rest = jax.tree.unflatten(jax.tree.structure(result), ordered)
         return {"masters": masters, "copies": copies}, *rest
@@ -242,6 +249,13 @@ class StreamedUpdate(Update):
     def _put(self, x: jax.Array) -> jax.Array:
         # On compile-only GPUs it is in host memory, and jax does not know it.
         return jax.device_put(x, _HOST) if self.memory_kind == "pinned_host" else x
+
+    def _put_copy(self, name: str, copy: jax.Array) -> jax.Array:
+        """A copy, or its new value, where copies of this parameter are."""
+        return self._put(copy) if name in self.fetched else copy
+
+    def _kind_of_copy(self, name: str) -> str:
+        return self.memory_kind if name in self.fetched else "device"
 
     def _is_there(self, x: jax.Array) -> bool:
         """Whether a traced array is in host memory, as far as jax knows."""

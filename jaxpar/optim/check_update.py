@@ -52,6 +52,7 @@ def check_update(update: Any, spec: UpdateSpec) -> None:
         require_same(*unpacks, {"params": spec.params}, {"params": alone})
         computed = jax.eval_shape(update.compute_params, packed[0])
         anyhow = tree.with_dtype(computed, jnp.dtype(jnp.float32))
+        anyhow = _with_fetched(update, spec, anyhow)
         computes = f"{name}.compute_params", "the model has"
         require_same(*computes, {"params": spec.params}, {"params": anyhow})
         stepped = jax.eval_shape(
@@ -60,6 +61,15 @@ def check_update(update: Any, spec: UpdateSpec) -> None:
     applies = f"{name}.apply", "it takes"
     require_same(*applies, _named_parts(packed), _named_parts(stepped))
     _check_shardings(name, update, spec, packed)
+
+
+def _with_fetched(update: Update, spec: UpdateSpec, params: PyTree) -> PyTree:
+    """Parameters with those that are in no array; `layer_stores` are of them."""
+    leaves, structure = jax.tree.flatten(params)
+    whole = jax.tree.leaves(spec.params)
+    for number in update.layer_stores():
+        leaves[number] = whole[number]
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _gradients(update: Update, spec: UpdateSpec) -> PyTree:

@@ -270,7 +270,7 @@ def backend_notes(target: Target, text: str) -> list[str]:
         ]
     if target.hardware.platform != "cuda":
         return ["TPUs pad arrays to tiles: the state's bytes include the padding."]
-    if PLACEHOLDER in text:
+    if f"{PLACEHOLDER}.attention" in text:
         return [
             "attention is a call with the bytes and FLOPs of cuDNN's, which only a "
             "GPU can compile; blocks of scores above the diagonal are skipped."

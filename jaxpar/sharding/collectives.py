@@ -55,12 +55,31 @@ class Collectives(Protocol):
         """Sum a scalar over data."""
         ...
 
+    def total_of_shards(self, leaf: LeafSharding, value: jax.Array) -> jax.Array:
+        """Sum over data what was summed over a shard of the leaf's view."""
+        ...
+
     def largest(self, value: jax.Array) -> jax.Array:
         """The maximum of a scalar over data."""
         ...
 
     def shard_number(self) -> jax.Array:
         """The number of this shard of the rows, from 0."""
+        ...
+
+    def on_devices(
+        self, fn: Callable[..., jax.Array], leaf: LeafSharding, *, as_view: bool
+    ) -> Callable[..., jax.Array]:
+        """Run ``fn(position on the mesh, number, *shards)`` on every device.
+
+        Args:
+          fn: is given a scalar, and the device's shards of views of the leaf.
+          leaf: the leaf.
+          as_view: whether it returns a shard of the view; else one same value.
+
+        Returns:
+          A function of the number and the views.
+        """
         ...
 
 
@@ -162,6 +181,11 @@ class ManualCollectives:
         """All-reduce."""
         return jax.lax.psum(value, self.axes)
 
+    def total_of_shards(self, leaf: LeafSharding, value: jax.Array) -> jax.Array:
+        """All-reduce over the axes that split the leaf."""
+        axes = tuple(axis for entry in leaf.batch_spec for axis in axes_of(entry))
+        return jax.lax.psum(value, axes) if axes else value
+
     def largest(self, value: jax.Array) -> jax.Array:
         """All-reduce."""
         return jax.lax.pmax(value, self.axes)
@@ -169,6 +193,27 @@ class ManualCollectives:
     def shard_number(self) -> jax.Array:
         """The index on the batch axes."""
         return jax.lax.axis_index(self.axes)
+
+    def on_devices(
+        self, fn: Callable[..., jax.Array], leaf: LeafSharding, *, as_view: bool
+    ) -> Callable[..., jax.Array]:
+        """See `Collectives`."""
+        inner, own = (PIPE, TENSOR), leaf.view_spec(data=False)
+
+        def run(number: jax.Array, *views: jax.Array) -> jax.Array:
+            def on_device(outer: jax.Array, *given: jax.Array) -> jax.Array:
+                count = jax.lax.axis_size(inner)
+                return fn(outer * count + jax.lax.axis_index(inner), *given)
+
+            return jax.shard_map(
+                on_device,
+                in_specs=(P(), P(), *[own] * len(views)),
+                out_specs=own if as_view else P(),
+                axis_names=set(inner),
+                check_vma=False,
+            )(self.shard_number(), number, *views)
+
+        return run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,6 +244,11 @@ class AutomaticCollectives:
         """The value itself: it is global."""
         return value
 
+    def total_of_shards(self, leaf: LeafSharding, value: jax.Array) -> jax.Array:
+        """The value itself: it is global."""
+        del leaf
+        return value
+
     def largest(self, value: jax.Array) -> jax.Array:
         """The value itself: it is global."""
         return value
@@ -206,6 +256,25 @@ class AutomaticCollectives:
     def shard_number(self) -> jax.Array:
         """0: one shard has all rows."""
         return jnp.int32(0)
+
+    def on_devices(
+        self, fn: Callable[..., jax.Array], leaf: LeafSharding, *, as_view: bool
+    ) -> Callable[..., jax.Array]:
+        """See `Collectives`."""
+        axes, own = jax.sharding.get_abstract_mesh().axis_names, leaf.view_spec()
+
+        def on_device(*given: jax.Array) -> jax.Array:
+            return fn(jax.lax.axis_index(axes), *given)
+
+        def run(number: jax.Array, *views: jax.Array) -> jax.Array:
+            return jax.shard_map(
+                on_device,
+                in_specs=(P(), *[own] * len(views)),
+                out_specs=own if as_view else P(),
+                check_vma=False,
+            )(number, *views)
+
+        return run
 
 
 def wire_dtype(dtype: jnp.dtype, platform: str) -> jnp.dtype:
@@ -267,7 +336,12 @@ def _as_made(leaf: LeafSharding, grad: jax.Array) -> jax.Array:
 
 
 def to_view(sharded: LeafSharding, leaf: jax.Array) -> jax.Array:
-    """Reshape a stored leaf to its view, in automatic mode; no data moves."""
+    """Reshape a stored leaf to its view, in automatic mode; no data moves.
+
+    What is in host memory stays there, and is not constrained.
+    """
+    if jax.typeof(leaf).memory_space == jax.memory.Space.Host:
+        return leaf.reshape(sharded.view_shape)
     return constrain(leaf.reshape(sharded.view_shape), *sharded.view_spec())
 
 

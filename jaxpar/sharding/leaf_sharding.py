@@ -170,6 +170,12 @@ class LeafSharding:
         return P(*entries)
 
     @property
+    def view_shard_shape(self) -> tuple[int, ...]:
+        """The shape of a device's part of the view."""
+        entries = zip(self.view_shape, self.view_spec(), strict=True)
+        return tuple(size // self._ways(axes_of(axes)) for size, axes in entries)
+
+    @property
     def batch_spec(self) -> P:
         """The batch axes' part of the storage spec over the view."""
         own = [tuple(a for a in axes if a in BATCH_AXES) for axes in self.placed]

@@ -60,6 +60,11 @@ class ZeroStage:
             return self
         return dataclasses.replace(self, gather="use", reduce="microbatch", keep=True)
 
+    @property
+    def at_use(self) -> "ZeroStage":
+        """The row where parameters are off the devices: each is gathered when used."""
+        return dataclasses.replace(self, gather="use", reduce="microbatch", keep=False)
+
 
 ZERO_STAGES = (
     ZeroStage(0, stored="whole", gather="never", reduce="step"),

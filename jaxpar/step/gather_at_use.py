@@ -21,9 +21,7 @@ from jaxpar.jaxprs.compat import scan_counts
 from jaxpar.jaxprs.evaluate import bind_in_scope, read, scope_of
 from jaxpar.jaxprs.layer_loop import LayerLoop
 from jaxpar.jaxprs.residuals import with_own_residuals
-from jaxpar.sharding.collectives import Collectives
-from jaxpar.sharding.leaf_sharding import LeafSharding
-from jaxpar.sharding.memory_kinds import beside
+from jaxpar.step.gathered_leaf import GatheredAtUse
 from jaxpar.step.loops import gathered_in, is_used_whole
 
 # Their results are as large as the parameter and cheap to recompute. Saved as residuals
@@ -47,110 +45,6 @@ _LAYOUT_OPS = frozenset(
 
 _CALLS = {"custom_vjp_call": "call_jaxpr", "shard_map": "jaxpr"}
 """Call primitive -> the parameter that holds the called jaxpr."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Gathering:
-    """How leaves are gathered.
-
-    Attributes:
-      collectives: gather a leaf, and reduce its gradient.
-      ahead: whether a loop gathers the next layer while it computes one.
-      keep: whether gathered leaves are residuals: the backward pass then does not
-        gather them again.
-      over_replicas: whether gradients are summed over replicas where they are reduced.
-      is_done: whether the leaves have been gathered; their gradients are reduced.
-    """
-
-    collectives: Collectives
-    ahead: bool = False
-    keep: bool = False
-    over_replicas: bool = False
-    is_done: bool = False
-
-
-class GatheredAtUse:
-    """A parameter that is gathered when it is first used.
-
-    Args:
-      leaf: its sharding.
-      slot: the array to differentiate with respect to: has the shape of the stored view
-        and the dtype of the reduction. Its values are not read. None for a leaf that
-        is not trained.
-      source: the stored fp32 view, or the leaf already gathered.
-      dtype: the compute dtype.
-      gathering: how it is gathered.
-    """
-
-    def __init__(
-        self,
-        leaf: LeafSharding,
-        slot: jax.Array | None,
-        source: jax.Array,
-        dtype: jnp.dtype,
-        gathering: Gathering,
-    ):
-        self.leaf_sharding, self.slot, self.source = leaf, slot, source
-        self.dtype, self.gathering = dtype, gathering
-        self._made: jax.Array | None = None
-
-    @property
-    def arrays(self) -> tuple[jax.Array | None, jax.Array]:
-        """The arrays to pass through a transformation."""
-        return self.slot, self.source
-
-    def rebuilt(
-        self, arrays: tuple[jax.Array | None, jax.Array], leaf: LeafSharding
-    ) -> "GatheredAtUse":
-        """The same leaf (or a slice of it) with other tracers."""
-        slot, source = arrays
-        return GatheredAtUse(leaf, slot, source, self.dtype, self.gathering)
-
-    def without_leading_dim(self) -> "GatheredAtUse | None":
-        """One slice along dim 0, its arrays the stacks; None if dim 0 is sharded."""
-        leaf = self.leaf_sharding.without_leading_dim()
-        return None if leaf is None else self.rebuilt(self.arrays, leaf)
-
-    def make(self) -> jax.Array:
-        """The gathered leaf in the compute dtype; gathered once."""
-        if self._made is None:
-            self._made = self._use()(*self.arrays)
-        return self._made
-
-    def gathered(self, source: jax.Array) -> jax.Array:
-        """The leaf, from its shard."""
-        if self.gathering.is_done:
-            return source
-        shard = source.astype(self.dtype)
-        return self.gathering.collectives.gather(self.leaf_sharding, shard)
-
-    def reduced(self, cotangent: jax.Array) -> jax.Array:
-        """The gradient of the slot, from that of the leaf; in the slot's memory."""
-        how, leaf, slot = self.gathering, self.leaf_sharding, self.slot
-        assert slot is not None, "of a leaf that is trained"
-        view = how.collectives.reduce(leaf, cotangent)
-        if how.over_replicas:
-            view = how.collectives.reduce_replicas(leaf, view)
-        return beside(view.astype(slot.dtype), slot)
-
-    def _use(self) -> Callable[[jax.Array | None, jax.Array], jax.Array]:
-        """``use(slot, source) -> leaf``; its backward pass reduces into the slot."""
-
-        def make(_: jax.Array | None, source: jax.Array) -> jax.Array:
-            return self.gathered(source)
-
-        if self.slot is None:
-            return make
-
-        def forward(slot: jax.Array, source: jax.Array) -> tuple[jax.Array, None]:
-            return make(slot, source), None
-
-        def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array, None]:
-            return self.reduced(cotangent), None
-
-        use = jax.custom_vjp(make)
-        use.defvjp(forward, backward)
-        return use
 
 
 def call_gathering_at_use(
@@ -344,8 +238,9 @@ class _Stacks:
         def gather(shards: Sequence[jax.Array]) -> list[jax.Array]:
             return [leaf.gathered(x) for leaf, x in zip(layers, shards, strict=True)]
 
-        def reduce(grads: Sequence[jax.Array]) -> list[jax.Array]:
-            return [leaf.reduced(x) for leaf, x in zip(trained, grads, strict=True)]
+        def reduce(grads: Sequence[jax.Array], number: Any) -> list[jax.Array]:
+            pairs = zip(trained, grads, strict=True)
+            return [leaf.reduced(x, number) for leaf, x in pairs]
 
         return LayerLoop(
             body=body,
@@ -354,6 +249,7 @@ class _Stacks:
             **how,
             ahead=at_use and layers[0].gathering.ahead,
             keep=at_use and layers[0].gathering.keep,
+            numbered=any(leaf.store is not None for leaf in layers),
         )
 
 

@@ -9,7 +9,7 @@ are reduced over data before that.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,13 +31,11 @@ from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.memory_kinds import to_host
 from jaxpar.sharding.torus import torus_dims
 from jaxpar.sharding.zero import ZeroStage
-from jaxpar.step.gather_at_use import (
-    GatheredAtUse,
-    Gathering,
-    call_gathering_at_use,
-)
+from jaxpar.step.gather_at_use import call_gathering_at_use
+from jaxpar.step.gathered_leaf import GatheredAtUse, Gathering
 from jaxpar.step.halves import in_halves
 from jaxpar.step.inputs import Inputs, map_rows, specs_of, with_keys
+from jaxpar.step.layer_store import LayerStore
 from jaxpar.step.loss import Loss, Sums, make_loss
 from jaxpar.step.precision import Precision, frozen_dtype
 from jaxpar.step.reduction import PLAIN, Reduction, of_own_part
@@ -66,6 +64,7 @@ class Partition:
       halves: whether halves of a device's rows are computed side by side.
       to_host: numbers of the trained leaves whose gradients go to the host's memory as
         they are reduced; for steps of one micro-batch.
+      stores: by number of a trained leaf that is in no array, where its layers are.
     """
 
     network: Network
@@ -81,6 +80,7 @@ class Partition:
     replicas_at_once: bool = False
     halves: bool = False
     to_host: tuple[int, ...] = ()
+    stores: Mapping[int, LayerStore] = dataclasses.field(default_factory=dict)
 
     @property
     def automatic(self) -> bool:
@@ -105,10 +105,15 @@ class Partition:
         """The trained leaves as the loss function's shard of the rows sees them."""
         return self._on_shard(self.leaves)
 
+    @property
+    def all_leaves(self) -> tuple[LeafSharding, ...]:
+        """The trained leaves, and the others."""
+        return *self.leaves, *self.frozen
+
     @functools.cached_property
     def all_on_shard(self) -> tuple[LeafSharding, ...]:
         """The trained leaves, and the others."""
-        return self._on_shard((*self.leaves, *self.frozen))
+        return self._on_shard(self.all_leaves)
 
     def _on_shard(self, leaves: tuple[LeafSharding, ...]) -> tuple[LeafSharding, ...]:
         return leaves if self.automatic else tuple(leaf.on_shard for leaf in leaves)
@@ -124,8 +129,15 @@ class Partition:
 
     def views(self, weights: tuple[Params, Params]) -> list[jax.Array]:
         """The stored parameters as views: those that are trained, and the others."""
-        stored, leaves = (*self.leaves, *self.frozen), jax.tree.leaves(weights)
-        return [to_view(*x) for x in zip(stored, leaves, strict=True)]
+        pairs = zip(self.all_leaves, jax.tree.leaves(weights), strict=True)
+        return [
+            x if self._is_elsewhere(number, x) else to_view(leaf, x)
+            for number, (leaf, x) in enumerate(pairs)
+        ]
+
+    def _is_elsewhere(self, number: int, array: jax.Array) -> bool:
+        """Whether a leaf is in no array, and this has the numbers of its layers."""
+        return number in self.stores and array.dtype == jnp.int32
 
     def prepare(self, shards: Sequence[jax.Array]) -> list[jax.Array]:
         """Cast and gather the parameters if that is done once a step."""
@@ -166,11 +178,13 @@ class Partition:
             over_replicas=self.replicas_at_once,
             is_done=self.zero.gather != "use",
         )
+        given = zip(self.all_on_shard, slots, prepared, dtypes, strict=True)
         deferred = [
-            GatheredAtUse(leaf, slot, source, dtype, gathering)
-            for leaf, slot, source, dtype in zip(
-                self.all_on_shard, slots, prepared, dtypes, strict=True
+            GatheredAtUse(
+                *(leaf, slot, source, dtype, gathering),
+                self.stores[number] if self._is_elsewhere(number, source) else None,
             )
+            for number, (leaf, slot, source, dtype) in enumerate(given)
         ]
         return call_gathering_at_use(fn, deferred, *args)
 
@@ -185,6 +199,9 @@ class Partition:
         slots = [jnp.zeros(shard.shape, dtype) for shard in shards[:count]]
         for number in self.to_host:
             slots[number] = to_host(slots[number])
+        for number in self.stores:
+            if self._is_elsewhere(number, shards[number]):
+                slots[number] = jnp.zeros(shards[number].shape)
         return slots
 
     def reduced(
@@ -194,10 +211,16 @@ class Partition:
         if self.zero.reduce == "step":
             given = self.on_shard, grads, carry, self.collectives
             return self.reduction.reduce_soundly(*given)
+        pairs = enumerate(zip(self.on_shard, grads, strict=True))
+        return [self._reduced(n, *pair) for n, pair in pairs], carry
+
+    def _reduced(self, number: int, leaf: LeafSharding, grad: jax.Array) -> jax.Array:
+        """One of `reduced`, of a leaf that is reduced by micro-batch."""
+        if number in self.stores:  # Sums of squares.
+            return self.collectives.total_of_shards(self.leaves[number], grad)
         if self.replicas_at_once:
-            return list(grads), carry
-        pairs = zip(self.on_shard, grads, strict=True)
-        return [self.collectives.reduce_replicas(*pair) for pair in pairs], carry
+            return grad
+        return self.collectives.reduce_replicas(leaf, grad)
 
     def mapped(
         self, body: Callable, out_specs: Any, *, whole: bool = False, carried: int = 0
@@ -209,10 +232,14 @@ class Partition:
         """
         if self.automatic:
             return body
-        specs = [manual_spec(leaf) for leaf in (*self.leaves, *self.frozen)]
         rows = rows_spec(self.mesh)
 
         def run(shards: list, inputs: Inputs, *others: Any) -> Any:
+            pairs = enumerate(zip(self.all_leaves, shards, strict=True))
+            specs = [
+                P() if self._is_elsewhere(number, x) else manual_spec(leaf)
+                for number, (leaf, x) in pairs
+            ]
             own = P() if whole else specs_of(inputs, rows)
             rest = *[P()] * (len(others) - carried), *[rows] * carried
             return jax.shard_map(
@@ -304,14 +331,22 @@ def gradients_on_shards(
     """
     reduction, leaves = partition.reduction, partition.leaves
 
-    views = [reduction.out_spec(leaf) for leaf in leaves]
+    elsewhere = partition.stores
+    views = [
+        P() if number in elsewhere else reduction.out_spec(leaf)
+        for number, leaf in enumerate(leaves)
+    ]
     out_specs = views, P(), P(), rows_spec(partition.mesh)
     run = partition.mapped(of_own_part(body), out_specs, carried=1)
 
     def gradients(weights, model_state, inputs, key, scale, carry):
         shards, inputs = partition.views(weights), with_keys(inputs, key)
         grads, *rest = run(shards, inputs, model_state, key, scale, carry)
-        grads = [reduction.as_gradient(*x) for x in zip(leaves, grads, strict=True)]
+        pairs = enumerate(zip(leaves, grads, strict=True))
+        grads = [
+            pair[1] if number in elsewhere else reduction.as_gradient(*pair)
+            for number, pair in pairs
+        ]
         return jax.tree.unflatten(structure, grads), *rest
 
     return gradients

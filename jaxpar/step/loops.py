@@ -46,6 +46,25 @@ def loops_over(
         yield from loops_over(inner, {var: x for var, x in pairs if x is not None})
 
 
+def read_by_layer(jaxpr: core.Jaxpr, leaves: Sequence[LeafSharding]) -> frozenset[str]:
+    """The parameters that a loss reads in loops over layers alone, a layer at a time.
+
+    Args:
+      jaxpr: the loss's; its inputs are a key, the parameters, and others.
+      leaves: the parameters' shardings, in order.
+
+    Returns:
+      Their names.
+    """
+    pairs = zip(jaxpr.invars[1 : 1 + len(leaves)], leaves, strict=True)
+    given = {var: leaf for var, leaf in pairs if not is_used_whole(jaxpr, var)}
+    shapes = {leaf.name: leaf.shape for leaf in given.values()}
+    sliced = [leaf for _, own in loops_over(jaxpr, given) for leaf in own]
+    # A loop inside a loop slices a slice.
+    nested = {leaf.name for leaf in sliced if leaf.shape != shapes[leaf.name]}
+    return frozenset({leaf.name for leaf in sliced} - nested)
+
+
 def gathered_in(eqn: core.JaxprEqn, slices: Sequence[Any]) -> list[bool]:
     """Which stacks a scan gathers layer by layer.
 

@@ -297,13 +297,17 @@ def with_noise(params: Params, amount: jax.Array) -> Params:
     """Parameters in fp32, each leaf with seeded noise.
 
     Args:
-      params: a tree of arrays.
+      params: a tree of arrays. Those of which only a layer at a time is on the device
+        stay as they are: what is in host memory, and numbers of layers.
       amount: the noise's standard deviation, relative to the larger of the leaf's root
         mean square and that of a usual initialisation.
     """
     leaves, structure = jax.tree.flatten(params)
 
     def noisy(index: int, leaf: jax.Array) -> jax.Array:
+        is_on_host = jax.typeof(leaf).memory_space == jax.memory.Space.Host
+        if is_on_host or leaf.dtype == jnp.int32:
+            return leaf
         leaf = leaf.astype(jnp.float32)
         usual = leaf.shape[-2] ** -0.5 if leaf.ndim > 1 and leaf.size else 0.3
         size = jnp.maximum(jnp.sqrt(jnp.mean(leaf**2)), usual)

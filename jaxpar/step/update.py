@@ -10,13 +10,14 @@ A new optimizer is an object with ``init`` and ``make_update`` (`MakesUpdate`).
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jax.sharding import Mesh
 
 from jaxpar.sharding.leaf_sharding import LeafSharding
+from jaxpar.step.layer_store import LayerStore
 from jaxpar.step.reduction import PLAIN, Reduction
 from jaxpar.types import Metrics, Params, PyTree
 
@@ -32,9 +33,12 @@ class Update(Protocol):
       reduction: how the gradients that it gets are reduced over data. With a
         `jaxpar.step.reduction.LocalGradients` it gets those of every data shard, and
         exchanges them itself.
+      fetched: names of the parameters that are not on the devices, from which loops
+        fetch each layer that they gather (of those in `UpdateSpec.by_layer`).
     """
 
     reduction: Reduction = PLAIN
+    fetched: frozenset[str] = frozenset()
 
     def pack(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
         """Convert the logical parameters and optimizer state to the packed form."""
@@ -62,6 +66,14 @@ class Update(Protocol):
     def compute_params(self, params: PyTree) -> Params:
         """The parameters, or copies in the compute dtype, from the packed ones."""
         return params
+
+    def layer_stores(self) -> Mapping[int, LayerStore]:
+        """By number of a parameter that is in no array, from where loops fetch it.
+
+        `compute_params` then returns the numbers of its layers, int32, and its gradient
+        is the sum of squares of each layer's.
+        """
+        return {}
 
     def pack_grads(self, grads: Params) -> PyTree:
         """Convert gradients to the form that `apply` takes; the norm is unchanged."""
@@ -244,6 +256,8 @@ class UpdateSpec:
       params: shapes of the parameters; fp32.
       opt_state: shapes of the logical state that the optimizer's ``init`` returns.
       compute_dtype: of the parameters that the loss function sees.
+      by_layer: names of the parameters that every loss reads in loops over layers
+        alone, a layer at a time.
     """
 
     leaf_shardings: tuple[LeafSharding, ...]
@@ -251,6 +265,7 @@ class UpdateSpec:
     params: Params
     opt_state: PyTree
     compute_dtype: Any
+    by_layer: frozenset[str] = frozenset()
 
 
 @runtime_checkable

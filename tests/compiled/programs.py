@@ -40,7 +40,7 @@ from jaxpar.optim import fused_adamw, fused_lamb
 from jaxpar.planner.absent_devices import gpu_devices, tpu_devices
 from jaxpar.sharding import collectives as collectives
 from jaxpar.sharding import zero
-from jaxpar.step.gather_at_use import GatheredAtUse
+from jaxpar.step.gathered_leaf import GatheredAtUse
 from jaxpar.tree import num_elements
 
 

@@ -126,3 +126,11 @@ def test_a_constant_array_beside_a_leaf_keeps_it_whole() -> None:
         inlined(lambda x: x * weights, shape), [LeafGroup("x", (0,), (0,))]
     )
     assert split.whole == {"x": "an array of float32[4] beside it"}
+
+
+def test_what_the_rest_reads_is_known() -> None:
+    own, _, _ = split_of(optax.adam(1e-2))
+    assert own.reads.isdisjoint({0, 1})
+    chain = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    clipped, _, _ = split_of(chain)
+    assert clipped.reads >= {0, 1}

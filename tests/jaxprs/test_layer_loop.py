@@ -13,6 +13,11 @@ LAYERS, WIDTH = 5, 8
 MODES = [(False, False), (True, False), (False, True), (True, True)]
 
 
+def first(grads, _):
+    """A reduction that does nothing; it has no use of the layer's number."""
+    return list(grads)
+
+
 def block(table, scale, key, h, w, frozen, b, number):
     """Uses a const, a key, an integer, and a table that depends on the const alone."""
     noise = jax.random.uniform(jax.random.fold_in(key, number), h.shape)
@@ -34,7 +39,7 @@ def make_loop(ahead, keep, *, reverse=False, unroll=1):
     return LayerLoop(
         body=body,
         gather=lambda shards: [2.0 * x for x in shards],
-        reduce=lambda grads: [2.0 * g for g in grads],
+        reduce=lambda grads, _: [2.0 * g for g in grads],
         length=LAYERS,
         reverse=reverse,
         unroll=unroll,
@@ -149,7 +154,7 @@ def test_each_layer_is_gathered_once_a_pass(ahead, keep):
         loop = LayerLoop(
             body=lambda consts, carry, layer, xs: ([jnp.tanh(carry[0] @ layer[0])], []),
             gather=lambda shards: [jax.lax.psum(shards[0], "data")],
-            reduce=list,
+            reduce=first,
             length=LAYERS,
             ahead=ahead,
             keep=keep,
@@ -189,7 +194,7 @@ def test_outputs_may_be_keys():
 
     def run(w, ahead):
         loop = LayerLoop(
-            body=body, gather=list, reduce=list, length=LAYERS, ahead=ahead
+            body=body, gather=list, reduce=first, length=LAYERS, ahead=ahead
         )
         init = [jax.random.key(0), jnp.float32(1)]
         (_, product), (keys,) = loop([], init, [w], [jax.lax.stop_gradient(w)], [])

@@ -20,6 +20,13 @@ from jaxpar import Offload
             {"optimizer": None, "update": "host"},
             "offload: update='host' needs optimizer='host'",
         ),
+        ({"params": "hots"}, "offload: params='hots' must be 'host', 'disk' or None"),
+        ({"params": "disk"}, "offload: params='disk' needs optimizer='disk'"),
+        ({"params": "host"}, "params='host' needs optimizer='host' and update='host'"),
+        (
+            {"params": "host", "update": "host", "delayed": True},
+            "offload: params='host' can't be delayed",
+        ),
     ],
 )
 def test_what_is_out_of_range_is_refused(given: dict, said: str) -> None:

@@ -23,7 +23,8 @@ from jaxpar.sharding.collectives import (
 )
 from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.zero import shard_leaves, zero_stage
-from jaxpar.step.gather_at_use import GatheredAtUse, Gathering, call_gathering_at_use
+from jaxpar.step.gather_at_use import call_gathering_at_use
+from jaxpar.step.gathered_leaf import GatheredAtUse, Gathering
 
 LAYERS, WIDTH, ROWS = 3, 16, 5
 SHAPES = {"stack": (LAYERS, WIDTH, WIDTH), "head": (WIDTH, 24), "bias": (320,)}

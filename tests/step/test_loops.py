@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpar.step.loops import is_used_whole, loops_over
+from jaxpar.step.loops import is_used_whole, loops_over, read_by_layer
 from tests.step.test_gather_at_use import FUNCTIONS, PLANS, SHAPES, X
 
 FOUND = {
@@ -56,3 +56,25 @@ def test_a_variable_is_used_whole_unless_only_scans_slice_it():
     assert not is_used_whole(sliced, sliced.invars[1]), "it is not used"
     summed = traced(lambda s, h, b, x: jax.jit(jnp.sum)(s))
     assert is_used_whole(summed, summed.invars[0])
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_what_is_read_by_layer_alone_is_found(case):
+    leaves = [jnp.zeros(shape) for shape in SHAPES.values()]
+    with_key = jax.make_jaxpr(lambda key, *args: FUNCTIONS[case](*args))
+    jaxpr = with_key(jax.random.key(0), *leaves, X).jaxpr
+    by_layer = {"scan", "remat dots", "jit", "nested scans"}
+    right = {"stack"} if case in by_layer else set()
+    assert read_by_layer(jaxpr, PLANS) == right
+
+
+def test_slices_of_slices_are_not_read_by_layer():
+    def twice(key, stack, head, bias, x):
+        def outer(h, group):
+            return jax.lax.scan(lambda h, row: (h * row, None), h, group)[0], None
+
+        return jax.lax.scan(outer, x, stack)[0].sum()
+
+    leaves = [jnp.zeros(shape) for shape in SHAPES.values()]
+    jaxpr = jax.make_jaxpr(twice)(jax.random.key(0), *leaves, X).jaxpr
+    assert read_by_layer(jaxpr, PLANS) == set()
