@@ -25,4 +25,6 @@ def test_shapes_are_those_of_the_leaf() -> None:
 def test_traced_values_are_told_from_arrays() -> None:
     seen = []
     jax.eval_shape(lambda x: seen.append(is_traced([x])) or x, jnp.ones(2))
+    jax.eval_shape(lambda: seen.append(is_traced(AWAY)))
+    assert seen.pop(), "all leaves are on disk"
     assert [*seen, is_traced([jnp.ones(2)]), is_traced(AWAY)] == [True, False, False]
