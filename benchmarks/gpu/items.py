@@ -210,7 +210,8 @@ def _offloaded(
     given = {"model": "1.3b", "batch": 64, "accumulate": 8} | others
     toy = None
     if offload is not None and "fraction" not in offload:
-        small = {"model": "tiny", "batch": 4, "accumulate": 2}
+        small = {"model": "tiny", "batch": 4}
+        small["accumulate"] = min(2, given["accumulate"])
         toy = small | {"offload": offload | {"piece_mb": 0.1}}
     return Case(
         name,
@@ -227,6 +228,8 @@ _THIRTEEN = {"num_layers": 40, "width": 5120, "num_heads": 40}
 """13 billion parameters."""
 
 _LATE = {"update": "host", "delayed": True, "delay_after": 0}
+
+_LAYERS = {"update": "host", "params": "host"}
 
 _ATTENTION, _OPTIMIZERS = "test_mosaic_gpu.py", "test_fused_optimizers.py"
 
@@ -339,6 +342,16 @@ ITEMS = (
                 changes=_THIRTEEN,
             ),
             _offloaded("350m, on disk", 4, {"optimizer": "disk"}, 20, model="350m"),
+            _offloaded("1.3b, parameters on the host", 3, _LAYERS, 20),
+            _offloaded(
+                "350m, parameters on disk",
+                4,
+                {"optimizer": "disk", "params": "disk"},
+                20,
+                model="350m",
+                batch=16,
+                accumulate=1,
+            ),
         ),
     ),
 )

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 import jaxpar
 from jaxpar.data import Loader, Tokens
 
-BATCH, LENGTH, VOCAB, WIDTH = 16, 6, 40, 32
+BATCH, LENGTH, VOCAB, WIDTH, LAYERS = 16, 6, 40, 32, 2
 START_SECONDS = 60
 
 
@@ -31,7 +31,8 @@ class Case:
     """A run: its split, its steps, and the folders it restores from and saves to.
 
     And it evaluates batches of which two processes have so many rows. With a folder for
-    its state on disk the engine is made twice, and the second one resumes.
+    its state on disk, parameters too, the engine is made twice, and the second one
+    resumes.
     """
 
     data: int
@@ -45,13 +46,27 @@ class Case:
     disk: str | None = None
 
 
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
+        normal, named = nn.initializers.lecun_normal(), nn.with_logical_partitioning
+        h = nn.Dense(2 * WIDTH, kernel_init=named(normal, ("embed", "mlp")))(x)
+        h = nn.Dense(WIDTH, kernel_init=named(normal, ("mlp", "embed")))(nn.gelu(h))
+        return x + h, None
+
+
 class Net(nn.Module):
     @nn.compact
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        normal, named = nn.initializers.lecun_normal(), nn.with_logical_partitioning
         x = nn.Embed(VOCAB, WIDTH)(tokens_BT)
-        h = nn.Dense(2 * WIDTH, kernel_init=named(normal, ("embed", "mlp")))(x)
-        x = x + nn.Dense(WIDTH, kernel_init=named(normal, ("mlp", "embed")))(nn.gelu(h))
+        loop = nn.scan(
+            Block,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=LAYERS,
+            metadata_params={nn.PARTITION_NAME: None},
+        )
+        x, _ = loop()(x)
         return nn.Dense(VOCAB)(nn.LayerNorm()(x))
 
 
@@ -81,9 +96,13 @@ def make_engine(case: Case, mesh: Mesh) -> jaxpar.Engine:
         zero=case.zero,
         accumulate=case.accumulate,
         clip_norm=1.0,
-        offload=case.disk
-        and jaxpar.Offload(optimizer="disk", path=case.disk, piece_mb=0.001),
+        offload=case.disk and _on_disk(case.disk),
     )
+
+
+def _on_disk(folder: str) -> jaxpar.Offload:
+    given = {"optimizer": "disk", "params": "disk", "path": folder}
+    return jaxpar.Offload(**given, piece_mb=0.001)
 
 
 def run(case: Case, devices: list[Any]) -> dict[str, Any]:
