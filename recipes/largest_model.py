@@ -1,15 +1,15 @@
 """The largest GPT that trains on one device of a given memory, by what is offloaded.
 
-ZeRO-Offload trains 13 billion parameters where PyTorch trains 1.4 billion, on a V100 of
-32 GB (Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training").
-Ours are steps of pretrain.py (bf16, AdamW, full remat, one row), compiled for a device
-that need not be here; a limit is what their peak may take. Nothing is trained.
+Steps of pretrain.py (bf16, AdamW, full remat, one row), compiled for a device that need
+not be here; a limit is what their peak may take. Nothing is trained. Compare: Ren et
+al. 2021, "ZeRO-Offload"; Rajbhandari et al. 2021, "ZeRO-Infinity".
 """
 
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -21,22 +21,23 @@ from jaxpar.planner.recipe import plan_in_subprocess
 
 HOST = ("--offload.optimizer", "host")
 BY_HOST = ("--offload.update", "host", "--zero", "2")
+DISK = ("--offload.optimizer=disk", "--offload.params=disk", "--offload.path=unused")
 SETTINGS = {
     "nothing": ("--remat", "full"),
     "optimizer": (*HOST, "--remat", "full"),
     "update": (*HOST, *BY_HOST, "--remat", "full"),
     "activations": (*HOST, *BY_HOST, "--remat", "offload"),
+    "parameters": (*HOST, *BY_HOST, "--offload.params=host", "--remat", "offload"),
+    "to disk": (*DISK, "--zero", "2", "--remat", "offload"),
 }
 """What is offloaded -> flags of pretrain.py."""
 
 WIDTHS = (512, 1024, 2048, 2560, 4096, 5120, 6144, 8192)
 
 READING = """\
-One device; GB are of its memory. Nothing is set aside for the driver or fragments.
-- optimizer: 12 bytes a parameter are on the host, and streamed through the device.
-- update: the host computes it; gradients leave during the backward pass.
-- activations: and each block's input is on the host.
-ZeRO-Offload's paper has 13e9 parameters in 32 GB, and 1.4e9 without it."""
+GB. On the host: masters and moments, streamed; their update; each block's input; all
+layers. To disk: all but inputs. ZeRO-Offload's paper has 13e9 parameters in 32 GB, and
+1.4e9 without it; ZeRO-Infinity's 1e12 on 16 V100s."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,8 @@ class Config:
     """GB of a device, all of which a step's peak may take."""
     target: str = "h200:1x1"
     """The device that is compiled for."""
+    host: tuple[float, float] = (2_000, 30_700)
+    """GB of its memory and of its disks, all for the one device: a DGX H200's."""
     seq_len: int = 1024
     """Tokens of the one row."""
     png: Path = Path("runs/largest_model/parameters.png")
@@ -82,30 +85,28 @@ def plan_of(config: Config, setting: str, width: int, layers: int) -> Plan:
 
 
 def largest(config: Config, setting: str, limit: float, guess: float) -> Found | None:
-    """The most layers that fit, of a width; None where a single one does not.
-
-    A layer's bytes are read from two plans, and say which to compile next.
-    """
+    """The most layers that fit; None where a single one does not."""
     tried: dict[int, Plan] = {}
+    room = 1e9 * np.array([limit, *config.host])
     width, layers = shape_of(1e9 * limit / guess)
     while layers >= 1 and layers not in tried:
         tried[layers] = plan_of(config, setting, width, layers)
-        left = 1e9 * limit - tried[layers].memory.peak
-        layers += int(left // bytes_of_layer(tried))
-    fitting = [n for n, plan in tried.items() if plan.memory.peak <= 1e9 * limit]
-    if not fitting:
-        return None
-    return Found(limit, setting, width, max(fitting), tried[max(fitting)])
+        left, each = room - taken(tried[layers]), bytes_of_layer(tried)
+        layers += int(min(left[each > 0] // each[each > 0]))
+    most = max((n for n in tried if (taken(tried[n]) <= room).all()), default=0)
+    return Found(limit, setting, width, most, tried[most]) if most else None
 
 
-def bytes_of_layer(tried: dict[int, Plan]) -> float:
-    """What a layer adds to the peak, from the last plan and the one nearest to it."""
+def taken(plan: Plan) -> np.ndarray:
+    """Bytes of the device, of the host's memory, and of its disks."""
+    return np.array([plan.memory.peak, plan.memory.host_state, plan.host.on_disk])
+
+
+def bytes_of_layer(tried: dict[int, Plan]) -> np.ndarray:
+    """What a layer adds, from the last plan and the one nearest to it."""
     *before, last = tried
-    peak = tried[last].memory.peak
-    if not before:
-        return peak / last
-    other = min(before, key=lambda layers: abs(layers - last))
-    return (peak - tried[other].memory.peak) / (last - other)
+    other = min(before, key=lambda layers: abs(layers - last), default=0)
+    return (taken(tried[last]) - (taken(tried[other]) if other else 0)) / (last - other)
 
 
 def draw(found: Sequence[Found], file: Path) -> None:
@@ -113,9 +114,9 @@ def draw(found: Sequence[Found], file: Path) -> None:
     figure = import_extra("matplotlib.figure", "--png").Figure(layout="constrained")
     axes = figure.add_subplot(xlabel="GB of the device", ylabel="billion parameters")
     for name in SETTINGS:
-        own = [each for each in found if each.setting == name]
-        heights = [each.plan.num_params / 1e9 for each in own]
-        axes.plot([each.limit for each in own], heights, marker="o", label=name)
+        own = [x for x in found if x.setting == name]
+        points = [(x.limit, x.plan.num_params / 1e9) for x in own]
+        axes.plot(*zip(*points, strict=True), marker="o", label=name)
     axes.legend(title="offloaded", frameon=False)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, format="png", dpi=150)
@@ -125,9 +126,8 @@ def main(config: Config) -> None:
     """Search, print the table, draw it."""
     import_extra("matplotlib.figure", "--png")  # Not after the plans are made.
     console, every = Console(highlight=False, soft_wrap=True), []
-    table = Table("GB", "offloaded", box=box.SIMPLE, pad_edge=False)
-    for name in ("parameters", "layers x width", "peak, GB", "on the host, GB"):
-        table.add_column(name, justify="right")
+    columns = "GB", "offloaded", "parameters", "layers x width", "peak", "host", "disk"
+    table = Table(*columns, box=box.SIMPLE, pad_edge=False)
     for setting in SETTINGS:
         guess = 18.0 if setting == "nothing" else 5.0
         for limit in sorted(config.limits):
@@ -136,11 +136,11 @@ def main(config: Config) -> None:
             if found is None:
                 continue
             every.append(found)
-            memory, count = found.plan.memory, found.plan.num_params
-            guess = 1e9 * limit / count
-            row = f"{limit:g}", setting, f"{count / 1e9:.2f}e9"
-            sizes = f"{memory.peak / 1e9:.1f}", f"{memory.host_state / 1e9:.1f}"
-            table.add_row(*row, f"{found.layers} x {found.width}", *sizes)
+            guess = 1e9 * limit / found.plan.num_params
+            sizes = [f"{own / 1e9:,.1f}" for own in taken(found.plan)]
+            shape = f"{found.layers} x {found.width}"
+            count = f"{found.plan.num_params / 1e9:.2f}e9"
+            table.add_row(f"{limit:g}", setting, count, shape, *sizes)
     console.print(table, READING)
     draw(every, config.png)
     console.print(f"chart    {config.png.resolve()}")

@@ -21,7 +21,7 @@ def check_disk(
     Nothing is checked for devices that are not here.
 
     Args:
-      bytes_per_device: of each device's state, in all of its versions.
+      bytes_per_device: that each device's state takes, in all of its versions.
       mesh: the mesh.
       path: the folder, which is made.
       mounts: the kernel's list of file systems.
@@ -50,7 +50,7 @@ def check_disk(
     free = shutil.disk_usage(path).free + used
     if needed > free:
         raise ValueError(
-            f"offload: path={str(path)!r} needs {needed / 1e9:,.1f} GB for two "
+            f"offload: path={str(path)!r} needs {needed / 1e9:,.1f} GB for the "
             f"versions of the state, of which {free / 1e9:,.1f} GB are free. Give "
             "another disk, lower fraction, or shard the state over more hosts "
             "(zero=1 or more)."

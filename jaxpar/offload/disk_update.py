@@ -214,16 +214,20 @@ class DiskUpdate(CpuUpdate, StoresApart):
     def traffic(self) -> HostTraffic:
         """See `HostUpdate`."""
         held = sum(host.num_bytes for host in self.host_leaves.values())
-        memory = super().traffic().memory
-        moved, more = 2 * held, 0
+        copies, grads = 0, 0
         for number in self.layer_stores():
             leaf = self.spec.leaf_shardings[number]
-            each = math.prod(leaf.shape) // leaf.ways_stored
-            width = jnp.dtype(self.spec.compute_dtype).itemsize
-            more += each * width if self._has_copy(leaf.name) else 0
-            # Read in two passes, and written once; gradients are written and read.
-            moved += each * width * (2 + self._has_copy(leaf.name) + 2)
-        return HostTraffic(memory=memory, disk=moved, on_disk=held + more)
+            size = math.prod(leaf.shape) // leaf.ways_stored
+            size *= jnp.dtype(self.spec.compute_dtype).itemsize
+            copies += size * self._has_copy(leaf.name)
+            grads += size
+        # Layers are read in two passes; their gradients are written and read.
+        moved = 2 * held + copies + 2 * grads + 2 * grads
+        return HostTraffic(
+            memory=super().traffic().memory,
+            disk=moved,
+            on_disk=2 * (held + copies) + grads,
+        )
 
     def _updated(
         self,

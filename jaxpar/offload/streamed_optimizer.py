@@ -79,7 +79,7 @@ class StreamedOptimizer:
             )
             made = self._fetching(made)
             made.require_by_element()
-            check_disk(2 * held, spec.mesh, made.path)
+            check_disk(made.traffic().on_disk, spec.mesh, made.path)
             return made
         check_room(held, spec.mesh, MEMINFO, CGROUP)
         if self.options.update == "device":

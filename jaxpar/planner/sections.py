@@ -101,7 +101,7 @@ def verdict(plan: Plan) -> str:
     on = quantity(on_host, "B") + (f" of {quantity(room, 'B')}" if room else "")
     beside = f"; {on} a device in host memory" if on_host else ""
     if plan.host.on_disk:
-        beside += f"; {quantity(plan.host.on_disk, 'B')} a device on disk, twice"
+        beside += f"; {quantity(plan.host.on_disk, 'B')} a device on disk"
     if whole is None:
         return f"peak {quantity(peak, 'B')}; the device's memory is unknown{beside}"
     over, size = quantity(abs(peak - whole), "B"), quantity(whole, "B")

@@ -125,7 +125,7 @@ class HostTraffic:
     Attributes:
       memory: that the host's cores read and write in its memory, in a step.
       disk: that are read from disk and written to it, in a step.
-      on_disk: of the state that is stored there.
+      on_disk: that it takes there, with all versions.
     """
 
     memory: int = 0

@@ -36,7 +36,7 @@ def test_memory_is_no_disk(tmp_path: Path) -> None:
 
 def test_what_has_no_room_is_refused_with_the_numbers(tmp_path: Path) -> None:
     mesh = make_mesh(MeshShape(), jax.devices()[:2])
-    with pytest.raises(ValueError, match=r"needs 2,000,000.0 GB for two versions"):
+    with pytest.raises(ValueError, match=r"needs 2,000,000.0 GB for the versions"):
         check_disk(10**15, mesh, tmp_path)
     # What an earlier start of the run takes is free for it.
     check_disk(1000, mesh, tmp_path)

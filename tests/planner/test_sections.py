@@ -199,4 +199,4 @@ def test_the_verdict_counts_the_host_too():
 
 def test_the_verdict_and_the_time_have_the_host_s_work() -> None:
     host = HostTraffic(memory=10**9, disk=2 * 10**9, on_disk=10**9)
-    assert "1.00 GB a device on disk, twice" in verdict(make_plan(host=host))
+    assert "1.00 GB a device on disk" in verdict(make_plan(host=host))

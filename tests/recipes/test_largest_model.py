@@ -5,6 +5,7 @@ import runpy
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,26 +28,35 @@ def test_a_guess_has_the_parameters_and_a_usual_shape(parameters, shape) -> None
         assert 12 * layers * width**2 == pytest.approx(parameters, rel=0.05)
 
 
+def planned(peak: float, host_state: float = 0, on_disk: float = 0) -> Any:
+    memory = types.SimpleNamespace(peak=peak, host_state=host_state)
+    host = types.SimpleNamespace(on_disk=on_disk)
+    return types.SimpleNamespace(memory=memory, host=host)
+
+
+@pytest.mark.parametrize("on_host", [0, 12])
 @pytest.mark.parametrize("fixed", [0.0, 0.1e9, 3e9])
 @pytest.mark.parametrize("guess", [1.0, 5.0, 60.0])
-def test_search_ends_at_the_most_layers_that_fit(fixed, guess, monkeypatch) -> None:
+def test_search_ends_at_the_most_that_fit(on_host, fixed, guess, monkeypatch) -> None:
     compiled = []
 
     def plan_of(config: Config, setting: str, width: int, layers: int):
         compiled.append(layers)
         peak = fixed + layers * 12 * width**2 * 5.1
-        return types.SimpleNamespace(memory=types.SimpleNamespace(peak=peak))
+        return planned(peak=peak, host_state=layers * 12 * width**2 * on_host)
 
     monkeypatch.setattr(largest_model, "plan_of", plan_of)
-    found = largest(Config(), "nothing", 16.0, guess)
+    found = largest(Config(host=(20.0, 1e9)), "nothing", 16.0, guess)
     assert found is not None
-    each = 12 * found.width**2 * 5.1
-    assert found.layers == int((16e9 - fixed) // each)
+    most = (16e9 - fixed) / 5.1
+    if on_host:
+        most = min(most, 20e9 / on_host)
+    assert found.layers == int(most // (12 * found.width**2))
     assert len(compiled) <= 5
 
 
 def test_nothing_is_found_where_a_layer_does_not_fit(monkeypatch) -> None:
-    huge = types.SimpleNamespace(memory=types.SimpleNamespace(peak=1e12))
+    huge = planned(peak=1e12)
     monkeypatch.setattr(largest_model, "plan_of", lambda *_: huge)
     assert largest(Config(), "nothing", 16.0, 5.0) is None
 
