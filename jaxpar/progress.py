@@ -91,6 +91,11 @@ def waiting(what: str, *, expected: str = "", shown: bool = True) -> Iterator[No
             _console().print(f"{what}: {seconds:.0f} s", markup=False)
 
 
+def announce(line: str) -> None:
+    """Print a line of what was decided, to standard error."""
+    _console().print(line, markup=False)
+
+
 def _console() -> Console:
     # Made anew: tests and notebooks replace sys.stderr.
     return Console(file=sys.stderr, highlight=False, soft_wrap=True)

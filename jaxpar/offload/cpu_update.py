@@ -182,16 +182,21 @@ class CpuUpdate(StreamedUpdate, HostUpdate):
     def _passes(self) -> dict[tuple[str, Any], tuple[Pass, str]]:
         return {}
 
-    def _pass(self, part: ByElement) -> tuple[Pass, str]:
+    def pass_of(self, part: ByElement) -> tuple[Pass, str]:
         """The function that computes a leaf's update, and what it is made by."""
         name = part.group.name
         key = name, tuple(shape_of(var).dtype for var in part.inputs)
         if key not in self._passes:
-            copy = self.spec.compute_dtype if self._makes_copy(name) else None
+            copy = self.spec.compute_dtype if self.makes_copy(name) else None
             self._passes[key] = _made(part, copy)
         return self._passes[key]
 
-    def _makes_copy(self, name: str) -> bool:
+    @property
+    def parts(self) -> tuple[ByElement, ...]:
+        """What the host computes, of each leaf."""
+        return self._split_shapes.parts
+
+    def makes_copy(self, name: str) -> bool:
         """Whether the pass over a leaf writes a copy in the compute dtype."""
         return name in self._copied
 
@@ -203,7 +208,7 @@ class CpuUpdate(StreamedUpdate, HostUpdate):
         copy: jax.Array | None,
     ) -> tuple[list[jax.Array], jax.Array | None]:
         """A leaf's new arrays, and its copy on the devices if there is one."""
-        run, _ = self._pass(part)
+        run, _ = self.pass_of(part)
         on_cpu = self.spec.mesh.devices.flat[0].platform == "cpu"
         in_place = not on_cpu if self.in_place is None else self.in_place
         kept, shards = len(part.group.ins), []
@@ -241,7 +246,7 @@ class CpuUpdate(StreamedUpdate, HostUpdate):
             f"each device it reads and writes {decimal(self._moved_bytes)} a step"
         )
         if are_present(self.spec.mesh):
-            made_by = sorted({self._pass(part)[1] for part in parts})
+            made_by = sorted({self.pass_of(part)[1] for part in parts})
             line += f", on {cores()} cores, by {'; '.join(made_by)}"
         return (*super().notes(), f"{line}.", *self._fetched_notes())
 
@@ -262,7 +267,7 @@ class CpuUpdate(StreamedUpdate, HostUpdate):
             name, own = part.group.name, len(part.group.ins)
             sizes = [shape_of(var).dtype.itemsize for var in part.inputs]
             copy = jnp.dtype(self.spec.compute_dtype).itemsize
-            each = sum(sizes) + sum(sizes[:own]) + copy * self._makes_copy(name)
+            each = sum(sizes) + sum(sizes[:own]) + copy * self.makes_copy(name)
             moved += each * math.prod(self._chunks(self.host_leaves[name]).shape)
         return moved
 

@@ -242,7 +242,7 @@ class DiskUpdate(CpuUpdate, StoresApart):
         work: list[LeafWork | LayersWork] = []
         for part, values in zip(parts, scalars, strict=True):
             name, number = part.group.name, part.group.beside[0]
-            own, run = by_name[name], self._pass(part)[0]
+            own, run = by_name[name], self.pass_of(part)[0]
             if number in stores:
                 files = stores[number]
                 assert files.dtype is not None, "a gradient was traced"
@@ -271,7 +271,8 @@ class DiskUpdate(CpuUpdate, StoresApart):
             leaves[number] = jax.ShapeDtypeStruct(shape, dtype)
         return super()._given(jax.tree.unflatten(structure, leaves))
 
-    def _makes_copy(self, name: str) -> bool:
+    def makes_copy(self, name: str) -> bool:
+        """See `CpuUpdate`."""
         return name in self._copied or self._has_copy(name)
 
     def _has_copy(self, name: str) -> bool:

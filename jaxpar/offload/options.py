@@ -20,8 +20,9 @@ class Offload:
       update: where the update of what is on the host is computed: on the "device", or
         on the "host", which gets the gradients and sends parameters in the compute
         dtype back: of Adam's state a quarter of the bytes or less. It needs a host
-        whose memory is fast for the number of parameters. What is on disk is always
-        updated by the host.
+        whose memory is fast for the number of parameters. "auto" measures both
+        when the engine is made, takes the faster one and says so. What is on disk is
+        always updated by the host.
       params: where the parameters are that loops over layers compute with: on the
         "host" or on "disk", from which each layer is fetched when it is used, in both
         passes; gradients leave layer by layer. None keeps them, in the compute dtype,
@@ -63,14 +64,14 @@ class Offload:
                 f"offload: path={self.path!r} must be the folder for optimizer='disk', "
                 f"and None for any other; optimizer={self.optimizer!r}."
             )
-        if self.update not in ("device", "host"):
+        if self.update not in ("device", "host", "auto"):
             raise ValueError(
-                f"offload: update={self.update!r} must be 'device' or 'host'."
+                f"offload: update={self.update!r} must be 'device', 'host' or 'auto'."
             )
-        if self.update == "host" and self.optimizer is None:
+        if self.update != "device" and self.optimizer is None:
             raise ValueError(
-                "offload: update='host' needs optimizer='host': the host updates the "
-                "state that it holds."
+                f"offload: update={self.update!r} needs optimizer='host': the host "
+                "updates the state that it holds."
             )
         self._check_params()
         if not 0 <= self.fraction <= 1:

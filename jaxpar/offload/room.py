@@ -1,6 +1,7 @@
 """Does the host's memory have room for what is offloaded?"""
 
 import re
+import resource
 from pathlib import Path
 
 import jax
@@ -31,10 +32,22 @@ def check_room(bytes_per_device: int, mesh: Mesh, meminfo: Path, cgroup: Path) -
         raise ValueError(
             f"offload: {needed / 1e9:,.1f} GB of state ({len(own)} x "
             f"{bytes_per_device / 1e9:,.1f} GB) must fit into this host's memory, of "
-            f"which {free / 1e9:,.1f} GB are free. Lower fraction, shard the state "
-            "over more hosts (zero=1 or more), or use a smaller optimizer state."
+            f"which {free / 1e9:,.1f} GB are free{_pinning()}. Lower fraction, shard "
+            "the state over more hosts (zero=1 or more), use a smaller optimizer "
+            "state, or optimizer='disk'."
         )
 
+
+def _pinning() -> str:
+    """What else bounds pinned memory here: a limit of the process, and its nodes."""
+    said, (limit, _) = "", resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit != resource.RLIM_INFINITY:
+        said = f"; `ulimit -l` lets a process pin {limit / 1e9:,.3f} GB, unless root"
+    nodes = len(list(NODES.glob("node[0-9]*")))
+    return said + f"; it has {nodes} NUMA nodes, each with a part" * (nodes > 1)
+
+
+NODES = Path("/sys/devices/system/node")
 
 _LIMITS = (
     ("memory.max", "memory.current"),

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 
 from jaxpar.mesh import PIPE
+from jaxpar.offload.choose_update import measure_update
 from jaxpar.offload.cpu_update import CpuUpdate
 from jaxpar.offload.disk_room import check_disk
 from jaxpar.offload.disk_update import DiskUpdate
@@ -15,6 +16,7 @@ from jaxpar.offload.host_leaves import choose_host_leaves
 from jaxpar.offload.options import Offload
 from jaxpar.offload.room import CGROUP, MEMINFO, check_room
 from jaxpar.offload.streamed_update import StreamedUpdate
+from jaxpar.progress import announce, waiting
 from jaxpar.step.update import MakesUpdate, Update, UpdateSpec
 from jaxpar.types import Params, PyTree
 
@@ -66,7 +68,7 @@ class StreamedOptimizer:
             )
         elements = max(1, int(self.options.piece_mb * 1e6) // 4)
         least = elements // _LEAST
-        by_host = self.options.path is not None or self.options.update == "host"
+        by_host = self.options.path is not None or self.options.update != "device"
         rows = _stacks_of_rows(spec) if by_host else ()
         leaves = choose_host_leaves(spec, self.options.fraction, least, rows)
         held = sum(leaf.num_bytes for leaf in leaves.values())
@@ -91,7 +93,15 @@ class StreamedOptimizer:
                 "devices read the masters while the host writes them."
             )
         made = CpuUpdate(*given, reduction=inner.reduction, delay_after=delay)
-        return self._fetching(made)
+        if self.options.update == "host":
+            return self._fetching(made)
+        with waiting("timing the update on devices and host"):
+            times = measure_update(made)
+        said = {"reduction": inner.reduction, "remarks": (str(times),)}
+        announce(str(times))
+        if times.faster == "device":
+            return StreamedUpdate(*given, **said)
+        return CpuUpdate(*given, **said)
 
     def _fetching(self, made: U) -> U:
         """An update that leaves parameters off the device, if that is asked for."""

@@ -46,6 +46,7 @@ class StreamedUpdate(Update):
       piece_elements: most elements of a piece of an array on a device.
       memory_kind: where these are stored; "device" runs the same update there.
       reduction: how the gradients that it gets are reduced.
+      remarks: lines among its notes.
     """
 
     inner: Update
@@ -55,6 +56,7 @@ class StreamedUpdate(Update):
     memory_kind: str = "pinned_host"
     reduction: Reduction = PLAIN
     fetched: frozenset[str] = frozenset()
+    remarks: tuple[str, ...] = ()
     WHERE: ClassVar[str] = "in host memory"
 
     def pack(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
@@ -290,7 +292,7 @@ class StreamedUpdate(Update):
                 f"offload: the update of {len(whole)} of them needs whole leaves, "
                 f"which pass through the device as such ({name}: {why})."
             )
-        return (*self.inner.notes(), *lines)
+        return (*self.inner.notes(), *lines, *self.remarks)
 
 
 def others(split: SplitJaxpr, args: Sequence[Any]) -> dict[int, Any]:

@@ -15,7 +15,10 @@ from jaxpar import Offload
         ({"fraction": 1.5}, "offload: fraction=1.5 must be from 0 to 1"),
         ({"fraction": -0.1}, "offload: fraction=-0.1 must be from 0 to 1"),
         ({"piece_mb": 0.0}, "offload: piece_mb=0.0 must be positive"),
-        ({"update": "hots"}, "offload: update='hots' must be 'device' or 'host'"),
+        (
+            {"update": "hots"},
+            "update='hots' must be 'device', 'host' or 'auto'",
+        ),
         (
             {"optimizer": None, "update": "host"},
             "offload: update='host' needs optimizer='host'",

@@ -1,5 +1,6 @@
 """Is a state that the host can't hold refused, with the numbers?"""
 
+import resource
 from pathlib import Path
 
 import jax
@@ -8,7 +9,7 @@ import pytest
 
 import jaxpar
 from jaxpar.mesh import MeshShape, make_mesh
-from jaxpar.offload import streamed_optimizer
+from jaxpar.offload import room, streamed_optimizer
 from jaxpar.offload.room import CGROUP, MEMINFO, check_room, free_bytes
 from tests.equivalence.perceptron import make_engine
 
@@ -68,3 +69,14 @@ def test_it_is_refused_before_anything_compiles(
     with pytest.raises(ValueError, match="must fit into this host's memory"):
         make_engine(optax.adam(0.1), 4, 2, 0, offload=jaxpar.Offload(piece_mb=0.001))
     assert compiled == []
+
+
+def test_what_bounds_pinned_memory_is_named(tmp_path: Path, monkeypatch) -> None:
+    for number in range(2):
+        (tmp_path / f"node{number}").mkdir()
+    monkeypatch.setattr(room, "NODES", tmp_path)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64 << 20, 64 << 20))
+    mesh = make_mesh(MeshShape(), jax.devices()[:1])
+    said = "`ulimit -l` lets a process pin 0.067 GB, unless root; it has 2 NUMA nodes"
+    with pytest.raises(ValueError, match=said):
+        check_room(10**15, mesh, MEMINFO, CGROUP)
