@@ -15,10 +15,12 @@ import pytest
 
 import jaxpar
 from jaxpar.models import decoder_loss, make_decoder
+from jaxpar.models.experts import ExpertsConfig
 from tests.equivalence.foreign_models import Scanned
 from tests.equivalence.looped_gpt import CONFIG, batches
 from tests.equivalence.perceptron import make_engine, make_piped_engine
 
+EXPERTS = ExpertsConfig(num=4, top_k=2)
 ADAM = optax.adam(1e-3)
 HOST = jaxpar.Offload(piece_mb=0.0002, update="host")
 pytestmark = pytest.mark.filterwarnings(
@@ -91,6 +93,16 @@ def test_trains_as_with_parameters_on_the_devices(where, given, tmp_path) -> Non
     engine = make(offload, **given)
     assert engine.placement.update.fetched
     assert_alike(engine, make(HOST, **given))
+
+
+@pytest.mark.thorough
+def test_experts_that_an_axis_divides(tmp_path: Path) -> None:
+    """To rounding: XLA fuses what routes in another way."""
+    given: Any = {"zero": 3, "expert": 2, "config": {"experts": EXPERTS}}
+    engine, right = make(disk(tmp_path, "disk"), **given), make(HOST, **given)
+    (losses, norms, _), (wanted, right_norms, _) = map(trained, (engine, right))
+    np.testing.assert_allclose(losses, wanted, rtol=1e-6)
+    np.testing.assert_allclose(norms, right_norms, rtol=1e-6)
 
 
 def test_gradients_are_clipped_by_their_norm(tmp_path: Path) -> None:
