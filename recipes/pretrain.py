@@ -51,7 +51,7 @@ class Config(jaxpar.StartOptions, DataConfig):
     """The optimizer, but for its learning rate."""
     learning_rate: float = 5e-3
     """Peak of the schedule: linear warm-up over a tenth of it, then cosine."""
-    clip_norm: float = 1.0
+    clip_norm: float | None = 1.0
     """Largest global norm of the gradients."""
     offload: jaxpar.Offload = dataclasses.field(default_factory=jaxpar.Offload.nothing)
     """What is stored in the host's memory, not in the devices'."""

@@ -24,7 +24,6 @@ from jaxpar.step.reduction import (
     Reduction,
     Wire,
     of_own_part,
-    reduction_parts,
 )
 from jaxpar.types import PyTree
 
@@ -56,13 +55,6 @@ def choose_reduction(
     _check_place(reduction, partition, is_local=is_local)
     _check_shapes(reduction, partition, leaves)
     own = partition.precision
-    if own.scales_loss and reduction_parts(reduction, leaves):
-        raise _refusal(
-            reduction,
-            "precision='fp16'",
-            "what it carries is in units of the loss scale, which changes",
-            "Use precision='bf16'",
-        )
     sizes, itemsize = partition.mesh.shape, own.reduce_dtype.itemsize
     if not is_local and not reduction.communicated(leaves, Wire(sizes, itemsize)):
         raise ValueError(
@@ -92,7 +84,8 @@ def _check_place(reduction: Reduction, partition: Partition, *, is_local: bool) 
             "Use a loss of independent examples (coupled_batch=False, no batch "
             "statistics), or an optimizer without a reduction of its own",
         )
-    if zero.reduce != "step" and pipes == 1:
+    twice = zero.number == 2 and reduction.at_zero2
+    if zero.reduce != "step" and pipes == 1 and not twice:
         raise _refusal(
             reduction,
             f"zero={zero.number}",

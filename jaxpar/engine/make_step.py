@@ -18,6 +18,7 @@ from jaxpar.engine.check_programs import make_loss_checks
 from jaxpar.engine.checks import (
     check_axes,
     check_carried_reads,
+    check_clipping,
     check_elements,
     check_micro_batches,
 )
@@ -120,6 +121,7 @@ def make_step(run: RunSpec, own: LossSpec, network: Network) -> MadeStep:
     given = traced, leaves, partition, parts, execution
     placement, partition = _placement(own.optimizer, *given)
     check_micro_batches(placement.update, own.accumulate)
+    check_clipping(partition.reduction, own.clip_norm)
     check_carried_reads(placement.update, parts, placement.abstract)
     loss, averages = traced.losses["loss_fn"].jaxpr, traced.losses["loss_fn"].averages
     partition = own.halves.applied(partition, averages=averages)
@@ -219,6 +221,8 @@ def _placement(
     abstract = jax.eval_shape(complete, traced.abstract)
     stored = abstract, leaves, partition.zero, update, parts, former
     zero = partition.zero.at_use if update.fetched else partition.zero
+    if reduction.at_zero2 and zero.number == 2:
+        zero = zero.once
     partition = dataclasses.replace(
         partition, reduction=reduction, zero=zero, stores=update.layer_stores()
     )

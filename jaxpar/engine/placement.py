@@ -21,7 +21,7 @@ from jaxpar.sharding.memory_kinds import (
     is_on_host,
 )
 from jaxpar.sharding.zero import ZeroStage
-from jaxpar.step.carried import Carried, init_logical_parts, init_shard_parts
+from jaxpar.step.carried import Carried, begin_parts
 from jaxpar.step.state import (
     TrainState,
     pack_state,
@@ -190,12 +190,11 @@ class Placement:
         if not own:
             return state
 
-        def begin(params: Params) -> dict[str, PyTree]:
-            parts = init_shard_parts(own, params, self.mesh)
-            return parts | init_logical_parts(own, params)
+        def begin(params: Params, opt_state: PyTree) -> dict[str, PyTree]:
+            return begin_parts(own, params, opt_state, self.mesh)
 
         places = {part.name: self.shardings.carried[part.name] for part in own}
-        begun = jax.jit(begin, out_shardings=places)(state.params)
+        begun = jax.jit(begin, out_shardings=places)(state.params, state.opt_state)
         return dataclasses.replace(state, carried=state.carried | begun)
 
     def initial_state(

@@ -4,6 +4,7 @@ from .decay import decayed
 from .fused import fused_adamw, fused_lamb, fused_lion
 from .fused_update import FusedOptimizer
 from .make_update import HostUpdate, MakesUpdate, Update, UpdateSpec
+from .onebit_adam import onebit_adam
 from .settings import OPTIMIZERS, OptimizerSettings
 from .with_reduction import (
     LocalGradients,
@@ -30,4 +31,5 @@ __all__ = [
     "fused_adamw",
     "fused_lamb",
     "fused_lion",
+    "onebit_adam",
 ]

@@ -11,6 +11,7 @@ import optax
 
 from jaxpar.optim import fused
 from jaxpar.optim.fused_update import Schedule
+from jaxpar.optim.onebit_adam import onebit_adam
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,6 +156,30 @@ class AdafactorSettings(OptimizerSettings):
     _optax: ClassVar[Any] = staticmethod(_adafactor)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OneBitAdamSettings(OptimizerSettings):
+    """1-bit Adam: momenta are exchanged by their signs, after a warm-up.
+
+    Attributes:
+      weight_decay: times the parameter it is added to the update.
+      freeze_step: steps of the warm-up: 15 to 20 % of the run.
+      b1: decay rate of the mean of gradients.
+      b2: decay rate of the mean of squared gradients.
+      eps: added to the square root.
+    """
+
+    kind: str = dataclasses.field(default="onebit_adam", init=False)
+    freeze_step: int = 100
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+
+    def make(self, learning_rate: float | Schedule) -> Any:
+        """See `OptimizerSettings`."""
+        decays = {"b1": self.b1, "b2": self.b2, "weight_decay": self.weight_decay}
+        return onebit_adam(learning_rate, self.freeze_step, eps=self.eps, **decays)
+
+
 OPTIMIZERS: dict[str, OptimizerSettings] = {
     each.kind: each
     for each in (
@@ -163,6 +188,7 @@ OPTIMIZERS: dict[str, OptimizerSettings] = {
         LambSettings(),
         SgdSettings(),
         AdafactorSettings(),
+        OneBitAdamSettings(),
     )
 }
 """Name -> an optimizer's usual settings."""

@@ -95,8 +95,8 @@ class Pipeline:
             weight = sums.loss.weight
             inverse = jax.numpy.where(weight > 0, 1.0 / weight, 0.0)
             grads = [grad * inverse for grad in jax.tree.leaves(grads)]
-            given = leaf_shardings, grads, carry, partition.collectives
-            reduced, carry = partition.reduction.reduce_soundly(*given)
+            given = leaf_shardings, grads, carry, scale
+            reduced, carry = partition.reduced_once(*given)
             stored = [
                 stages.from_stages(own, view)
                 if (stages := self.division.of(own.name))

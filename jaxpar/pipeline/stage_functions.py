@@ -18,8 +18,7 @@ from jaxpar.model.network import PipelineNetwork
 from jaxpar.model.proxies import Call, ModelProxy, inputs_of
 from jaxpar.model.section import SectionNetwork
 from jaxpar.pipeline.stages import Stages
-from jaxpar.step.gradients import microbatch_rows
-from jaxpar.step.inputs import Inputs, num_rows, twice_the_rows
+from jaxpar.step.inputs import Inputs, microbatch_rows, num_rows, twice_the_rows
 from jaxpar.step.loss import Loss, Sums, loss_sums
 from jaxpar.step.row_draws import BatchRows, Draws, ShardKey
 from jaxpar.types import Params, PyTree

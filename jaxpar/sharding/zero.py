@@ -61,6 +61,11 @@ class ZeroStage:
         return dataclasses.replace(self, gather="use", reduce="microbatch", keep=True)
 
     @property
+    def once(self) -> "ZeroStage":
+        """The row where a reduction of its own reduces once a step."""
+        return dataclasses.replace(self, reduce="step")
+
+    @property
     def at_use(self) -> "ZeroStage":
         """The row where parameters are off the devices: each is gathered when used."""
         return dataclasses.replace(self, gather="use", reduce="microbatch", keep=False)

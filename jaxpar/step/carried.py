@@ -63,6 +63,16 @@ class Carried(Protocol):
         """
         ...
 
+    def begin(self, params: Params, opt_state: PyTree) -> PyTree:
+        """Make the part for a run that goes on without it; traceable.
+
+        Args:
+          params: fp32.
+          opt_state: the optimizer's state, logical.
+        """
+        del opt_state
+        return self.init(params)
+
     def spec(self, name: str, shape: tuple[int, ...]) -> P:
         """How pipe and tensor split an array of one shard; used if it is per shard."""
         del name, shape
@@ -82,15 +92,27 @@ def init_shard_parts(
     parts: Sequence[Carried], params: Params, mesh: Mesh
 ) -> dict[str, PyTree]:
     """Make the parts that are per shard; all shards begin with the same; traceable."""
+    own = [part for part in parts if part.per_shard]
+    return {part.name: on_shards(part.init(params), mesh) for part in own}
 
-    def on_shards(x: Any) -> jax.Array:
-        return jnp.broadcast_to(x, (num_batch_shards(mesh), *jnp.shape(x)))
 
+def begin_parts(
+    parts: Sequence[Carried], params: Params, opt_state: PyTree, mesh: Mesh
+) -> dict[str, PyTree]:
+    """Make parts for a run that goes on without them; traceable."""
+    found = {part.name: part.begin(params, opt_state) for part in parts}
     return {
-        part.name: jax.tree.map(on_shards, part.init(params))
-        for part in parts
+        part.name: on_shards(found[part.name], mesh)
         if part.per_shard
+        else found[part.name]
+        for part in parts
     }
+
+
+def on_shards(part: PyTree, mesh: Mesh) -> PyTree:
+    """What one shard has, on all data shards, their dim first."""
+    count = num_batch_shards(mesh)
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), part)
 
 
 def shard_part_shardings(part: Carried, arrays: PyTree, mesh: Mesh) -> PyTree:

@@ -26,7 +26,6 @@ from jaxpar.sharding.collectives import (
     manual_spec,
     to_view,
 )
-from jaxpar.sharding.constrain import constrain
 from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.memory_kinds import to_host
 from jaxpar.sharding.torus import torus_dims
@@ -34,7 +33,7 @@ from jaxpar.sharding.zero import ZeroStage
 from jaxpar.step.gather_at_use import call_gathering_at_use
 from jaxpar.step.gathered_leaf import GatheredAtUse, Gathering
 from jaxpar.step.halves import in_halves
-from jaxpar.step.inputs import Inputs, map_rows, specs_of, with_keys
+from jaxpar.step.inputs import Inputs, microbatch_rows, specs_of, with_keys
 from jaxpar.step.layer_store import LayerStore
 from jaxpar.step.loss import Loss, Sums, make_loss
 from jaxpar.step.precision import Precision, frozen_dtype
@@ -205,14 +204,30 @@ class Partition:
         return slots
 
     def reduced(
-        self, grads: Sequence[jax.Array], carry: PyTree
+        self, grads: Sequence[jax.Array], carry: PyTree, scale: jax.Array
     ) -> tuple[list[jax.Array], PyTree]:
         """Reduce gradients over the axes that the backward pass has not."""
         if self.zero.reduce == "step":
-            given = self.on_shard, grads, carry, self.collectives
-            return self.reduction.reduce_soundly(*given)
+            return self.reduced_once(self.on_shard, grads, carry, scale)
         pairs = enumerate(zip(self.on_shard, grads, strict=True))
         return [self._reduced(n, *pair) for n, pair in pairs], carry
+
+    def reduced_once(
+        self,
+        leaves: Sequence[LeafSharding],
+        grads: Sequence[jax.Array],
+        carry: PyTree,
+        scale: jax.Array,
+    ) -> tuple[list[jax.Array], PyTree]:
+        """Reduce gradients by the reduction.
+
+        What it carries is without the loss scale, which is a power of two.
+        """
+        scales = self.precision.scales_loss and jax.tree.leaves(carry)
+        given = [grad / scale for grad in grads] if scales else grads
+        reduce = self.reduction.reduce_soundly
+        found, carry = reduce(leaves, given, carry, self.collectives)
+        return ([grad * scale for grad in found] if scales else found), carry
 
     def _reduced(self, number: int, leaf: LeafSharding, grad: jax.Array) -> jax.Array:
         """One of `reduced`, of a leaf that is reduced by micro-batch."""
@@ -309,7 +324,7 @@ def make_gradients(
             weight = sums.loss.weight
             inverse = jnp.where(weight > 0, 1.0 / weight, 0.0)
             grads = [grad * inverse for grad in grads]
-        grads, carry = partition.reduced(grads, carry)
+        grads, carry = partition.reduced(grads, carry, scale)
         return grads, sums, state, carry
 
     return gradients_on_shards(partition, jax.tree.structure(like[0]), body)
@@ -350,19 +365,6 @@ def gradients_on_shards(
         return jax.tree.unflatten(structure, grads), *rest
 
     return gradients
-
-
-def microbatch_rows(inputs: Inputs, index: jax.Array | int, accumulate: int) -> Inputs:
-    """Select micro-batch m: rows m, m + accumulate and so on.
-
-    The same rows result for each data shard's rows and for the global batch.
-    """
-
-    def pick(x: jax.Array) -> jax.Array:
-        split = x.reshape(x.shape[0] // accumulate, accumulate, *x.shape[1:])
-        return constrain(jax.lax.dynamic_index_in_dim(split, index, 1, False), DATA)
-
-    return map_rows(pick, inputs)
 
 
 def _accumulated(

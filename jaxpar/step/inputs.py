@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.mesh import DATA
+from jaxpar.sharding.constrain import constrain
 from jaxpar.tree import named_leaves
 from jaxpar.types import Batch, PyTree
 
@@ -224,3 +226,16 @@ def _is_replicated(x: Any) -> bool:
 
 def _is_wrapped(x: Any) -> bool:
     return isinstance(x, (Replicated, OnePack))
+
+
+def microbatch_rows(inputs: Inputs, index: jax.Array | int, accumulate: int) -> Inputs:
+    """Select micro-batch m: rows m, m + accumulate and so on.
+
+    The same rows result for each data shard's rows and for the global batch.
+    """
+
+    def pick(x: jax.Array) -> jax.Array:
+        split = x.reshape(x.shape[0] // accumulate, accumulate, *x.shape[1:])
+        return constrain(jax.lax.dynamic_index_in_dim(split, index, 1, False), DATA)
+
+    return map_rows(pick, inputs)

@@ -63,9 +63,14 @@ class Reduction(Protocol):
 
     Attributes:
       saved: whether checkpoints hold what it carries.
+      at_zero2: whether it runs at ZeRO 2 too, and reduces once a step there: a device
+        then has its whole gradients, as at ZeRO 1.
+      clips: whether what it returns may be clipped by its norm.
     """
 
     saved: bool = True
+    at_zero2: bool = False
+    clips: bool = True
 
     def init(self, leaves: Sequence[LeafSharding]) -> PyTree:
         """Make what one data shard carries before the first step; traceable.
@@ -74,11 +79,24 @@ class Reduction(Protocol):
           leaves: the trained leaves as a data shard sees them.
 
         Returns:
-          A tree of arrays; by default none. One whose name ends with a leaf's, of its
-          view's shape, is stored sharded over tensor and pipe as that view is.
+          A tree of arrays; by default none. One whose name ends with a leaf's is stored
+          sharded over tensor and pipe: of its view's shape, as that view is; with a row
+          for each of the shards that these make of it, by rows.
         """
         del leaves
         return ()
+
+    def begin(self, leaves: Sequence[LeafSharding], opt_state: PyTree) -> PyTree:
+        """What `init` makes, for a run that goes on without what it carried.
+
+        Such as on another mesh. Traceable, on global arrays.
+
+        Args:
+          leaves: as for `init`.
+          opt_state: the optimizer's state, logical.
+        """
+        del opt_state
+        return self.init(leaves)
 
     def reduce(
         self,
@@ -94,7 +112,7 @@ class Reduction(Protocol):
             over its ``reduce_axes``; where it ``is_split``, a shard of the sum is kept,
             along ``view_data_dim`` of its view, over its ``data_axes``.
           grads: this shard's gradients, fp32, of the leaves' shapes; `local_view` makes
-            views of them. They add up to the step's gradient.
+            views of them. They add up to the step's gradient, without the loss scale.
           carry: from `init`, or from the step before.
           collectives: the plain ones.
 
@@ -274,9 +292,18 @@ class ReductionPart(Carried):
     def spec(self, name: str, shape: tuple[int, ...]) -> P:
         """That of the leaf's view whose name and shape the array has."""
         for leaf in self.leaves:
-            if f"/{name}".endswith(f"/{leaf.name}") and shape == leaf.view_shape:
+            if not f"/{name}".endswith(f"/{leaf.name}"):
+                continue
+            if shape == leaf.view_shape:
                 return leaf.view_spec(data=False)
+            if shape and shape[0] == leaf.ways_placed:
+                return P(entry_of([axis for axes in leaf.placed for axis in axes]))
         return P()
+
+    def begin(self, params: Params, opt_state: PyTree) -> PyTree:
+        """See `Reduction.begin`."""
+        del params
+        return self.reduction.begin(self.leaves, opt_state)
 
     def after(self, part: PyTree, stepped: Stepped) -> PyTree:
         """What the step's reduction carried, if the step was applied."""

@@ -50,12 +50,6 @@ class Growing(Int8Reduction):
             {"coupled_batch": True},
             r"with examples that are coupled: .* \(coupled_batch=False, no batch",
         ),
-        (
-            Int8Reduction(),
-            1,
-            {"precision": "fp16"},
-            r"can't run with precision='fp16': what it carries .* precision='bf16'",
-        ),
         (Silent(), 1, {}, r"Silent.communicated returns nothing on a mesh of 8 data"),
         (Whole(), 0, {}, r"Whole.reduce returns leaf .* but a reduction must return"),
         (Growing(), 1, {}, r"Growing.reduce returns leaf .* but `init` makes float32"),

@@ -93,16 +93,18 @@ def make_piped_engine(optimizer: Any, **options: Any) -> jaxpar.Engine:
     )
 
 
+def loss_of(params: dict, batch: dict) -> jax.Array:
+    """The loss of the parameters alone."""
+    up, out = params["up"], params["out"]
+    hidden = jnp.tanh(batch["x"] @ up["kernel"] + up["bias"])
+    made = hidden @ out["kernel"] + out["bias"]
+    return jnp.mean((made - batch["y"]) ** 2)
+
+
 def run_plainly(
     optimizer: optax.GradientTransformation, *, takes_value: bool
 ) -> tuple[list[float], dict]:
     """Losses and parameters of a plain loop on one device."""
-
-    def loss_of(params: dict, batch: dict) -> jax.Array:
-        up, out = params["up"], params["out"]
-        hidden = jnp.tanh(batch["x"] @ up["kernel"] + up["bias"])
-        made = hidden @ out["kernel"] + out["bias"]
-        return jnp.mean((made - batch["y"]) ** 2)
 
     @jax.jit
     def step(params: dict, state: optax.OptState, batch: dict) -> tuple:

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpar.optim import OPTIMIZERS, FusedOptimizer
+from jaxpar.optim import OPTIMIZERS, FusedOptimizer, onebit_adam
 
 PARAMS = {"w": jnp.linspace(-1, 1, 256).reshape(16, 16)}
 GRADS = {"w": jnp.sin(jnp.arange(256.0)).reshape(16, 16)}
@@ -21,7 +21,7 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", SAME)
 def test_named_optimizer_is_that_of_optax(name):
     schedule = optax.linear_schedule(0.1, 0.0, 10)
     own, theirs = OPTIMIZERS[name].make(schedule), SAME[name](schedule)
@@ -43,3 +43,9 @@ def test_fewer_bits_are_the_fused_optimizers():
 
 def test_names_are_kinds():
     assert all(each.kind == name for name, each in OPTIMIZERS.items())
+
+
+def test_one_bit_adam_has_a_warm_up() -> None:
+    own = dataclasses.replace(OPTIMIZERS["onebit_adam"], freeze_step=7)
+    assert own.make(0.1) == onebit_adam(0.1, 7, b2=0.95, weight_decay=0.1)
+    assert set(OPTIMIZERS) - set(SAME) == {"onebit_adam"}

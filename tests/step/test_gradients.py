@@ -14,11 +14,8 @@ import pytest
 from jaxpar.mesh import MeshShape, on_abstract_mesh
 from jaxpar.sharding.collectives import AutomaticCollectives, ManualCollectives
 from jaxpar.sharding.zero import shard_leaves, zero_stage
-from jaxpar.step.gradients import (
-    make_gradients,
-    microbatch_rows,
-)
-from jaxpar.step.inputs import Replicated, make_inputs
+from jaxpar.step.gradients import make_gradients
+from jaxpar.step.inputs import Replicated, make_inputs, microbatch_rows
 from jaxpar.step.precision import make_precision
 from tests.step.linear import (
     BATCH,

@@ -1,0 +1,190 @@
+"""Does 1-bit Adam do what its definition says, on any mesh and ZeRO stage?
+
+A NumPy simulation of the workers takes each step from the engine's own state, so that
+rounding does not grow over steps.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxpar
+from jaxpar import tree
+from jaxpar.optim import onebit_adam
+from tests.equivalence.perceptron import (
+    ROWS,
+    batches,
+    loss_of,
+    make_engine,
+    make_piped_engine,
+)
+from tests.equivalence.problems import distance
+from tests.optim.numpy_onebit import NumpyOneBitAdam
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::jaxpar.engine.run_ahead.SkippedStepWarning"
+)
+RATE, FREEZE, DATA = 1e-2, 3, 4
+ONE_BIT = onebit_adam(RATE, FREEZE)
+MANY = [*batches(), *batches()]
+
+
+def named(state: Any) -> dict[str, np.ndarray]:
+    return tree.named_leaves(jax.device_get(state))
+
+
+def simulated(engine: jaxpar.Engine) -> NumpyOneBitAdam:
+    """The simulation in the state of an engine without a tensor axis."""
+    state, steps = engine.state, int(engine.state.opt_state.count)
+    found = NumpyOneBitAdam(named(state.params), DATA, FREEZE, lr=RATE)
+    found.step_number = steps
+    found.mu, found.nu = named(state.opt_state.mu), named(state.opt_state.nu)
+    carry = jax.device_get(state.carried["reduction"])
+    worker, server = {}, {}
+    for name, p in found.params.items():
+        worker[name] = carry["worker"][name].reshape(DATA, -1)
+        # Element i is in chunk i mod n.
+        server[name] = carry["server"][name][:, 0].T.reshape(-1)[: p.size]
+    found.set_errors(worker, server)
+    return found
+
+
+def gradients(engine: jaxpar.Engine, batch: dict) -> list[dict[str, np.ndarray]]:
+    """By worker, the gradient of its rows."""
+    params, count = jax.device_get(engine.state.params), ROWS // DATA
+    parts = [slice(n * count, (n + 1) * count) for n in range(DATA)]
+    rows = [{name: x[part] for name, x in batch.items()} for part in parts]
+    return [named(jax.grad(loss_of)(params, own)) for own in rows]
+
+
+def test_each_step_is_that_of_workers_in_numpy(tmp_path: Path) -> None:
+    """Through both phases, and a checkpoint in the second one."""
+    engine = make_engine(ONE_BIT, DATA, 1, 1)
+    turned = 0
+    for number, batch in enumerate(MANY):
+        right = simulated(engine)
+        before = named(engine.state.params)
+        right.step(gradients(engine, batch))
+        engine.step(batch)
+        for name, found in named(engine.state.params).items():
+            wrong = np.abs(found - right.params[name]) > 1e-6
+            # A sign near zero may be rounded the other way, which moves two chunks.
+            turned += int(wrong.sum())
+            assert np.abs(found - before[name]).max() > 0
+        if number == FREEZE + 2:
+            engine.save(tmp_path)
+            engine.wait()
+            engine = make_engine(ONE_BIT, DATA, 1, 1)
+            engine.restore(tmp_path)
+    assert turned <= 2
+
+
+def test_the_warm_up_is_adam() -> None:
+    engine = make_engine(onebit_adam(RATE, 100, weight_decay=0.1), DATA, 2, 1)
+    plain = make_engine(optax.adamw(RATE, weight_decay=0.1), DATA, 2, 1)
+    for batch in batches():
+        found, right = engine.step(batch), plain.step(batch)
+        assert float(found["grad_norm"]) == pytest.approx(float(right["grad_norm"]))
+    assert distance(engine.state.params, plain.state.params) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("tensor", "zero", "options"),
+    [
+        (2, 1, {"accumulate": 2}),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in [
+                (1, 0, {}),
+                (2, 0, {}),
+                (1, 2, {}),
+                (2, 2, {"accumulate": 2}),
+                (1, 1, {"precision": "fp16"}),
+                (1, 1, {"precision": "bf16"}),
+            ]
+        ),
+    ],
+)
+def test_results_do_not_depend_on_tensor_and_zero(tensor, zero, options) -> None:
+    """Nor on micro-batches; in half precision on rounding alone."""
+    engine = make_engine(ONE_BIT, DATA, tensor, zero, **options)
+    plain = make_engine(ONE_BIT, DATA, 1, 1)
+    bound = 1e-2 if "precision" in options else 1e-5
+    for batch in batches():
+        loss, right = engine.step(batch)["loss"], plain.step(batch)["loss"]
+        assert float(loss) == pytest.approx(float(right), rel=bound)
+    engine.verify()
+    engine.probe()
+
+
+@pytest.mark.thorough
+def test_trains_in_a_pipeline() -> None:
+    engine, plain = map(make_piped_engine, (ONE_BIT, optax.adam(RATE)))
+    losses = []
+    for batch in MANY:
+        losses.append(float(engine.step(batch)["loss"]))
+        right = float(plain.step(batch)["loss"])
+        if len(losses) <= FREEZE:
+            assert losses[-1] == pytest.approx(right, rel=1e-5)
+    assert losses[-1] < losses[0]
+    engine.verify()
+
+
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    engine = make_engine(ONE_BIT, DATA, 1, 1)
+    for batch in batches()[: FREEZE + 1]:
+        engine.step(batch)
+    before = jax.device_get((engine.state.params, engine.state.carried["reduction"]))
+    bad = {name: x.copy() for name, x in batches()[0].items()}
+    bad["x"][ROWS - 1] = np.nan  # Of one worker alone.
+    assert int(engine.step(bad)["skipped"]) == 1
+    after = jax.device_get((engine.state.params, engine.state.carried["reduction"]))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def test_another_number_of_workers_goes_on_from_the_momentum(tmp_path: Path) -> None:
+    engine = make_engine(ONE_BIT, DATA, 1, 1)
+    for batch in batches():
+        engine.step(batch)
+    engine.save(tmp_path)
+    engine.wait()
+    other = make_engine(ONE_BIT, 2, 1, 1)
+    with pytest.warns(match="reduction"):
+        other.restore(tmp_path)
+    carry, momentum = (
+        jax.device_get(own.state.carried["reduction"]) for own in (other, engine)
+    )
+    for name, own in carry["momentum"].items():
+        np.testing.assert_array_equal(own[0], momentum["momentum"][name][0])
+        assert not carry["worker"][name].any()
+    losses, right = (
+        [float(own.step(batch)["loss"]) for batch in batches()]
+        for own in (other, engine)
+    )
+    assert losses[-1] <= 1.01 * right[-1]
+
+
+@pytest.mark.parametrize(
+    ("zero", "options", "said"),
+    [
+        (3, {}, "OneBitMomentum, can't run with zero=3"),
+        (1, {"clip_norm": 1.0}, "clip_norm=1.0 must be None with the reduction"),
+        (1, {"coupled_batch": True}, "can't run with examples that are coupled"),
+    ],
+)
+def test_where_it_can_not_run_is_refused(zero, options, said) -> None:
+    with pytest.raises(ValueError, match=said):
+        make_engine(ONE_BIT, DATA, 1, zero, **options)
+
+
+def test_one_worker_has_nothing_to_compress() -> None:
+    engine = make_engine(ONE_BIT, 1, 1, 0)
+    assert any("nothing to compress: Adam" in x for x in engine.explain().notes)
+    plain = make_engine(optax.adam(RATE), 1, 1, 0)
+    for batch in batches():
+        loss, right = engine.step(batch)["loss"], plain.step(batch)["loss"]
+        assert float(loss) == pytest.approx(float(right), rel=1e-6)

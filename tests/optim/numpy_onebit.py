@@ -1,0 +1,63 @@
+"""1-bit Adam of n workers in NumPy, as its definition says, for a few leaves."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+Leaves = dict[str, np.ndarray]
+
+
+def sign(x: np.ndarray) -> np.ndarray:
+    return np.where(x >= 0, 1.0, -1.0)
+
+
+class NumpyOneBitAdam:
+    """Its state is float64; a leaf's element i is in chunk i mod n."""
+
+    def __init__(self, params: Leaves, workers: int, freeze_step: int, **rates: float):
+        self.params = {name: x.astype(np.float64) for name, x in params.items()}
+        self.n, self.freeze, self.step_number = workers, freeze_step, 0
+        self.rates = {"lr": 1e-2, "b1": 0.9, "b2": 0.999, "eps": 1e-8, "wd": 0} | rates
+        zeros = lambda: {n: np.zeros_like(x) for n, x in self.params.items()}  # noqa: E731
+        self.mu, self.nu, self.masked = zeros(), zeros(), {}
+        self.worker = {n: np.zeros((workers, x.size)) for n, x in self.params.items()}
+        self.server = {n: np.zeros(x.size) for n, x in self.params.items()}
+
+    def set_errors(self, worker: Leaves, server: Leaves) -> None:
+        """Begin a step from another one's errors: `server` by element of the leaf."""
+        self.worker = {n: x.astype(np.float64) for n, x in worker.items()}
+        self.server = {n: x.astype(np.float64) for n, x in server.items()}
+
+    def step(self, grads: Sequence[Leaves]) -> Leaves:
+        """Take a step with each worker's gradient, whose mean is the step's."""
+        own, t = self.rates, self.step_number + 1
+        for name, p in self.params.items():
+            local = np.stack([g[name].astype(np.float64) for g in grads])
+            if self.step_number < self.freeze:
+                mean = local.mean(0)
+                self.mu[name] = own["b1"] * self.mu[name] + (1 - own["b1"]) * mean
+                self.nu[name] = own["b2"] * self.nu[name] + (1 - own["b2"]) * mean**2
+            else:
+                given = own["b1"] * self.mu[name] + (1 - own["b1"]) * local
+                self.mu[name] = self._compressed(name, given)
+            mu = self.mu[name] / (1 - own["b1"] ** t)
+            nu = self.nu[name] / (1 - own["b2"] ** min(t, self.freeze))
+            update = mu / (np.sqrt(nu) + own["eps"]) + own["wd"] * p
+            self.params[name] = p - own["lr"] * update
+        self.step_number += 1
+        return self.params
+
+    def _compressed(self, name: str, given: np.ndarray) -> np.ndarray:
+        shape, size = given.shape[1:], given[0].size
+        keep = self.masked.setdefault(name, self.mu[name].reshape(-1) != 0)
+        c = np.where(keep, given.reshape(self.n, -1), 0) + self.worker[name]
+        scale = np.sqrt((c**2).sum(1, keepdims=True) / size)
+        self.worker[name] = np.where(keep, c - scale * sign(c), 0)
+        y = np.where(keep, (scale * sign(c)).mean(0) + self.server[name], 0)
+        found = np.zeros(size)
+        for chunk in range(self.n):
+            own = slice(chunk, size, self.n)
+            scale = np.sqrt((y[own] ** 2).mean())
+            found[own] = scale * sign(y[own])
+        self.server[name] = np.where(keep, y - found, 0)
+        return np.where(keep, found, 0).reshape(shape)
