@@ -164,14 +164,15 @@ class OneBitAdamSettings(OptimizerSettings):
       weight_decay: times the parameter it is added to the update.
       freeze_step: steps of the warm-up: 15 to 20 % of the run.
       b1: decay rate of the mean of gradients.
-      b2: decay rate of the mean of squared gradients.
+      b2: decay rate of the mean of squared gradients, which is frozen: 0.95 would keep
+        the noise of its last twenty steps.
       eps: added to the square root.
     """
 
     kind: str = dataclasses.field(default="onebit_adam", init=False)
     freeze_step: int = 100
     b1: float = 0.9
-    b2: float = 0.95
+    b2: float = 0.999
     eps: float = 1e-8
 
     def make(self, learning_rate: float | Schedule) -> Any:

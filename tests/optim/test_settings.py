@@ -47,5 +47,5 @@ def test_names_are_kinds():
 
 def test_one_bit_adam_has_a_warm_up() -> None:
     own = dataclasses.replace(OPTIMIZERS["onebit_adam"], freeze_step=7)
-    assert own.make(0.1) == onebit_adam(0.1, 7, b2=0.95, weight_decay=0.1)
+    assert own.make(0.1) == onebit_adam(0.1, 7, weight_decay=0.1)
     assert set(OPTIMIZERS) - set(SAME) == {"onebit_adam"}
