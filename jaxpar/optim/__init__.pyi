@@ -5,6 +5,7 @@ from .fused import fused_adamw, fused_lamb, fused_lion
 from .fused_update import FusedOptimizer
 from .make_update import HostUpdate, MakesUpdate, Update, UpdateSpec
 from .onebit_adam import onebit_adam
+from .quantized_reduction import QuantizedReduction
 from .settings import OPTIMIZERS, OptimizerSettings
 from .with_reduction import (
     LocalGradients,
@@ -22,6 +23,7 @@ __all__ = [
     "MakesUpdate",
     "OptimizerSettings",
     "PlainReduction",
+    "QuantizedReduction",
     "Reduction",
     "Update",
     "UpdateSpec",

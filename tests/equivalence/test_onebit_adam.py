@@ -17,7 +17,9 @@ from jaxpar import tree
 from jaxpar.optim import onebit_adam
 from tests.equivalence.perceptron import (
     ROWS,
+    Net,
     batches,
+    loss_fn,
     loss_of,
     make_engine,
     make_piped_engine,
@@ -119,6 +121,25 @@ def test_results_do_not_depend_on_tensor_and_zero(tensor, zero, options) -> None
         assert float(loss) == pytest.approx(float(right), rel=bound)
     engine.verify()
     engine.probe()
+
+
+@pytest.mark.thorough
+def test_replicas_are_workers_as_other_data_shards() -> None:
+    shape = jaxpar.MeshShape(replica=2, data=2, tensor=2)
+    engine = jaxpar.initialize(
+        model=lambda rngs: Net(rngs),
+        loss_fn=loss_fn,
+        optimizer=ONE_BIT,
+        sample_batch=batches()[0],
+        mesh=jaxpar.make_mesh(shape, jax.devices()),
+        zero=1,
+        rules={"mlp": "tensor"},
+    )
+    plain = make_engine(ONE_BIT, DATA, 1, 1)
+    for batch in batches():
+        loss, right = engine.step(batch)["loss"], plain.step(batch)["loss"]
+        assert float(loss) == pytest.approx(float(right), rel=1e-5)
+    engine.verify()
 
 
 @pytest.mark.thorough

@@ -1,20 +1,22 @@
-"""What is compiled: a GPT's step with 1-bit Adam, for 64 H200s."""
+"""What is compiled for 64 H200s: a GPT's step whose gradients go in few bits."""
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 import jaxpar
 from jaxpar.models import DecoderConfig, decoder_loss, make_decoder
-from jaxpar.optim import onebit_adam
+from jaxpar.optim import QuantizedReduction, WithReduction, onebit_adam
 from jaxpar.planner.targets import parse_target
 from jaxpar.tree import num_elements
 
 
 @dataclasses.dataclass(frozen=True)
-class OneBitStep:
+class OwnReductionStep:
     """A compiled step.
 
     Attributes:
@@ -28,8 +30,18 @@ class OneBitStep:
     carried: int
 
 
-def compile_onebit(tensor: int, zero: int) -> OneBitStep:
-    """Compile the step, and hold it to its closed form."""
+def compile_onebit(tensor: int, zero: int) -> OwnReductionStep:
+    """Compile a step of 1-bit Adam, and hold it to its closed form."""
+    return _compiled(onebit_adam(1e-3, 100), tensor, zero)
+
+
+def compile_quantized(bits: int, tensor: int, zero: int) -> OwnReductionStep:
+    """The same of AdamW with quantised gradients."""
+    optimizer = WithReduction(optax.adamw(1e-3), QuantizedReduction(bits))
+    return _compiled(optimizer, tensor, zero)
+
+
+def _compiled(optimizer: Any, tensor: int, zero: int) -> OwnReductionStep:
     devices = parse_target("h200:8x8").devices()
     config = DecoderConfig(
         num_layers=4,
@@ -42,17 +54,17 @@ def compile_onebit(tensor: int, zero: int) -> OneBitStep:
     engine = jaxpar.initialize(
         model=make_decoder(config),
         loss_fn=decoder_loss,
-        optimizer=onebit_adam(1e-3, 100),
+        optimizer=optimizer,
         sample_batch={"tokens": jax.ShapeDtypeStruct((64, 129), jnp.int32)},
         mesh=jaxpar.make_mesh(jaxpar.MeshShape(tensor=tensor), devices),
         zero=zero,
         precision="bf16",
     )
-    engine.verify()
+    found = engine.verify()
     carry = engine.placement.packed.carried["reduction"]
-    return OneBitStep(
+    return OwnReductionStep(
         psi=num_elements(engine.placement.abstract.params) // tensor,
-        exchanged=engine.budget().communicated["data"]["all-to-all"],
+        exchanged=found.communicated["data"]["all-to-all"],
         carried=sum(
             x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape))
             for x in jax.tree.leaves(carry)
