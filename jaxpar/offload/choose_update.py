@@ -76,6 +76,8 @@ def measure_update(update: CpuUpdate) -> UpdateTimes:
         // update.spec.leaf_shardings[leaf.param].ways_stored
         for leaf in update.host_leaves.values()
     ]
+    if jnp.float32 == update.spec.compute_dtype:  # Masters are read once more.
+        streamed += width * sum(elements)
     passed = len(devices) * update.traffic().memory / _pass_rate(update)
     # All devices' state is updated by the same cores.
     own = np.array([streamed / link, 2 * width * sum(elements) / link + passed])

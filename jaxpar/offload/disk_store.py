@@ -60,6 +60,7 @@ class DiskStore:
     Attributes:
       maps: the arrays over its files.
       current: the version of the state that steps carry now; None before there is one.
+      generation: how often it was changed: a version's files are written again.
 
     Raises:
       ValueError: if another process uses the folder, or it has a state of other leaves.
@@ -80,6 +81,7 @@ class DiskStore:
         self._committed: int | None = None
         self._fixed: str | None = None
         self.current: Path | None = None
+        self.generation = 0
         self._filling: Path | None = None
         # Named on disk by a commit that failed, perhaps.
         self._doubtful: set[Path] = set()
@@ -179,19 +181,26 @@ class DiskStore:
         versions = {place and place[0] for place in found.values()}
         there = all(place and place[1:] == key for key, place in found.items())
         if there and len(versions) == 1:
-            self.current, self._filling = versions.pop(), None
+            self._go_on_with(versions.pop())
+            self._filling = None
             return
         version = self.free_version()
         for (leaf, number), array in arrays.items():
             self.leaves[leaf].put(version, number, array)
-        self.current, self._filling = version, None
+        self._go_on_with(version)
+        self._filling = None
+
+    def _go_on_with(self, version: Path) -> None:
+        self.current = version
+        self.generation += 1
 
     def update(self, pieces: Sequence[DiskPiece], pipeline: DiskPipeline) -> None:
         """Update all pieces of the current version; what is written is the next one."""
         assert self.current is not None, "a state was adopted"
         target = self.free_version()
         pipeline.run(pieces, self.current, target)
-        self.current, self._committed = target, None
+        self._go_on_with(target)
+        self._committed = None
 
     def is_committed(self, step: int) -> bool:
         """Whether the current version is that of the last whole step, this one."""
@@ -249,7 +258,8 @@ class DiskStore:
 
     def begin_from(self, step: WholeStep) -> None:
         """Go on from a whole step: it is the current version."""
-        self.current, self.whole, self._began = self.version(step), (step,), True
+        self._go_on_with(self.version(step))
+        self.whole, self._began = (step,), True
         self._committed, self._fixed = step.step, step.fixed
 
     def read_rest(

@@ -8,7 +8,6 @@ it, into a file beside the versions, which the update then reads.
 import concurrent.futures
 import functools
 import math
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from jaxpar.offload.direct_io import ALIGN, aligned_buffer, allocate, padded, re
 from jaxpar.offload.disk_files import LeafOnDisk, LocalShard
 from jaxpar.offload.disk_store import DiskStore
 from jaxpar.offload.host_call import host_call, planned_call
+from jaxpar.progress import announce
 from jaxpar.step.layer_store import LayerStore
 
 _THREADS = 4
@@ -37,7 +37,7 @@ class LayerFiles(LayerStore):
       can_run: whether the devices are there; else programs are only compiled.
 
     Attributes:
-      dtype: of the gradients; None before one was written.
+      dtype: of the gradients; None before one was traced.
       failed: what the disk answered since the last `failure`.
     """
 
@@ -117,24 +117,25 @@ class LayerFiles(LayerStore):
     def _read(self, position: np.ndarray, number: np.ndarray) -> np.ndarray:
         shard, layer = self._shards[int(position)], int(number)
         try:
-            return self._ahead[shard.number].get(
-                self.store().current_version, layer, shard.shape[0], self._of(shard)
-            )
+            state = self.store().generation
+            read = self._of(shard)
+            return self._ahead[shard.number].get(state, layer, shard.shape[0], read)
         except OSError as error:
             self._fail(error)
             size = shard.elements // shard.shape[0]
             return np.full(size, np.nan).astype(self._computed.dtype)
 
-    def _of(self, shard: LocalShard) -> Callable[[Path, int], np.ndarray]:
-        """``(version, layer) -> its elements``."""
+    def _of(self, shard: LocalShard) -> Callable[[int], np.ndarray]:
+        """``layer -> its elements``, of the current version."""
+        file = self.leaf.file(self.store().current_version, shard)
         begin, dtype = self.leaf.offset(shard, self._place), self._computed.dtype
         size = math.prod(shard.shape[1:]) * dtype.itemsize
 
-        def elements(version: Path, layer: int) -> np.ndarray:
+        def elements(layer: int) -> np.ndarray:
             start = begin + layer * size
             first = start // ALIGN * ALIGN
             buffer = aligned_buffer(start + size - first)
-            read(self.leaf.file(version, shard), first, buffer)
+            read(file, first, buffer)
             return buffer[start - first :][:size].view(dtype)
 
         return elements
@@ -159,7 +160,7 @@ class LayerFiles(LayerStore):
 
     def _fail(self, error: OSError) -> None:
         self.failed.append(error)
-        print(f"offload: {error}", file=sys.stderr)
+        announce(f"offload: {error}")
 
 
 class _Ahead:
@@ -167,16 +168,17 @@ class _Ahead:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._jobs: dict[tuple[Path, int], concurrent.futures.Future] = {}
+        self._jobs: dict[tuple[int, int], concurrent.futures.Future] = {}
         self._last = 0
 
     def get(
         self,
-        version: Path,
+        state: int,
         layer: int,
         count: int,
-        read: Callable[[Path, int], np.ndarray],
+        read: Callable[[int], np.ndarray],
     ) -> np.ndarray:
+        """Read a layer of `count`; `state` is another number where files changed."""
         with self._lock:
             # The first pass goes one way, the second one back.
             is_first = layer == 0 and self._last != 1
@@ -185,12 +187,12 @@ class _Ahead:
             wanted = [layer]
             if 0 <= layer + step < count:
                 wanted.append(layer + step)
-            keys = [(version, number) for number in wanted]
             self._jobs = {
-                key: _sound(self._jobs.get(key)) or _pool().submit(read, *key)
-                for key in keys
+                (state, number): _sound(self._jobs.get((state, number)))
+                or _pool().submit(read, number)
+                for number in wanted
             }
-            job = self._jobs[keys[0]]
+            job = self._jobs[state, layer]
         return job.result()
 
 

@@ -142,6 +142,17 @@ def test_a_model_that_nobody_here_wrote(where: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
+def test_parameters_that_are_loaded_are_those_that_loops_read(tmp_path: Path) -> None:
+    """Though their files were another state's before, of which layers were read."""
+    engine, right = make(disk(tmp_path, "disk"), zero=3), make(HOST, zero=3)
+    given = jax.tree.map(lambda x: 2 * np.asarray(x), engine.state.params)
+    for own in (engine, right):
+        own.step(batches()[0])
+        own.load_params(given)
+    for batch in batches():
+        assert float(engine.step(batch)["loss"]) == float(right.step(batch)["loss"])
+
+
 def test_resumes_from_disk_to_the_bit(tmp_path: Path) -> None:
     given: Any = {"zero": 3, "precision": "bf16"}
     engine, right = make(disk(tmp_path, "disk"), **given), make(HOST, **given)
