@@ -84,8 +84,8 @@ def _check_place(reduction: Reduction, partition: Partition, *, is_local: bool) 
             "Use a loss of independent examples (coupled_batch=False, no batch "
             "statistics), or an optimizer without a reduction of its own",
         )
-    twice = zero.number == 2 and reduction.at_zero2
-    if zero.reduce != "step" and pipes == 1 and not twice:
+    once = zero.number == 2 and reduction.at_zero2
+    if zero.reduce != "step" and pipes == 1 and not once:
         raise _refusal(
             reduction,
             f"zero={zero.number}",

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import tree
-from jaxpar.mesh import PIPE, TENSOR, entry_of
+from jaxpar.mesh import EXPERT, PIPE, TENSOR, entry_of
 from jaxpar.optim.sign_exchange import SCALE_BYTES, SignExchange, SignPiece
 from jaxpar.sharding.collectives import Collectives, local_view
 from jaxpar.sharding.leaf_sharding import LeafSharding
@@ -169,6 +169,19 @@ class OneBitMomentum(Reduction):
 
 
 def _workers(leaves: Leaves) -> int:
+    """The data shards, which all leaves are averaged over.
+
+    Raises:
+      ValueError: if experts are on an axis of their own.
+    """
+    first = leaves[0]
+    for leaf in leaves:
+        if set(leaf.reduce_axes) != set(first.reduce_axes):
+            raise ValueError(
+                f"optimizer: OneBitMomentum can't run with expert="
+                f"{leaf.sizes[EXPERT]}: {leaf.name} is averaged over other data shards "
+                f"than {first.name}. Use expert=1, or another optimizer."
+            )
     return math.prod(leaves[0].sizes[axis] for axis in leaves[0].reduce_axes)
 
 

@@ -4,6 +4,7 @@ A NumPy simulation of the workers takes each step from the engine's own state, s
 rounding does not grow over steps.
 """
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,11 @@ import pytest
 
 import jaxpar
 from jaxpar import tree
+from jaxpar.models import decoder_loss, make_decoder
+from jaxpar.models.experts import ExpertsConfig
 from jaxpar.optim import onebit_adam
+from tests.equivalence.looped_gpt import CONFIG
+from tests.equivalence.looped_gpt import batches as token_batches
 from tests.equivalence.perceptron import (
     ROWS,
     Net,
@@ -209,3 +214,19 @@ def test_one_worker_has_nothing_to_compress() -> None:
     for batch in batches():
         loss, right = engine.step(batch)["loss"], plain.step(batch)["loss"]
         assert float(loss) == pytest.approx(float(right), rel=1e-6)
+
+
+def test_experts_on_an_axis_are_refused() -> None:
+    """Their gradients are averaged over other data shards than the rest's."""
+    config = dataclasses.replace(CONFIG, experts=ExpertsConfig(num=4, top_k=2))
+    with pytest.raises(ValueError, match=r"expert=2: .* other data shards than"):
+        jaxpar.initialize(
+            model=make_decoder(config),
+            loss_fn=decoder_loss,
+            optimizer=ONE_BIT,
+            sample_batch=token_batches()[0],
+            mesh=jaxpar.make_mesh(
+                jaxpar.MeshShape(data=2, expert=2), jax.devices()[:4]
+            ),
+            zero=1,
+        )
