@@ -190,7 +190,7 @@ class DiskStore:
         self._go_on_with(version)
         self._filling = None
 
-    def _go_on_with(self, version: Path) -> None:
+    def _go_on_with(self, version: Path | None) -> None:
         self.current = version
         self.generation += 1
 
