@@ -114,6 +114,12 @@ class StreamedOptimizer:
                 f"{mesh.shape[PIPE]} divides them already; use pipe=1, or params=None."
             )
         fetched = made.spec.by_layer & made.streamed_names
+        if made.spec.by_layer and not fetched:
+            raise ValueError(
+                f"offload: params={asked!r} fetches stacks larger than a piece, but none "
+                f"here is larger than piece_mb={self.options.piece_mb:g} MB of float32 on "
+                "each device; choose a smaller piece_mb, or use params=None."
+            )
         if not fetched:
             raise ValueError(
                 f"offload: params={asked!r} fetches the layers of a loop, but the loss "

@@ -231,3 +231,8 @@ def test_a_model_without_loops_is_refused() -> None:
         make_engine(optax.adam(1e-3), 2, 1, 3, offload=offload)
     with pytest.raises(ValueError, match="but pipe=2 divides them already"):
         make_piped_engine(optax.adam(1e-3), offload=offload)
+
+
+def test_stacks_smaller_than_a_piece_are_named_as_the_reason(tmp_path) -> None:
+    with pytest.raises(ValueError, match="larger than piece_mb=8 MB"):
+        make(dataclasses.replace(disk(tmp_path, "disk"), piece_mb=8.0), zero=3)
