@@ -15,7 +15,6 @@ from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.rules import AxisRules, axes_of
 from jaxpar.sharding.tensor import AXIS_NAMES
 from jaxpar.step.carried import Carried, Stepped, check_carried
-from jaxpar.step.reduction import Reduction
 from jaxpar.step.state import TrainState
 from jaxpar.step.update import StoresApart, Update
 from jaxpar.types import Params, PyTree
@@ -208,20 +207,6 @@ def check_carried_reads(
                 "and those of Offload(optimizer='disk') are on disk; leave it out, or "
                 "store them with Offload(optimizer='host')."
             )
-
-
-def check_clipping(reduction: Reduction, clip_norm: float | None) -> None:
-    """Check that what a reduction returns may be clipped.
-
-    Raises:
-      ValueError: if not, such as a momentum, and clipping is asked for.
-    """
-    if clip_norm is not None and not reduction.clips:
-        raise ValueError(
-            f"clip_norm={clip_norm} must be None with the reduction "
-            f"{type(reduction).__name__}: it returns momenta, not gradients, whose "
-            "clipped ones would not be those that the data shards go on from."
-        )
 
 
 def check_micro_batches(update: Update, accumulate: int) -> None:

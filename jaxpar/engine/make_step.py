@@ -18,7 +18,6 @@ from jaxpar.engine.check_programs import make_loss_checks
 from jaxpar.engine.checks import (
     check_axes,
     check_carried_reads,
-    check_clipping,
     check_elements,
     check_micro_batches,
 )
@@ -119,9 +118,8 @@ def make_step(run: RunSpec, own: LossSpec, network: Network) -> MadeStep:
     leaves = _leaf_shardings(traced, execution, run, own.averages)
     partition = _partition(traced, leaves, run)
     given = traced, leaves, partition, parts, execution
-    placement, partition = _placement(own.optimizer, *given)
+    placement, partition = _placement(own, *given)
     check_micro_batches(placement.update, own.accumulate)
-    check_clipping(partition.reduction, own.clip_norm)
     check_carried_reads(placement.update, parts, placement.abstract)
     loss, averages = traced.losses["loss_fn"].jaxpr, traced.losses["loss_fn"].averages
     partition = own.halves.applied(partition, averages=averages)
@@ -204,7 +202,7 @@ def _partition(
 
 
 def _placement(
-    optimizer: Optimizer,
+    own: LossSpec,
     traced: ModelTrace,
     leaves: dict[str, LeafSharding],
     partition: Partition,
@@ -213,7 +211,7 @@ def _placement(
 ) -> tuple[Placement, Partition]:
     """How the run's state is stored, and the partition with the update's reduction."""
     former, mesh = traced.network.former_names, partition.mesh
-    update = _update(optimizer, partition, traced)
+    update = _update(own.optimizer, partition, traced, own.clip_norm)
     reduced = execution.communicated_shardings(partition.on_shard)
     reduction = choose_reduction(update.reduction, partition, reduced)
     parts = (*parts, *reduction_parts(reduction, reduced))
@@ -229,7 +227,12 @@ def _placement(
     return Placement(mesh, *stored), partition
 
 
-def _update(optimizer: Optimizer, partition: Partition, traced: ModelTrace) -> Update:
+def _update(
+    optimizer: Optimizer,
+    partition: Partition,
+    traced: ModelTrace,
+    clip_norm: float | None,
+) -> Update:
     """The optimizer, and how it stores the state."""
     shapes = traced.abstract.params, traced.abstract.opt_state
     dtype = partition.precision.compute_dtype
@@ -239,8 +242,8 @@ def _update(optimizer: Optimizer, partition: Partition, traced: ModelTrace) -> U
             for trace in traced.losses.values()
         )
     )
-    spec = UpdateSpec(partition.leaves, partition.mesh, *shapes, dtype, by_layer)
-    return make_update(optimizer, spec)
+    given = partition.leaves, partition.mesh, *shapes, dtype, by_layer, clip_norm
+    return make_update(optimizer, UpdateSpec(*given))
 
 
 def _why_not_checked(

@@ -116,9 +116,9 @@ class StreamedOptimizer:
         fetched = made.spec.by_layer & made.streamed_names
         if made.spec.by_layer and not fetched:
             raise ValueError(
-                f"offload: params={asked!r} fetches stacks larger than a piece, but none "
-                f"here is larger than piece_mb={self.options.piece_mb:g} MB of float32 on "
-                "each device; choose a smaller piece_mb, or use params=None."
+                f"offload: params={asked!r} fetches stacks larger than a piece, but "
+                f"none here is larger than piece_mb={self.options.piece_mb:g} MB of "
+                "float32 on each device; choose a smaller piece_mb, or use params=None."
             )
         if not fetched:
             raise ValueError(

@@ -51,7 +51,8 @@ class OneBitAdam:
         """See `MakesUpdate`."""
         if num_batch_shards(spec.mesh) == 1:
             return OneBitAdamUpdate(self, PLAIN)
-        return OneBitAdamUpdate(self, OneBitMomentum(self.freeze_step, self.b1))
+        given = self.freeze_step, self.b1, spec.clip_norm
+        return OneBitAdamUpdate(self, OneBitMomentum(*given))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,8 +138,9 @@ def onebit_adam(
 ) -> OneBitAdam:
     """Adam that sends 1 bit an element of its momentum, after a warm-up.
 
-    For ZeRO 0, 1 and 2. The norm is that of the gradients, and after the warm-up of the
-    momentum; clip_norm is refused.
+    For ZeRO 0, 1 and 2. The norm, which clip_norm bounds, is that of the gradient, and
+    after the warm-up the root mean square of those of the workers' own gradients: one
+    scalar is reduced.
 
     Args:
       learning_rate: a number, or a schedule of the step.

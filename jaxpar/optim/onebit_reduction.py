@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import tree
@@ -22,7 +23,7 @@ from jaxpar.mesh import EXPERT, PIPE, TENSOR, entry_of
 from jaxpar.optim.sign_exchange import SCALE_BYTES, SignExchange, SignPiece
 from jaxpar.sharding.collectives import Collectives, local_view
 from jaxpar.sharding.leaf_sharding import LeafSharding
-from jaxpar.step.reduction import PLAIN, Reduction, Traffic, Wire
+from jaxpar.step.reduction import PLAIN, Reduction, Traffic, Wire, clip_factor
 from jaxpar.types import PyTree
 
 Leaves = Sequence[LeafSharding]
@@ -35,12 +36,15 @@ class OneBitMomentum(Reduction):
     Attributes:
       freeze_step: steps of the warm-up.
       b1: the momentum's decay.
+      clip_norm: the largest norm of gradients. In the warm-up of their sum; then one
+        factor for all workers keeps the root mean square of their norms below it.
     """
 
     freeze_step: int
     b1: float
+    clip_norm: float | None = None
     at_zero2: bool = True
-    clips: bool = False
+    clips_itself: bool = True
 
     def init(self, leaves: Leaves) -> PyTree:
         """Whole on each worker: a momentum and an error; of its chunks another error.
@@ -56,6 +60,7 @@ class OneBitMomentum(Reduction):
 
         return {
             "count": jnp.int32(0),
+            "norm": jnp.float32(0),
             "momentum": {leaf.name: zeros(leaf) for leaf in leaves},
             "worker": {leaf.name: zeros(leaf) for leaf in leaves},
             "server": {
@@ -84,38 +89,45 @@ class OneBitMomentum(Reduction):
     ) -> tuple[list[jax.Array], PyTree]:
         """See `Reduction`; by the step's number as it is without compression, or so."""
         names, count = [leaf.name for leaf in leaves], carry["count"]
-        views = [local_view(leaf, g) for leaf, g in zip(leaves, grads, strict=True)]
         workers = _workers(leaves)
-        momentum = [
-            self.b1 * carry["momentum"][name] + (1 - self.b1) * workers * view
-            for name, view in zip(names, views, strict=True)
-        ]
+        local, own_norm = _own_gradients(leaves, grads, collectives)
         kept = [carry[part][name] for part in ("worker", "server") for name in names]
 
-        def warm(momentum: list, *kept: Any) -> tuple:
-            sums, _ = PLAIN.reduce(leaves, grads, (), collectives)
-            return [x.astype(jnp.float32) for x in sums], momentum, list(kept)
+        def momenta(norm: jax.Array) -> list[jax.Array]:
+            factor = (1 - self.b1) * clip_factor(norm, self.clip_norm)
+            pairs = zip(names, local, strict=True)
+            old = carry["momentum"]
+            return [self.b1 * old[name] + factor * own for name, own in pairs]
 
-        def last(momentum: list, *kept: Any) -> tuple:
-            sums, _, errors = warm(momentum, *kept)
+        def warm(*kept: Any) -> tuple:
+            given = [own / workers for own in local]
+            found, _ = PLAIN.reduce(leaves, given, (), collectives)
+            sums = [x.astype(jnp.float32) for x in found]
+            norm = _norm_of_sums(leaves, sums, collectives)
+            factor = clip_factor(norm, self.clip_norm)
+            return [factor * x for x in sums], norm, momenta(norm), list(kept)
+
+        def last(*kept: Any) -> tuple:
+            sums, norm, momentum, errors = warm(*kept)
             axes = leaves[0].reduce_axes
             common = [jax.lax.psum(x, axes) / workers for x in momentum]
-            return sums, common, errors
+            return sums, norm, common, errors
 
-        def compressed(momentum: list, *kept: Any) -> tuple:
+        def compressed(*kept: Any) -> tuple:
             # One bit has no zero: what has had no gradient in the warm-up stays there.
             masks = [carry["momentum"][name] != 0 for name in names]
-            found, errors = _exchanged(leaves, momentum, masks, kept)
+            found, errors = _exchanged(leaves, momenta(own_norm), masks, kept)
             pairs = zip(leaves, found, strict=True)
-            return [_own_shard(*pair) for pair in pairs], found, errors
+            return [_own_shard(*pair) for pair in pairs], own_norm, found, errors
 
         phase = (count >= self.freeze_step - 1).astype(jnp.int32)
         phase += (count >= self.freeze_step).astype(jnp.int32)
         branches = [warm, last, compressed]
-        sums, momentum, errors = jax.lax.switch(phase, branches, momentum, *kept)
+        sums, norm, momentum, errors = jax.lax.switch(phase, branches, *kept)
         half = len(names)
         return sums, {
             "count": count + 1,
+            "norm": jnp.where(jnp.isfinite(own_norm), norm, jnp.nan),
             "momentum": dict(zip(names, momentum, strict=True)),
             "worker": dict(zip(names, errors[:half], strict=True)),
             "server": dict(zip(names, errors[half:], strict=True)),
@@ -128,16 +140,12 @@ class OneBitMomentum(Reduction):
         carry: PyTree,
         collectives: Collectives,
     ) -> tuple[list[jax.Array], PyTree]:
-        """See `Reduction`; all shards agree before any branch begins.
+        """As `reduce`: the norm that it carries is not finite if a gradient is not."""
+        return self.reduce(leaves, grads, carry, collectives)
 
-        Collectives in branches that run beside others end XLA's CPU backend, whose
-        devices take them in any order.
-        """
-        finite = jnp.stack([jnp.all(jnp.isfinite(grad)) for grad in grads])
-        wrong = collectives.total(1.0 - jnp.all(finite).astype(jnp.float32))
-        wrong, grads = jax.lax.optimization_barrier((wrong, list(grads)))
-        sums, carry = self.reduce(leaves, grads, carry, collectives)
-        return [jnp.where(wrong > 0, jnp.nan, x) for x in sums], carry
+    def carried_norm(self, carry: PyTree) -> jax.Array:
+        """See `Reduction`: that of the sum, later the root mean square of workers'."""
+        return carry["norm"][0]
 
     def communicated(self, leaves: Leaves, wire: Wire) -> Traffic:
         """The sum of both phases', and of the step between: a program has all three."""
@@ -164,7 +172,7 @@ class OneBitMomentum(Reduction):
         return (
             f"data: after {self.freeze_step} steps momenta are exchanged by their "
             "signs; each worker has a whole momentum and a whole error, 8 bytes a "
-            "parameter. grad_norm is then the momentum's.",
+            "parameter. grad_norm is then the root mean square of the workers' own.",
         )
 
 
@@ -183,6 +191,39 @@ def _workers(leaves: Leaves) -> int:
                 f"than {first.name}. Use expert=1, or another optimizer."
             )
     return math.prod(leaves[0].sizes[axis] for axis in leaves[0].reduce_axes)
+
+
+def _own_gradients(
+    leaves: Leaves, grads: Sequence[jax.Array], collectives: Collectives
+) -> tuple[list[jax.Array], jax.Array]:
+    """A worker's gradients as views, and the root mean square of all workers' norms.
+
+    All shards have that before any branch begins: collectives in branches that run
+    beside others end XLA's CPU backend, whose devices take them in any order.
+    """
+    workers = _workers(leaves)
+    pairs = zip(leaves, grads, strict=True)
+    views = [local_view(leaf, grad).astype(jnp.float32) for leaf, grad in pairs]
+    local = [workers * view for view in views]
+    square = optax.tree.norm(local, squared=True)
+    norm = jnp.sqrt(collectives.total(square) / workers)
+    norm, local = jax.lax.optimization_barrier((norm, local))
+    return local, norm
+
+
+def _norm_of_sums(
+    leaves: Leaves, sums: Sequence[jax.Array], collectives: Collectives
+) -> jax.Array:
+    """The norm of gradients that are summed, each as its leaf is stored."""
+    pairs = list(zip(leaves, sums, strict=True))
+    split = [(leaf, x) for leaf, x in pairs if leaf.is_split]
+    square = optax.tree.norm(
+        [x for leaf, x in pairs if not leaf.is_split], squared=True
+    )
+    if split:
+        own = optax.tree.norm([x for _, x in split], squared=True)
+        square += collectives.total_of_shards(split[0][0], own)
+    return jnp.sqrt(square)
 
 
 def _exchanged(

@@ -33,6 +33,13 @@ Traffic = dict[str, dict[str, int]]
 """Axes, such as "data" -> kind of collective -> bytes of unsharded arrays, a step."""
 
 
+def clip_factor(norm: jax.Array, clip_norm: float | None) -> jax.Array | float:
+    """What gradients of a norm are multiplied by, so that it is at most `clip_norm`."""
+    if clip_norm is None:
+        return 1.0
+    return jnp.where(norm < clip_norm, 1.0, clip_norm / norm)
+
+
 @dataclasses.dataclass(frozen=True)
 class Wire:
     """What a closed form of a reduction's traffic depends on, besides the leaves.
@@ -65,12 +72,13 @@ class Reduction(Protocol):
       saved: whether checkpoints hold what it carries.
       at_zero2: whether it runs at ZeRO 2 too, and reduces once a step there: a device
         then has its whole gradients, as at ZeRO 1.
-      clips: whether what it returns may be clipped by its norm.
+      clips_itself: whether it clips gradients (`UpdateSpec.clip_norm`), and the step
+        does not clip what it returns, such as a momentum.
     """
 
     saved: bool = True
     at_zero2: bool = False
-    clips: bool = True
+    clips_itself: bool = False
 
     def init(self, leaves: Sequence[LeafSharding]) -> PyTree:
         """Make what one data shard carries before the first step; traceable.
@@ -144,6 +152,14 @@ class Reduction(Protocol):
         Clipping, and whether the step is applied, depend on it alone.
         """
         return optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), grads))
+
+    def carried_norm(self, carry: PyTree) -> jax.Array | None:
+        """The norm in place of `norm`, without the loss scale, if `reduce` carries it.
+
+        Args:
+          carry: what `reduce` carried, of all data shards: dim 0.
+        """
+        del carry
 
     def communicated(self, leaves: Sequence[LeafSharding], wire: Wire) -> Traffic:
         """What `reduce` communicates a step: `Engine.verify` holds the program to it.

@@ -17,7 +17,7 @@ from jaxpar.sharding.memory_kinds import to_device
 from jaxpar.step.carried import Carried, Stepped
 from jaxpar.step.inputs import make_inputs
 from jaxpar.step.loss import Sums
-from jaxpar.step.reduction import PART
+from jaxpar.step.reduction import PART, clip_factor
 from jaxpar.step.state import TrainState
 from jaxpar.step.update import Update
 from jaxpar.types import Batch, Metrics, PyTree
@@ -99,7 +99,8 @@ def make_train_step(
       gradients: as `jaxpar.step.gradients.make_gradients` returns it.
       update: the optimizer; the step takes and returns its packed state.
       carried: the parts of ``state.carried``, "loss_scale" among them.
-      clip_norm: the largest global norm of the gradients; None for no clipping.
+      clip_norm: the largest global norm of the gradients; None for no clipping, or
+        if the update's reduction clips itself.
       scales_loss: whether the loss is scaled dynamically.
 
     Returns:
@@ -118,11 +119,13 @@ def make_train_step(
         given = weights, state.model_state, inputs, key, scale, carry
         grads, sums, model_state, carry = gradients(*given)
         grads = update.pack_grads(grads)
-        norm = update.norm(grads) / scale
+        norm = update.reduction.carried_norm(carry)
+        norm = update.norm(grads) / scale if norm is None else norm
         finite = jnp.isfinite(norm)
         applied = finite & (sums.loss.weight > 0)
         results = sums.results()
-        factor = _clip_factor(norm, clip_norm) / scale
+        most = None if update.reduction.clips_itself else clip_norm
+        factor = clip_factor(norm, most) / scale
         known = norm, finite, applied, scale, factor
         return Reduced(grads, *known, model_state, results, carry)
 
@@ -163,9 +166,3 @@ def _optimized(
     """What the optimizer makes of a state: parameters, its own state, and metrics."""
     given = own.grads, state.params, state.opt_state
     return update.apply(*given, **own.for_update)
-
-
-def _clip_factor(norm: jax.Array, clip_norm: float | None) -> jax.Array | float:
-    if clip_norm is None:
-        return 1.0
-    return jnp.where(norm < clip_norm, 1.0, clip_norm / norm)

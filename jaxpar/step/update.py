@@ -258,6 +258,7 @@ class UpdateSpec:
       compute_dtype: of the parameters that the loss function sees.
       by_layer: names of the parameters that every loss reads in loops over layers
         alone, a layer at a time.
+      clip_norm: the largest norm of gradients, for a reduction that clips itself.
     """
 
     leaf_shardings: tuple[LeafSharding, ...]
@@ -266,6 +267,7 @@ class UpdateSpec:
     opt_state: PyTree
     compute_dtype: Any
     by_layer: frozenset[str] = frozenset()
+    clip_norm: float | None = None
 
 
 @runtime_checkable

@@ -44,10 +44,10 @@ def named(state: Any) -> dict[str, np.ndarray]:
     return tree.named_leaves(jax.device_get(state))
 
 
-def simulated(engine: jaxpar.Engine) -> NumpyOneBitAdam:
+def simulated(engine: jaxpar.Engine, **given: float) -> NumpyOneBitAdam:
     """The simulation in the state of an engine without a tensor axis."""
     state, steps = engine.state, int(engine.state.opt_state.count)
-    found = NumpyOneBitAdam(named(state.params), DATA, FREEZE, lr=RATE)
+    found = NumpyOneBitAdam(named(state.params), DATA, FREEZE, lr=RATE, **given)
     found.step_number = steps
     found.mu, found.nu = named(state.opt_state.mu), named(state.opt_state.nu)
     carry = jax.device_get(state.carried["reduction"])
@@ -90,9 +90,21 @@ def test_each_step_is_that_of_workers_in_numpy(tmp_path: Path) -> None:
     assert turned <= 2
 
 
+def test_clipping_is_by_one_norm_of_all_workers() -> None:
+    engine = make_engine(ONE_BIT, DATA, 1, 1, clip_norm=0.05, accumulate=2)
+    for batch in MANY:
+        right = simulated(engine, clip_norm=0.05)
+        right.step(gradients(engine, batch))
+        assert right.norm > 0.05
+        found = engine.step(batch)
+        assert float(found["grad_norm"]) == pytest.approx(right.norm, rel=1e-5)
+        assert distance(named(engine.state.params), right.params) <= 1e-6
+
+
 def test_the_warm_up_is_adam() -> None:
-    engine = make_engine(onebit_adam(RATE, 100, weight_decay=0.1), DATA, 2, 1)
-    plain = make_engine(optax.adamw(RATE, weight_decay=0.1), DATA, 2, 1)
+    one_bit = onebit_adam(RATE, 100, weight_decay=0.1)
+    engine = make_engine(one_bit, DATA, 2, 1, clip_norm=0.3)
+    plain = make_engine(optax.adamw(RATE, weight_decay=0.1), DATA, 2, 1, clip_norm=0.3)
     for batch in batches():
         found, right = engine.step(batch), plain.step(batch)
         assert float(found["grad_norm"]) == pytest.approx(float(right["grad_norm"]))
@@ -198,7 +210,6 @@ def test_another_number_of_workers_goes_on_from_the_momentum(tmp_path: Path) -> 
     ("zero", "options", "said"),
     [
         (3, {}, "OneBitMomentum, can't run with zero=3"),
-        (1, {"clip_norm": 1.0}, "clip_norm=1.0 must be None with the reduction"),
         (1, {"coupled_batch": True}, "can't run with examples that are coupled"),
     ],
 )

@@ -15,6 +15,7 @@ class NumpyOneBitAdam:
     """Its state is float64; a leaf's element i is in chunk i mod n."""
 
     def __init__(self, params: Leaves, workers: int, freeze_step: int, **rates: float):
+        self.clip_norm = rates.pop("clip_norm", np.inf)
         self.params = {name: x.astype(np.float64) for name, x in params.items()}
         self.n, self.freeze, self.step_number = workers, freeze_step, 0
         self.rates = {"lr": 1e-2, "b1": 0.9, "b2": 0.999, "eps": 1e-8, "wd": 0} | rates
@@ -31,6 +32,7 @@ class NumpyOneBitAdam:
     def step(self, grads: Sequence[Leaves]) -> Leaves:
         """Take a step with each worker's gradient, whose mean is the step's."""
         own, t = self.rates, self.step_number + 1
+        grads = self._clipped(grads)
         for name, p in self.params.items():
             local = np.stack([g[name].astype(np.float64) for g in grads])
             if self.step_number < self.freeze:
@@ -46,6 +48,18 @@ class NumpyOneBitAdam:
             self.params[name] = p - own["lr"] * update
         self.step_number += 1
         return self.params
+
+    def _clipped(self, grads: Sequence[Leaves]) -> list[Leaves]:
+        """By the mean's norm, later by the root mean square of the workers' norms."""
+        whole = np.stack(
+            [np.concatenate([x.ravel() for x in g.values()]) for g in grads]
+        )
+        if self.step_number < self.freeze:
+            self.norm = np.linalg.norm(whole.mean(0))
+        else:
+            self.norm = np.sqrt((whole**2).sum(1).mean())
+        factor = min(1.0, self.clip_norm / self.norm)
+        return [{name: factor * x for name, x in g.items()} for g in grads]
 
     def _compressed(self, name: str, given: np.ndarray) -> np.ndarray:
         shape, size = given.shape[1:], given[0].size
