@@ -14,6 +14,7 @@ from .with_reduction import (
     Wire,
     WithReduction,
 )
+from .zero_one_adam import zero_one_adam
 
 __all__ = [
     "OPTIMIZERS",
@@ -34,4 +35,5 @@ __all__ = [
     "fused_lamb",
     "fused_lion",
     "onebit_adam",
+    "zero_one_adam",
 ]

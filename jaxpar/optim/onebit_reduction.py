@@ -9,19 +9,23 @@ Source: Tang et al. 2021, "1-bit Adam".
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
-from jax.sharding import PartitionSpec as P
 
 from jaxpar import tree
-from jaxpar.mesh import EXPERT, PIPE, TENSOR, entry_of
-from jaxpar.optim.sign_exchange import SCALE_BYTES, SignExchange, SignPiece
-from jaxpar.sharding.collectives import Collectives, local_view
+from jaxpar.optim.sign_exchange import SignPiece
+from jaxpar.optim.workers import (
+    bytes_of_signs,
+    exchanged_signs,
+    norm_of_sums,
+    own_gradients,
+    own_shard,
+    workers_of,
+)
+from jaxpar.sharding.collectives import Collectives
 from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.step.reduction import PLAIN, Reduction, Traffic, Wire, clip_factor
 from jaxpar.types import PyTree
@@ -52,7 +56,7 @@ class OneBitMomentum(Reduction):
         Args:
           leaves: as of `Reduction.init`.
         """
-        workers = _workers(leaves)
+        workers = workers_of(leaves)
         pieces = [SignPiece(leaf, workers) for leaf in leaves]
 
         def zeros(leaf: LeafSharding) -> jax.Array:
@@ -89,8 +93,8 @@ class OneBitMomentum(Reduction):
     ) -> tuple[list[jax.Array], PyTree]:
         """See `Reduction`; by the step's number as it is without compression, or so."""
         names, count = [leaf.name for leaf in leaves], carry["count"]
-        workers = _workers(leaves)
-        local, own_norm = _own_gradients(leaves, grads, collectives)
+        workers = workers_of(leaves)
+        local, own_norm = own_gradients(leaves, grads, collectives)
         kept = [carry[part][name] for part in ("worker", "server") for name in names]
 
         def momenta(norm: jax.Array) -> list[jax.Array]:
@@ -103,7 +107,7 @@ class OneBitMomentum(Reduction):
             given = [own / workers for own in local]
             found, _ = PLAIN.reduce(leaves, given, (), collectives)
             sums = [x.astype(jnp.float32) for x in found]
-            norm = _norm_of_sums(leaves, sums, collectives)
+            norm = norm_of_sums(leaves, sums, collectives)
             factor = clip_factor(norm, self.clip_norm)
             return [factor * x for x in sums], norm, momenta(norm), list(kept)
 
@@ -116,9 +120,9 @@ class OneBitMomentum(Reduction):
         def compressed(*kept: Any) -> tuple:
             # One bit has no zero: what has had no gradient in the warm-up stays there.
             masks = [carry["momentum"][name] != 0 for name in names]
-            found, errors = _exchanged(leaves, momenta(own_norm), masks, kept)
+            found, errors = exchanged_signs(leaves, momenta(own_norm), masks, kept)
             pairs = zip(leaves, found, strict=True)
-            return [_own_shard(*pair) for pair in pairs], own_norm, found, errors
+            return [own_shard(*pair) for pair in pairs], own_norm, found, errors
 
         phase = (count >= self.freeze_step - 1).astype(jnp.int32)
         phase += (count >= self.freeze_step).astype(jnp.int32)
@@ -149,12 +153,11 @@ class OneBitMomentum(Reduction):
 
     def communicated(self, leaves: Leaves, wire: Wire) -> Traffic:
         """The sum of both phases', and of the step between: a program has all three."""
-        found, workers = PLAIN.communicated(leaves, wire), _workers(leaves)
+        found, workers = PLAIN.communicated(leaves, wire), workers_of(leaves)
         over = wire.over(leaves[0].reduce_axes)
         kinds = found.setdefault(over, {})
-        pieces = [SignPiece(leaf, workers) for leaf in leaves]
-        sent = workers * sum(piece.num_bytes + SCALE_BYTES for piece in pieces)
-        last = sum(4 * piece.size for piece in pieces)
+        sent = bytes_of_signs(leaves)
+        last = sum(4 * SignPiece(leaf, workers).size for leaf in leaves)
         for kind, number in {
             "all-to-all": sent,
             "all-gather": sent,
@@ -174,97 +177,3 @@ class OneBitMomentum(Reduction):
             "signs; each worker has a whole momentum and a whole error, 8 bytes a "
             "parameter. grad_norm is then the root mean square of the workers' own.",
         )
-
-
-def _workers(leaves: Leaves) -> int:
-    """The data shards, which all leaves are averaged over.
-
-    Raises:
-      ValueError: if experts are on an axis of their own.
-    """
-    first = leaves[0]
-    for leaf in leaves:
-        if set(leaf.reduce_axes) != set(first.reduce_axes):
-            raise ValueError(
-                f"optimizer: OneBitMomentum can't run with expert="
-                f"{leaf.sizes[EXPERT]}: {leaf.name} is averaged over other data shards "
-                f"than {first.name}. Use expert=1, or another optimizer."
-            )
-    return math.prod(leaves[0].sizes[axis] for axis in leaves[0].reduce_axes)
-
-
-def _own_gradients(
-    leaves: Leaves, grads: Sequence[jax.Array], collectives: Collectives
-) -> tuple[list[jax.Array], jax.Array]:
-    """A worker's gradients as views, and the root mean square of all workers' norms.
-
-    All shards have that before any branch begins: collectives in branches that run
-    beside others end XLA's CPU backend, whose devices take them in any order.
-    """
-    workers = _workers(leaves)
-    pairs = zip(leaves, grads, strict=True)
-    views = [local_view(leaf, grad).astype(jnp.float32) for leaf, grad in pairs]
-    local = [workers * view for view in views]
-    square = optax.tree.norm(local, squared=True)
-    norm = jnp.sqrt(collectives.total(square) / workers)
-    norm, local = jax.lax.optimization_barrier((norm, local))
-    return local, norm
-
-
-def _norm_of_sums(
-    leaves: Leaves, sums: Sequence[jax.Array], collectives: Collectives
-) -> jax.Array:
-    """The norm of gradients that are summed, each as its leaf is stored."""
-    pairs = list(zip(leaves, sums, strict=True))
-    split = [(leaf, x) for leaf, x in pairs if leaf.is_split]
-    square = optax.tree.norm(
-        [x for leaf, x in pairs if not leaf.is_split], squared=True
-    )
-    if split:
-        own = optax.tree.norm([x for _, x in split], squared=True)
-        square += collectives.total_of_shards(split[0][0], own)
-    return jnp.sqrt(square)
-
-
-def _exchanged(
-    leaves: Leaves,
-    arrays: Sequence[jax.Array],
-    masks: Sequence[jax.Array],
-    errors: Sequence[jax.Array],
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Averages of views, and the new errors of workers and servers."""
-    pieces = [SignPiece(leaf, _workers(leaves)) for leaf in leaves]
-    exchange = SignExchange(pieces, leaves[0].reduce_axes)
-    count = len(leaves)
-
-    def on_pieces(arrays: list, masks: list, worker: list, server: list) -> tuple:
-        def flat(views: list) -> list:
-            return [x.reshape(-1) for x in views]
-
-        def shaped(own: list) -> list:
-            return [x.reshape(view.shape) for x, view in zip(own, arrays, strict=True)]
-
-        given = flat(arrays), flat(masks), flat(worker), [x[0] for x in server]
-        found, new_worker, new_server = exchange(*given)
-        return shaped(found), shaped(new_worker), [x[None] for x in new_server]
-
-    views = [leaf.view_spec(data=False) for leaf in leaves]
-    rows = [P(entry_of([a for axes in leaf.placed for a in axes])) for leaf in leaves]
-    found, worker, server = jax.shard_map(
-        on_pieces,
-        in_specs=(views, views, views, rows),
-        out_specs=(views, views, rows),
-        axis_names={PIPE, TENSOR},
-        check_vma=False,
-    )(list(arrays), list(masks), list(errors[:count]), list(errors[count:]))
-    return found, [*worker, *server]
-
-
-def _own_shard(leaf: LeafSharding, view: jax.Array) -> jax.Array:
-    """The part of a whole view that this data shard stores."""
-    dim = leaf.view_data_dim
-    if dim is None:
-        return view
-    size = view.shape[dim] // leaf.data_ways
-    index = jax.lax.axis_index(leaf.data_axes)
-    return jax.lax.dynamic_slice_in_dim(view, index * size, size, dim)

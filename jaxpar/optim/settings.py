@@ -12,6 +12,7 @@ import optax
 from jaxpar.optim import fused
 from jaxpar.optim.fused_update import Schedule
 from jaxpar.optim.onebit_adam import onebit_adam
+from jaxpar.optim.zero_one_adam import zero_one_adam
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,6 +182,37 @@ class OneBitAdamSettings(OptimizerSettings):
         return onebit_adam(learning_rate, self.freeze_step, eps=self.eps, **decays)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ZeroOneAdamSettings(OptimizerSettings):
+    """0/1 Adam: little is exchanged, and after a warm-up nothing in many steps.
+
+    Attributes:
+      weight_decay: times the parameter it is added to the update.
+      var_freeze_step: steps in which the second moment changes: 15 to 20 % of the run.
+      var_update_scaler: whole gradients at each interval, which then doubles.
+      local_step_scaler: steps at each interval between exchanges, which then doubles.
+      local_step_clipper: the longest of these: a power of two.
+      b1: decay rate of the mean of gradients.
+      b2: decay rate of the mean of squared gradients.
+      eps: added to the square root.
+    """
+
+    kind: str = dataclasses.field(default="zero_one_adam", init=False)
+    var_freeze_step: int = 100
+    var_update_scaler: int = 16
+    local_step_scaler: int = 100
+    local_step_clipper: int = 16
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+
+    def make(self, learning_rate: float | Schedule) -> Any:
+        """See `OptimizerSettings`."""
+        given = dataclasses.asdict(self)
+        del given["kind"]
+        return zero_one_adam(learning_rate, given.pop("var_freeze_step"), **given)
+
+
 OPTIMIZERS: dict[str, OptimizerSettings] = {
     each.kind: each
     for each in (
@@ -190,6 +222,7 @@ OPTIMIZERS: dict[str, OptimizerSettings] = {
         SgdSettings(),
         AdafactorSettings(),
         OneBitAdamSettings(),
+        ZeroOneAdamSettings(),
     )
 }
 """Name -> an optimizer's usual settings."""

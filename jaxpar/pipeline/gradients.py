@@ -87,7 +87,10 @@ class Pipeline:
 
         def body(shards, inputs, model_state, key, scale, carry):
             key = partition.shard_key(key)
-            params = self._whole(partition, structure, shards)
+            whole = partition.local(
+                leaf_shardings, self._whole(partition, shards), carry
+            )
+            params = self._params(structure, whole)
             variables = params, staged_state(self.division, model_state)
             given = sections, table, variables, inputs, key, scale
             grads, sums, state = run_schedule(*given)
@@ -123,7 +126,7 @@ class Pipeline:
             schedule = make_in_groups("forwards", P, parts, v)
             sections = self._sections(partition, loss, parts, training=training)
             sections = dataclasses.replace(sections, keeps=False)
-            params = self._whole(partition, structure, shards)
+            params = self._params(structure, self._whole(partition, shards))
             table = make_tick_table(schedule, training=False)
             variables = params, staged_state(self.division, model_state)
             key = partition.shard_key(key)
@@ -276,9 +279,7 @@ class Pipeline:
             for leaf in leaf_shardings
         ]
 
-    def _whole(
-        self, partition: Partition, structure: Any, shards: Sequence[Any]
-    ) -> Params:
+    def _whole(self, partition: Partition, shards: Sequence[Any]) -> list[jax.Array]:
         """Cast, reorder for the stages, gather: once a step."""
         whole, views = [], partition.cast(shards)
         leaves = partition.all_on_shard
@@ -287,6 +288,10 @@ class Pipeline:
             if stages := self.division.of(leaf.name):
                 view = stages.to_stages(leaf, view)
             whole.append(partition.collectives.gather(own, view))
+        return whole
+
+    def _params(self, structure: Any, whole: list[jax.Array]) -> Params:
+        """By part of the network."""
         params = tree.merged(*jax.tree.unflatten(structure, whole))
         # A tree parted in two has no part without parameters.
         return {part: params.get(part, {}) for part in self.network.parts}

@@ -104,7 +104,7 @@ class ManualCollectives:
         """All-gather along the view's data dim."""
         dim = leaf.view_data_dim
         if dim is None:
-            return _as_computed(leaf, shard)
+            return as_computed(leaf, shard)
         turns = self._groups(leaf.data_axes, leaf)
 
         def gather(shard: jax.Array) -> jax.Array:
@@ -114,7 +114,7 @@ class ManualCollectives:
                 )
             return shard
 
-        return _as_computed(leaf, on_placed_shards(gather, leaf)(shard))
+        return as_computed(leaf, on_placed_shards(gather, leaf)(shard))
 
     def reduce(self, leaf: LeafSharding, whole: jax.Array) -> jax.Array:
         """Reduce-scatter along the view's data dim; all-reduce an unsharded leaf."""
@@ -225,7 +225,7 @@ class AutomaticCollectives:
         stored = constrain(shard, *leaf.view_spec())
         # In two steps: in one, every tensor shard would be gathered over data as well.
         over_tensor = constrain(stored, *leaf.view_spec(data=False))
-        return _as_computed(leaf, over_tensor)
+        return as_computed(leaf, over_tensor)
 
     def reduce(self, leaf: LeafSharding, whole: jax.Array) -> jax.Array:
         """Constrain to the stored spec; the compiler inserts the sum."""
@@ -316,7 +316,7 @@ def on_placed_shards(
     )
 
 
-def _as_computed(leaf: LeafSharding, view: jax.Array) -> jax.Array:
+def as_computed(leaf: LeafSharding, view: jax.Array) -> jax.Array:
     """Bring a view that is gathered over data to its leaf's compute spec."""
     kept = (
         axes_of(entry) if stored else ()

@@ -147,6 +147,16 @@ class Partition:
             for p, x in zip(self.all_on_shard, self.cast(shards), strict=True)
         ]
 
+    def local(
+        self, leaves: Sequence[LeafSharding], prepared: list[jax.Array], carry: PyTree
+    ) -> list[jax.Array]:
+        """The parameters that this shard trains: see `Reduction.local`."""
+        if self.zero.reduce != "step":
+            return prepared
+        count = len(leaves)
+        own = self.reduction.local(leaves, prepared[:count], carry)
+        return [*own, *prepared[count:]]
+
     def cast(self, shards: Sequence[jax.Array]) -> list[jax.Array]:
         """The parameters in the dtypes in which they are computed on."""
         dtypes = self._computed_dtypes(shards)
@@ -311,7 +321,7 @@ def make_gradients(
         return grads, sums, state
 
     def body(shards, inputs, model_state, key, scale, carry):
-        prepared = partition.prepare(shards)
+        prepared = partition.local(partition.on_shard, partition.prepare(shards), carry)
         key = partition.shard_key(key)
 
         def one(model_state, index, rows):

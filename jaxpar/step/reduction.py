@@ -106,6 +106,22 @@ class Reduction(Protocol):
         del opt_state
         return self.init(leaves)
 
+    def local(
+        self, leaves: Sequence[LeafSharding], params: list[jax.Array], carry: PyTree
+    ) -> list[jax.Array]:
+        """The parameters that this data shard computes its gradients with.
+
+        Runs inside ``shard_map``, where a step gathers parameters and reduces gradients
+        once; evaluation takes the stored ones.
+
+        Args:
+          leaves: as for `reduce`.
+          params: gathered, in the dtype of the computation.
+          carry: as for `reduce`.
+        """
+        del leaves, carry
+        return params
+
     def reduce(
         self,
         leaves: Sequence[LeafSharding],

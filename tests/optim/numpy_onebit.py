@@ -32,6 +32,7 @@ class NumpyOneBitAdam:
     def step(self, grads: Sequence[Leaves]) -> Leaves:
         """Take a step with each worker's gradient, whose mean is the step's."""
         own, t = self.rates, self.step_number + 1
+        self.is_whole = self.step_number < self.freeze
         grads = self._clipped(grads)
         for name, p in self.params.items():
             local = np.stack([g[name].astype(np.float64) for g in grads])
@@ -41,7 +42,8 @@ class NumpyOneBitAdam:
                 self.nu[name] = own["b2"] * self.nu[name] + (1 - own["b2"]) * mean**2
             else:
                 given = own["b1"] * self.mu[name] + (1 - own["b1"]) * local
-                self.mu[name] = self._compressed(name, given)
+                keep = self.masked.setdefault(name, self.mu[name] != 0)
+                self.mu[name] = self._compressed(name, given, keep)
             mu = self.mu[name] / (1 - own["b1"] ** t)
             nu = self.nu[name] / (1 - own["b2"] ** min(t, self.freeze))
             update = mu / (np.sqrt(nu) + own["eps"]) + own["wd"] * p
@@ -54,16 +56,15 @@ class NumpyOneBitAdam:
         whole = np.stack(
             [np.concatenate([x.ravel() for x in g.values()]) for g in grads]
         )
-        if self.step_number < self.freeze:
+        if self.is_whole:
             self.norm = np.linalg.norm(whole.mean(0))
         else:
             self.norm = np.sqrt((whole**2).sum(1).mean())
         factor = min(1.0, self.clip_norm / self.norm)
         return [{name: factor * x for name, x in g.items()} for g in grads]
 
-    def _compressed(self, name: str, given: np.ndarray) -> np.ndarray:
-        shape, size = given.shape[1:], given[0].size
-        keep = self.masked.setdefault(name, self.mu[name].reshape(-1) != 0)
+    def _compressed(self, name: str, given: np.ndarray, keep: np.ndarray) -> np.ndarray:
+        shape, size, keep = given.shape[1:], given[0].size, keep.reshape(-1)
         c = np.where(keep, given.reshape(self.n, -1), 0) + self.worker[name]
         scale = np.sqrt((c**2).sum(1, keepdims=True) / size)
         self.worker[name] = np.where(keep, c - scale * sign(c), 0)
