@@ -63,15 +63,19 @@ class Contestant:
 
     def take(self, warm: int, timed: int) -> dict:
         """Ask for steps, the first of them not timed, and wait for them."""
+        self.ask(f"{warm} {timed}")
+        return self.read()
+
+    def ask(self, line: str) -> None:
+        """Ask something, and don't wait; `read` has the answer."""
         asked = self.workers[0].stdin
         assert asked is not None
-        asked.write(f"{warm} {timed}\n")
+        asked.write(line + "\n")
         asked.flush()
-        return self.read()
 
     def stop(self) -> None:
         """End all workers."""
         for worker in self.workers:
-            worker.kill()
-            worker.wait()
+            with worker:  # Closes its pipes, and waits.
+                worker.kill()
         self.errors.close()
