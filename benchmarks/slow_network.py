@@ -159,7 +159,7 @@ def show(console: Console, num_hosts: int, found: dict[str, Rates]) -> None:
         cells = []
         for rate, turns in of_rates.items():
             taken = sorted(turn.seconds for turn in turns)
-            spread = f"({taken[0]:.2f}-{taken[-1]:.2f})"
+            spread = f"({taken[0]:.3f}-{taken[-1]:.3f})"
             ratio = median(found[PLAIN][rate]) / median(turns)
             cells += [f"{median(turns):.3f} {spread}", f"{ratio:.2f}"]
         table.add_row(name, f"{sent(of_rates[rates[0]]) / 1e6:.2f}", *cells)
@@ -217,7 +217,7 @@ def main(config: Config) -> None:
     # So that the hosts are removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     jax.config.update("jax_platforms", "cpu")
-    console = Console(width=140, highlight=False)
+    console = Console(width=150, highlight=False)
     load = os.getloadavg()[0]
     console.print(f"load of this machine before: {load:.1f} on {os.cpu_count()} cores")
     measured, verdicts = {}, []

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
+from scipy.optimize import nnls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Fit:
 
 
 def fit(seconds: Mapping[float, float]) -> Fit:
-    """Fit a line, by least squares of relative errors.
+    """Fit a line that neither term makes negative, by least squares of relative errors.
 
     Args:
       seconds: rate of the links in 10^6 bits a second, infinite for no limit -> seconds
@@ -44,7 +45,7 @@ def fit(seconds: Mapping[float, float]) -> Fit:
     taken = np.array(list(seconds.values()))
     slow = np.array([8e-6 / rate for rate in seconds])
     line = np.stack([np.ones_like(slow), slow], axis=1) / taken[:, None]
-    (compute, sent), *_ = np.linalg.lstsq(line, np.ones_like(taken), rcond=None)
+    (compute, sent), _ = nnls(line, np.ones_like(taken))
     error = np.abs(line @ [compute, sent] - 1).max()
     return Fit(*(round(float(x), 9) for x in (compute, sent, error)))
 

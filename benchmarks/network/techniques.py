@@ -58,10 +58,10 @@ class Mlp(nnx.Module):
     """Square layers without biases: many bytes to reduce, little to compute."""
 
     def __init__(self, width: int, layers: int, rngs: nnx.Rngs):
-        made = (
-            nnx.Linear(width, width, use_bias=False, rngs=rngs) for _ in range(layers)
+        sides = width, width
+        self.layers = nnx.List(
+            nnx.Linear(*sides, use_bias=False, rngs=rngs) for _ in range(layers)
         )
-        self.layers = nnx.List(made)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Run it."""

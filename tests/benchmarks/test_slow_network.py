@@ -98,6 +98,22 @@ def test_compressed_steps_are_faster_on_a_slow_link(
     assert not spaces()
 
 
+def test_links_are_limited_both_ways(possible: None) -> None:
+    with Network(3) as network:
+        for megabits, count in ((50.0, 6), (None, 0), (None, 0)):
+            network.limit(megabits)
+            shown = [
+                subprocess.run(
+                    ["tc", "-n", space, "qdisc", "show"],
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                ).stdout
+                for space in spaces()
+            ]
+            assert "".join(shown).count("rate 50Mbit") == count
+
+
 def test_hosts_are_removed_with_their_network(possible: None) -> None:
     with Network(2) as network:
         assert len(spaces()) == 3
@@ -155,6 +171,7 @@ def test_fit_finds_compute_and_bytes() -> None:
         pytest.approx(0.2), pytest.approx(3e7), pytest.approx(0, abs=1e-6)
     )
     assert found.seconds(100.0) == pytest.approx(exact[100.0])
+    assert fit({100.0: 0.4, math.inf: 0.5}).sent == 0
     assert fit({100.0: 2.0, 1000.0: 0.3, math.inf: 0.2}).error > 0.05
 
 
