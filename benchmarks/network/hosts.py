@@ -70,6 +70,10 @@ class Network:
                 _run(*given, f"dev {device} root", what)
         self._is_limited = megabits is not None
 
+    def plug(self, host: int, state: str) -> None:
+        """Plug a host's link in ("up"), or pull it out ("down")."""
+        _run("ip", "-n", self._space(host), f"link set eth0 {state}")
+
     def command(self, host: int, command: list[str]) -> list[str]:
         """A command as it is started on a host."""
         return ["ip", "netns", "exec", self._space(host), *command]
