@@ -5,6 +5,7 @@ from .fused import fused_adamw, fused_lamb, fused_lion
 from .fused_update import FusedOptimizer
 from .make_update import HostUpdate, MakesUpdate, Update, UpdateSpec
 from .onebit_adam import onebit_adam
+from .onebit_lamb import onebit_lamb
 from .quantized_reduction import QuantizedReduction
 from .settings import OPTIMIZERS, OptimizerSettings
 from .with_reduction import (
@@ -35,5 +36,6 @@ __all__ = [
     "fused_lamb",
     "fused_lion",
     "onebit_adam",
+    "onebit_lamb",
     "zero_one_adam",
 ]

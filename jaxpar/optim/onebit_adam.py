@@ -7,7 +7,7 @@ second by the steps in which it changed.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -31,41 +31,70 @@ class OneBitAdamState:
     nu: PyTree
 
 
-@dataclasses.dataclass(frozen=True)
-class OneBitAdam:
-    """The optimizer; see `onebit_adam`."""
+@runtime_checkable
+class OneBitRule(Protocol):
+    """An optimizer that `OneBitUpdate` runs.
+
+    Attributes:
+      learning_rate: a number, or a schedule of the step.
+      freeze_step: steps of the warm-up.
+      b1: decay of the momentum.
+      plain: the name of what it is without compression.
+    """
 
     learning_rate: float | Callable[[jax.Array], Any]
     freeze_step: int
     b1: float
-    b2: float
-    eps: float
-    weight_decay: float
+    plain: ClassVar[str]
 
-    def init(self, params: Params) -> OneBitAdamState:
-        """See `MakesUpdate`."""
-        zeros = optax.tree.zeros_like(params)
-        return OneBitAdamState(jnp.int32(0), zeros, optax.tree.zeros_like(params))
+    def step(
+        self, before: PyTree, grads: PyTree, rate: jax.Array, compresses: bool
+    ) -> PyTree:
+        """Take a step.
 
-    def make_update(self, spec: UpdateSpec) -> Update:
-        """See `MakesUpdate`."""
-        if num_batch_shards(spec.mesh) == 1:
-            return OneBitAdamUpdate(self, PLAIN)
-        given = self.freeze_step, self.b1, spec.clip_norm
-        return OneBitAdamUpdate(self, OneBitMomentum(*given))
+        Args:
+          before: parameters and state, whose `count` is of the steps taken.
+          grads: the mean gradients, fp32; the next momenta after the warm-up if it
+            compresses.
+          rate: the learning rate.
+          compresses: whether momenta are exchanged after the warm-up.
+
+        Returns:
+          Parameters and state.
+        """
+        ...
+
+
+def make_onebit_update(
+    own: OneBitRule, spec: UpdateSpec, notes: tuple[str, ...] = ()
+) -> "OneBitUpdate":
+    """Make the update of a rule; one data shard has nothing to compress.
+
+    Args:
+      own: the rule.
+      spec: as of `MakesUpdate`.
+      notes: what else there is to say.
+    """
+    if num_batch_shards(spec.mesh) > 1:
+        given = own.freeze_step, own.b1, spec.clip_norm
+        return OneBitUpdate(own, OneBitMomentum(*given), notes)
+    said = f"optimizer: there is one data shard, and nothing to compress: {own.plain}."
+    return OneBitUpdate(own, PLAIN, (said, *notes))
 
 
 @dataclasses.dataclass(frozen=True)
-class OneBitAdamUpdate(Update):
-    """The update of 1-bit Adam, on the logical state.
+class OneBitUpdate(Update):
+    """The update of an optimizer in one bit, on the logical state.
 
     Attributes:
       own: the optimizer.
       reduction: gives it gradients, and later momenta.
+      said: its notes.
     """
 
-    own: OneBitAdam
+    own: OneBitRule
     reduction: Reduction
+    said: tuple[str, ...] = ()
 
     def apply(
         self,
@@ -92,39 +121,62 @@ class OneBitAdamUpdate(Update):
     def _stepped(
         self, before: PyTree, grads: PyTree, factor: jax.Array, rate: jax.Array
     ) -> PyTree:
-        (params, state), own = before, self.own
-        is_warm = state.count < own.freeze_step if self._compresses else True
         grads = jax.tree.map(lambda g: factor * g, grads)
+        compresses = isinstance(self.reduction, OneBitMomentum)
+        return self.own.step(before, grads, rate, compresses)
+
+    def notes(self) -> tuple[str, ...]:
+        """See `Update`."""
+        return self.said
+
+
+@dataclasses.dataclass(frozen=True)
+class OneBitAdam(OneBitRule):
+    """The optimizer; see `onebit_adam`."""
+
+    learning_rate: float | Callable[[jax.Array], Any]
+    freeze_step: int
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    plain: ClassVar[str] = "Adam"
+
+    def init(self, params: Params) -> OneBitAdamState:
+        """See `MakesUpdate`."""
+        zeros = optax.tree.zeros_like(params)
+        return OneBitAdamState(jnp.int32(0), zeros, optax.tree.zeros_like(params))
+
+    def make_update(self, spec: UpdateSpec) -> Update:
+        """See `MakesUpdate`."""
+        return make_onebit_update(self, spec)
+
+    def step(
+        self, before: PyTree, grads: PyTree, rate: jax.Array, compresses: bool
+    ) -> PyTree:
+        """See `OneBitRule`."""
+        params, state = before
+        is_warm = state.count < self.freeze_step if compresses else True
         count = state.count + 1
-        frozen = jnp.minimum(count, own.freeze_step) if self._compresses else count
+        frozen = jnp.minimum(count, self.freeze_step) if compresses else count
         mu = jax.tree.map(
-            lambda m, g: jnp.where(is_warm, own.b1 * m + (1 - own.b1) * g, g),
+            lambda m, g: jnp.where(is_warm, self.b1 * m + (1 - self.b1) * g, g),
             state.mu,
             grads,
         )
         nu = jax.tree.map(
-            lambda v, g: jnp.where(is_warm, own.b2 * v + (1 - own.b2) * g**2, v),
+            lambda v, g: jnp.where(is_warm, self.b2 * v + (1 - self.b2) * g**2, v),
             state.nu,
             grads,
         )
-        unbiased = 1 - own.b1 ** count.astype(jnp.float32)
-        unbiased_nu = 1 - own.b2 ** frozen.astype(jnp.float32)
+        unbiased = 1 - self.b1 ** count.astype(jnp.float32)
+        unbiased_nu = 1 - self.b2 ** frozen.astype(jnp.float32)
 
         def new(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
-            step = (m / unbiased) / (jnp.sqrt(v / unbiased_nu) + own.eps)
-            return p - rate * (step + own.weight_decay * p)
+            step = (m / unbiased) / (jnp.sqrt(v / unbiased_nu) + self.eps)
+            return p - rate * (step + self.weight_decay * p)
 
         return jax.tree.map(new, params, mu, nu), OneBitAdamState(count, mu, nu)
-
-    def notes(self) -> tuple[str, ...]:
-        """See `Update`."""
-        if self._compresses:
-            return ()
-        return ("optimizer: there is one data shard, and nothing to compress: Adam.",)
-
-    @property
-    def _compresses(self) -> bool:
-        return isinstance(self.reduction, OneBitMomentum)
 
 
 def onebit_adam(

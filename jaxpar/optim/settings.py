@@ -12,6 +12,7 @@ import optax
 from jaxpar.optim import fused
 from jaxpar.optim.fused_update import Schedule
 from jaxpar.optim.onebit_adam import onebit_adam
+from jaxpar.optim.onebit_lamb import onebit_lamb
 from jaxpar.optim.zero_one_adam import zero_one_adam
 
 
@@ -42,17 +43,19 @@ class OptimizerSettings:
         Raises:
           ValueError: if a number is out of its range.
         """
-        given = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.init
-        }
+        given = _given(self)
         bits = given.pop("bits", 32)
         if bits != 32:
             return type(self)._fused(learning_rate, **given, bits=bits)
         switches = [name for name, value in given.items() if isinstance(value, bool)]
         make = optax.inject_hyperparams(type(self)._optax, static_args=switches)
         return make(learning_rate, **given)
+
+
+def _given(settings: OptimizerSettings) -> dict[str, Any]:
+    """The fields that are an optimizer's arguments."""
+    fields = dataclasses.fields(settings)
+    return {x.name: getattr(settings, x.name) for x in fields if x.init}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,8 +181,38 @@ class OneBitAdamSettings(OptimizerSettings):
 
     def make(self, learning_rate: float | Schedule) -> Any:
         """See `OptimizerSettings`."""
-        decays = {"b1": self.b1, "b2": self.b2, "weight_decay": self.weight_decay}
-        return onebit_adam(learning_rate, self.freeze_step, eps=self.eps, **decays)
+        return onebit_adam(learning_rate, **_given(self))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OneBitLambSettings(OptimizerSettings):
+    """1-bit LAMB: momenta are exchanged by their signs, after a warm-up.
+
+    Attributes:
+      weight_decay: times the parameter it is added to the update.
+      freeze_step: steps of the warm-up: 15 to 20 % of the run.
+      b1: decay rate of the mean of gradients.
+      b2: decay rate of the means of squared gradients.
+      eps: added to their square roots.
+      coeff_bounds: least and largest trust ratio.
+      coeff_beta: decay rate of the mean of trust ratios.
+      factor_bounds: least and largest factor of a frozen trust ratio.
+      factor_threshold: the fraction by which a factor may change in a step.
+    """
+
+    kind: str = dataclasses.field(default="onebit_lamb", init=False)
+    freeze_step: int = 100
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-6
+    coeff_bounds: tuple[float, float] = (0.01, 10.0)
+    coeff_beta: float = 0.9
+    factor_bounds: tuple[float, float] = (0.5, 4.0)
+    factor_threshold: float = 0.1
+
+    def make(self, learning_rate: float | Schedule) -> Any:
+        """See `OptimizerSettings`."""
+        return onebit_lamb(learning_rate, **_given(self))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,6 +255,7 @@ OPTIMIZERS: dict[str, OptimizerSettings] = {
         SgdSettings(),
         AdafactorSettings(),
         OneBitAdamSettings(),
+        OneBitLambSettings(),
         ZeroOneAdamSettings(),
     )
 }

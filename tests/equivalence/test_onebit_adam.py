@@ -6,7 +6,6 @@ rounding does not grow over steps.
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,18 +13,17 @@ import optax
 import pytest
 
 import jaxpar
-from jaxpar import tree
 from jaxpar.models import decoder_loss, make_decoder
 from jaxpar.models.experts import ExpertsConfig
 from jaxpar.optim import onebit_adam
 from tests.equivalence.looped_gpt import CONFIG
 from tests.equivalence.looped_gpt import batches as token_batches
+from tests.equivalence.onebit_workers import continue_from, gradients, named
 from tests.equivalence.perceptron import (
     ROWS,
     Net,
     batches,
     loss_fn,
-    loss_of,
     make_engine,
     make_piped_engine,
 )
@@ -40,42 +38,14 @@ ONE_BIT = onebit_adam(RATE, FREEZE)
 MANY = [*batches(), *batches()]
 
 
-def named(state: Any) -> dict[str, np.ndarray]:
-    return tree.named_leaves(jax.device_get(state))
-
-
-def simulated(engine: jaxpar.Engine, **given: float) -> NumpyOneBitAdam:
-    """The simulation in the state of an engine without a tensor axis."""
-    state, steps = engine.state, int(engine.state.opt_state.count)
-    found = NumpyOneBitAdam(named(state.params), DATA, FREEZE, lr=RATE, **given)
-    found.step_number = steps
-    found.mu, found.nu = named(state.opt_state.mu), named(state.opt_state.nu)
-    carry = jax.device_get(state.carried["reduction"])
-    worker, server = {}, {}
-    for name, p in found.params.items():
-        worker[name] = carry["worker"][name].reshape(DATA, -1)
-        # Element i is in chunk i mod n.
-        server[name] = carry["server"][name][:, 0].T.reshape(-1)[: p.size]
-    found.set_errors(worker, server)
-    return found
-
-
-def gradients(engine: jaxpar.Engine, batch: dict) -> list[dict[str, np.ndarray]]:
-    """By worker, the gradient of its rows."""
-    params, count = jax.device_get(engine.state.params), ROWS // DATA
-    parts = [slice(n * count, (n + 1) * count) for n in range(DATA)]
-    rows = [{name: x[part] for name, x in batch.items()} for part in parts]
-    return [named(jax.grad(loss_of)(params, own)) for own in rows]
-
-
 def test_each_step_is_that_of_workers_in_numpy(tmp_path: Path) -> None:
     """Through both phases, and a checkpoint in the second one."""
     engine = make_engine(ONE_BIT, DATA, 1, 1)
     turned = 0
     for number, batch in enumerate(MANY):
-        right = simulated(engine)
-        before = named(engine.state.params)
-        right.step(gradients(engine, batch))
+        right = NumpyOneBitAdam(before := named(engine.state.params), DATA, FREEZE)
+        continue_from(right, engine)
+        right.step(gradients(engine, batch, DATA))
         engine.step(batch)
         for name, found in named(engine.state.params).items():
             wrong = np.abs(found - right.params[name]) > 1e-6
@@ -93,8 +63,10 @@ def test_each_step_is_that_of_workers_in_numpy(tmp_path: Path) -> None:
 def test_clipping_is_by_one_norm_of_all_workers() -> None:
     engine = make_engine(ONE_BIT, DATA, 1, 1, clip_norm=0.05, accumulate=2)
     for batch in MANY:
-        right = simulated(engine, clip_norm=0.05)
-        right.step(gradients(engine, batch))
+        params = named(engine.state.params)
+        right = NumpyOneBitAdam(params, DATA, FREEZE, clip_norm=0.05)
+        continue_from(right, engine)
+        right.step(gradients(engine, batch, DATA))
         assert right.norm > 0.05
         found = engine.step(batch)
         assert float(found["grad_norm"]) == pytest.approx(right.norm, rel=1e-5)

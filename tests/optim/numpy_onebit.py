@@ -1,6 +1,7 @@
-"""1-bit Adam of n workers in NumPy, as its definition says, for a few leaves."""
+"""1-bit Adam and LAMB of n workers in NumPy, by definition, for a few leaves."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ def sign(x: np.ndarray) -> np.ndarray:
 class NumpyOneBitAdam:
     """Its state is float64; a leaf's element i is in chunk i mod n."""
 
-    def __init__(self, params: Leaves, workers: int, freeze_step: int, **rates: float):
+    def __init__(self, params: Leaves, workers: int, freeze_step: int, **rates: Any):
         self.clip_norm = rates.pop("clip_norm", np.inf)
         self.params = {name: x.astype(np.float64) for name, x in params.items()}
         self.n, self.freeze, self.step_number = workers, freeze_step, 0
@@ -76,3 +77,69 @@ class NumpyOneBitAdam:
             found[own] = scale * sign(y[own])
         self.server[name] = np.where(keep, y - found, 0)
         return np.where(keep, found, 0).reshape(shape)
+
+
+class NumpyOneBitLamb(NumpyOneBitAdam):
+    """Its trust ratios and factors are by leaf, in `coeff` and `last`."""
+
+    def __init__(self, params: Leaves, workers: int, freeze_step: int, **rates: Any):
+        super().__init__(params, workers, freeze_step, **({"eps": 1e-6} | rates))
+        limits = {"coeff": (0.01, 10), "factor": (0.5, 4), "change": 0.1, "b3": 0.9}
+        self.rates = limits | self.rates
+        self.fresh = {name: np.zeros_like(x) for name, x in self.params.items()}
+        self.coeff = dict.fromkeys(params, 0.0)
+        self.last = dict.fromkeys(params, 1.0)
+
+    def step(self, grads: Sequence[Leaves]) -> Leaves:
+        """Take a step with each worker's gradient, whose mean is the step's."""
+        self.is_whole = self.step_number < self.freeze
+        grads = self._clipped(grads)
+        for name in self.params:
+            local = np.stack([g[name].astype(np.float64) for g in grads])
+            old, b1, b2 = self.mu[name], self.rates["b1"], self.rates["b2"]
+            if self.step_number < self.freeze:
+                grad = local.mean(0)
+                self.mu[name] = b1 * old + (1 - b1) * grad
+                self.nu[name] = b2 * self.nu[name] + (1 - b2) * grad**2
+                self.fresh[name] = self.nu[name].copy()
+                self._warm(name)
+                continue
+            keep = self.masked.setdefault(name, old != 0)
+            self.mu[name] = self._compressed(name, b1 * old + (1 - b1) * local, keep)
+            grad = (self.mu[name] - b1 * old) / (1 - b1)
+            self.fresh[name] = b2 * self.fresh[name] + (1 - b2) * grad**2
+            self._frozen(name)
+        self.step_number += 1
+        return self.params
+
+    def _warm(self, name: str) -> None:
+        own, p = self.rates, self.params[name]
+        step = self._adam(name) + own["wd"] * p
+        ratio, norms = 1.0, (np.linalg.norm(p), np.linalg.norm(step))
+        if all(norms):
+            ratio = min(max(norms[0] / norms[1], own["coeff"][0]), own["coeff"][1])
+            kept = own["b3"] * self.coeff[name]
+            self.coeff[name] = kept + (1 - own["b3"]) * ratio
+        self.params[name] = p - own["lr"] * ratio * step
+
+    def _frozen(self, name: str) -> None:
+        own, p, t = self.rates, self.params[name], self.step_number + 1
+        adam = self._adam(name)
+        step = adam + own["wd"] * p
+        roots = self._root(self.nu[name], self.freeze), self._root(self.fresh[name], t)
+        factor, whole = (roots[0] / roots[1]).max(), np.linalg.norm(step)
+        share = min(np.linalg.norm(adam) / whole, 1) if whole else 1
+        factor = factor * share + 1 - share
+        factor = min(max(factor, own["factor"][0]), own["factor"][1])
+        factor = min(factor, self.last[name] * (1 + own["change"]))
+        self.last[name] = max(factor, self.last[name] * (1 - own["change"]))
+        mean = self.coeff[name] / (1 - own["b3"] ** self.freeze)
+        self.params[name] = p - own["lr"] * mean * self.last[name] * step
+
+    def _adam(self, name: str) -> np.ndarray:
+        t = self.step_number + 1
+        root = self._root(self.nu[name], min(t, self.freeze))
+        return self.mu[name] / (1 - self.rates["b1"] ** t) / root
+
+    def _root(self, nu: np.ndarray, steps: int) -> np.ndarray:
+        return np.sqrt(nu / (1 - self.rates["b2"] ** steps)) + self.rates["eps"]

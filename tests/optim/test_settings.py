@@ -1,6 +1,7 @@
 """Are optimizers by name those of optax, and are their rates in the metrics?"""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpar.optim import OPTIMIZERS, FusedOptimizer, onebit_adam
+from jaxpar.optim import OPTIMIZERS, FusedOptimizer, onebit_adam, onebit_lamb
 
 PARAMS = {"w": jnp.linspace(-1, 1, 256).reshape(16, 16)}
 GRADS = {"w": jnp.sin(jnp.arange(256.0)).reshape(16, 16)}
@@ -45,7 +46,9 @@ def test_names_are_kinds():
     assert all(each.kind == name for name, each in OPTIMIZERS.items())
 
 
-def test_one_bit_adam_has_a_warm_up() -> None:
-    own = dataclasses.replace(OPTIMIZERS["onebit_adam"], freeze_step=7)
-    assert own.make(0.1) == onebit_adam(0.1, 7, weight_decay=0.1)
-    assert set(OPTIMIZERS) - set(SAME) == {"onebit_adam"}
+@pytest.mark.parametrize("make", [onebit_adam, onebit_lamb])
+def test_optimizers_in_one_bit_have_a_warm_up(make: Callable) -> None:
+    name = make.__name__
+    own = dataclasses.replace(OPTIMIZERS[name], freeze_step=7)
+    assert own.make(0.1) == make(0.1, 7, weight_decay=0.1)
+    assert set(OPTIMIZERS) - set(SAME) == {"onebit_adam", "onebit_lamb"}
