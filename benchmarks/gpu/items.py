@@ -158,6 +158,17 @@ def _optimizers(model: str, minutes: float, needs_gb: float) -> Case:
     )
 
 
+def _signs(workers: int) -> Case:
+    return Case(
+        f"{workers} workers",
+        f"{HERE}.kernels:sign_case",
+        1,
+        {"workers": workers},
+        {"workers": workers} if workers == 8 else None,
+        needs_gb=20,
+    )
+
+
 def _tests(name: str, minutes: float, files: list[str], only: str = "") -> Case:
     arguments = {"files": files, "only": only}
     toy = {"files": ["test_reference.py"], "only": "queries_that_see_nothing"}
@@ -232,6 +243,7 @@ _LATE = {"update": "host", "delayed": True, "delay_after": 0}
 _LAYERS = {"update": "host", "params": "host"}
 
 _ATTENTION, _OPTIMIZERS = "test_mosaic_gpu.py", "test_fused_optimizers.py"
+_SIGNS = "test_sign_bits.py"
 
 ITEMS = (
     Item(
@@ -261,6 +273,7 @@ ITEMS = (
         "Do all kernels pass all of their tests?",
         (
             _tests("optimizers", 3, [_OPTIMIZERS]),
+            _tests("sign bits", 1, [_SIGNS]),
             _tests("attention, segments", 3, [_ATTENTION], "segments"),
             _tests("attention, lengths", 3, [_ATTENTION], "lengths"),
             _tests(
@@ -321,6 +334,11 @@ ITEMS = (
         "optimizers",
         "Do the fused optimizers reach 70 to 90 % of a copy's bandwidth?",
         (_optimizers("124m", 4, 10), _optimizers("1.3b", 6, 75)),
+    ),
+    Item(
+        "signs",
+        "Are signs packed and averaged at 80 % of a copy's bandwidth?",
+        (_signs(8), _signs(64)),
     ),
     Item(
         "offload",

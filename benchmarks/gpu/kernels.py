@@ -1,11 +1,15 @@
 """How fast are the Pallas kernels, beside cuDNN, XLA and torch?"""
 
+import functools
 import itertools
+
+import jax.numpy as jnp
 
 from benchmarks.gpu.session import Rows, Session
 from benchmarks.kernels import attention, optimizers
-from benchmarks.kernels.timing import copy_bandwidth
+from benchmarks.kernels.timing import copy_bandwidth, seconds
 from benchmarks.kernels.torch_side import of_torch
+from kernels_pallas.sign_bits import COLUMNS, pack, pack_mean
 
 ROUNDS, HEAD_SIZE = 10, 128
 TORCH_MINUTES = 2.5
@@ -54,3 +58,34 @@ def optimizer_case(session: Session, model: str) -> Rows:
     for name, found in itertools.islice(measured, few):
         found["of_copy_bandwidth"] = found["gb_per_second"] * 1e9 / bandwidth
         yield name, found
+
+
+def sign_case(session: Session, workers: int) -> Rows:
+    """Signs of a leaf, packed and averaged in plain JAX and by kernels; a row each.
+
+    Args:
+      session: where it runs.
+      workers: whose bits are averaged; a power of two.
+    """
+    rounds, size = (1, 1 << 20) if session.dry else (ROUNDS, 1 << 28)
+    bandwidth = copy_bandwidth(rounds, size)
+    yield "copy", {"gb_per_second": bandwidth / 1e9}
+    x, mask = jnp.ones(size), jnp.ones(size, jnp.uint8)
+    bits, scales = jnp.ones((workers, size // 8), jnp.uint8), jnp.ones(workers)
+    passes = {
+        "pack": (functools.partial(pack, columns=COLUMNS), (x, x, mask), 13.125),
+        f"mean of {workers}": (
+            functools.partial(pack_mean, columns=COLUMNS // workers),
+            (bits, scales, x, mask),
+            9.125 + workers / 8,
+        ),
+    }
+    kinds = ("reference",) if session.dry else ("reference", "mosaic")
+    for (name, (call, args, num_bytes)), kind in itertools.product(
+        passes.items(), kinds
+    ):
+        run = functools.partial(call, implementation=kind)
+        taken = seconds(run, args, rounds)
+        found = {"ms": 1e3 * taken, "gb_per_second": num_bytes * size / taken / 1e9}
+        found["of_copy_bandwidth"] = found["gb_per_second"] * 1e9 / bandwidth
+        yield f"{name}, {kind}", found

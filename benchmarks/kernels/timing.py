@@ -81,7 +81,10 @@ def copy_bandwidth(rounds: int, elements: int = 1 << 28) -> float:
 
 
 def compile_for_h200(
-    call: Callable[..., Any], args: tuple, donated: tuple[int, ...] = ()
+    call: Callable[..., Any],
+    args: tuple,
+    donated: tuple[int, ...] = (),
+    options: dict[str, Any] | None = None,
 ) -> dict[str, float]:
     """Compile a call for a GPU that is not here.
 
@@ -89,6 +92,7 @@ def compile_for_h200(
       call: the call.
       args: shapes and dtypes.
       donated: numbers of the arguments that it may take over.
+      options: of the compiler.
 
     Returns:
       The time it took, the kernels that the program launches, the megabytes of its
@@ -103,7 +107,7 @@ def compile_for_h200(
     began = time.perf_counter()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         traced = jax.jit(call, donate_argnums=donated).trace(*placed)
-        compiled = traced.lower(lowering_platforms=("cuda",)).compile()
+        compiled = traced.lower(lowering_platforms=("cuda",)).compile(options)
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None
     assert text is not None

@@ -11,6 +11,7 @@ Adam's Convergence Speed", section 4.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 
 from jaxpar.mesh import PIPE, TENSOR
 from jaxpar.sharding.leaf_sharding import LeafSharding
+from kernels_pallas.sign_bits import COLUMNS, pack, pack_mean, unpack
 
 SCALE_BYTES = 4
 
@@ -58,9 +60,30 @@ class SignPiece:
         padded = jnp.pad(flat, (0, self.chunk * self.workers - self.size))
         return padded.reshape(self.chunk, self.workers).T
 
-    def flat(self, rows: jax.Array) -> jax.Array:
-        """Undo `rows`."""
-        return rows.T.reshape(-1)[: self.size]
+    @property
+    def columns(self) -> int:
+        """Of the rows whose signs are packed: a multiple of the workers.
+
+        A byte's elements are then in one chunk, and bytes in chunks as elements are.
+        """
+        fits = self.size % (8 * COLUMNS) == 0 and COLUMNS % self.workers == 0
+        return COLUMNS if fits else self.workers
+
+    @property
+    def own_columns(self) -> int:
+        """Likewise, of a chunk's rows."""
+        return self.columns // self.workers
+
+    def whole(self, bits: jax.Array, scales: jax.Array) -> jax.Array:
+        """The piece's elements, of all chunks' signs and scales.
+
+        Args:
+          bits: ``[n, bytes]``.
+          scales: ``[n]``.
+        """
+        of_columns = jnp.tile(scales, self.own_columns)
+        flat = bits.T.reshape(-1)
+        return unpack(flat, of_columns, columns=self.columns)[: self.size]
 
     def count(self, worker: jax.Array) -> jax.Array:
         """Elements of a worker's chunk of the whole leaf; at least one."""
@@ -108,12 +131,16 @@ class SignExchange:
           The averages, the same on every worker, and both new errors.
         """
         own = jax.lax.axis_index(self.axes)
-        triples = zip(arrays, masks, worker, strict=True)
-        given = [jnp.where(mask, x + error, 0.0) for x, mask, error in triples]
+        # Made once, as bytes: a kernel reads no bool.
+        masks = jax.lax.optimization_barrier([x.astype(jnp.uint8) for x in masks])
+        quads = zip(self.pieces, arrays, worker, masks, strict=True)
+        packed = [pack(*given, columns=piece.columns) for piece, *given in quads]
+        given = [found.given for found in packed]
         sizes = [jnp.float32(math.prod(piece.leaf.shape)) for piece in self.pieces]
-        scales = self._scales(given, sizes)
+        scales = self._scales([found.squares for found in packed], sizes)
         new_worker = _errors(given, scales, masks)
-        rows = [piece.rows(x) for piece, x in zip(self.pieces, given, strict=True)]
+        pairs = zip(self.pieces, packed, strict=True)
+        bits = [found.bits.reshape(-1, piece.workers).T for piece, found in pairs]
         swap = functools.partial(
             jax.lax.all_to_all,
             axis_name=self.axes,
@@ -121,62 +148,61 @@ class SignExchange:
             concat_axis=0,
             tiled=True,
         )
-        received = self._moved(swap, rows, [s[None] for s in scales])
+        received = self._moved(swap, bits, [s[None] for s in scales])
 
         pairs = zip(self.pieces, masks, strict=True)
         own_masks = [piece.rows(mask)[own] for piece, mask in pairs]
-        triples = zip(received, own_masks, server, strict=True)
-        averages = [
-            jnp.where(mask, x.mean(0) + error, 0.0) for x, mask, error in triples
+        quads = zip(self.pieces, received, server, own_masks, strict=True)
+        packed = [
+            pack_mean(*arrived, *others, columns=piece.own_columns)
+            for piece, arrived, *others in quads
         ]
-        scales = self._scales(averages, [piece.count(own) for piece in self.pieces])
+        averages = [found.given for found in packed]
+        counts = [piece.count(own) for piece in self.pieces]
+        scales = self._scales([found.squares for found in packed], counts)
         new_server = _errors(averages, scales, own_masks)
 
         gather = functools.partial(jax.lax.all_gather, axis_name=self.axes, tiled=True)
-        ones = [x[None] for x in averages]
-        found = self._moved(gather, ones, [s[None] for s in scales])
+        bits = [found.bits[None] for found in packed]
+        found = self._moved(gather, bits, [s[None] for s in scales])
         triples = zip(self.pieces, found, masks, strict=True)
-        whole = [jnp.where(mask, piece.flat(x), 0.0) for piece, x, mask in triples]
+        whole = [jnp.where(mask, piece.whole(*x), 0.0) for piece, x, mask in triples]
         return whole, new_worker, new_server
 
     def _scales(
-        self, arrays: Sequence[jax.Array], sizes: Sequence[jax.Array]
+        self, squares: Sequence[jax.Array], sizes: Sequence[jax.Array]
     ) -> list[jax.Array]:
-        """The root mean square of each leaf, of which these are pieces."""
-        squares = [
-            piece.over_pieces(jnp.sum(jnp.square(x)))
-            for piece, x in zip(self.pieces, arrays, strict=True)
-        ]
-        return [jnp.sqrt(x / size) for x, size in zip(squares, sizes, strict=True)]
+        """The root mean square of each leaf, of whose pieces these are the squares."""
+        triples = zip(self.pieces, squares, sizes, strict=True)
+        return [jnp.sqrt(piece.over_pieces(x) / size) for piece, x, size in triples]
 
     def _moved(
         self,
         move: Callable[[jax.Array], jax.Array],
-        rows: Sequence[jax.Array],
+        bits: Sequence[jax.Array],
         scales: Sequence[jax.Array],
-    ) -> list[jax.Array]:
-        """Send rows' signs with a scale each; the signs times the scales that arrive.
+    ) -> list[tuple[jax.Array, jax.Array]]:
+        """Send signs with a scale each; those that arrive, each with its scale.
 
         Args:
           move: of uint8, ``[rows, bytes] -> [n, bytes]``.
-          rows: by piece, ``[rows, chunk]``.
+          bits: by piece, ``[rows, bytes]``.
           scales: by piece, ``[1]``.
+
+        Returns:
+          By piece, ``[n, bytes]`` and ``[n]``.
         """
-        count = rows[0].shape[0]
-        bits = [jnp.packbits(x >= 0, axis=-1, bitorder="little") for x in rows]
+        count = bits[0].shape[0]
         numbers = jax.lax.bitcast_convert_type(jnp.concatenate(scales), jnp.uint8)
         tail = jnp.broadcast_to(numbers.reshape(1, -1), (count, numbers.size))
         moved = move(jnp.concatenate([*bits, tail], axis=1))
-        begin, found = 0, []
         numbers = moved[:, -numbers.size :].reshape(len(moved), -1, SCALE_BYTES)
         arrived = jax.lax.bitcast_convert_type(numbers, jnp.float32)
-        for number, piece in enumerate(self.pieces):
-            own = moved[:, begin : begin + piece.num_bytes]
-            unpacked = jnp.unpackbits(own, axis=-1, bitorder="little")
-            signs = unpacked.astype(jnp.float32) * 2 - 1
-            found.append(signs * arrived[:, number : number + 1])
-            begin += piece.num_bytes
-        return found
+        ends = itertools.accumulate(piece.num_bytes for piece in self.pieces)
+        return [
+            (moved[:, end - piece.num_bytes : end], arrived[:, number])
+            for number, (piece, end) in enumerate(zip(self.pieces, ends, strict=True))
+        ]
 
 
 def _errors(
