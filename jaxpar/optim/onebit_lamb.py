@@ -200,8 +200,7 @@ def onebit_lamb(
     """LAMB that sends 1 bit an element of its momentum, after a warm-up.
 
     For ZeRO 0, 1 and 2. A leaf has one trust ratio, and so have layers that are stacked
-    in it, as with `optax.lamb`. The norm is that of the gradients, and after the
-    warm-up of the momentum; clip_norm is refused.
+    in it, as with `optax.lamb`. Norm and clip_norm are as of `onebit_adam`.
 
     Args:
       learning_rate: a number, or a schedule of the step.

@@ -170,7 +170,6 @@ def test_goes_on_with_one_data_shard_and_comes_back(tmp_path: Path) -> None:
     ("zero", "options", "said"),
     [
         (3, {}, "OneBitMomentum, can't run with zero=3"),
-        (1, {"clip_norm": 1.0}, "clip_norm=1.0 must be None with the reduction"),
     ],
 )
 def test_where_it_can_not_run_is_refused(zero, options, said) -> None:
