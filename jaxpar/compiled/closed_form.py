@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import jax.numpy as jnp
 
 from jaxpar.compiled.budget import REDUCTION, Budget, merged_reductions
-from jaxpar.mesh import BATCH_AXES, DATA, EXPERT, PIPE, TENSOR
+from jaxpar.mesh import BATCH_AXES, DATA, EXPERT, PIPE, REPLICA, TENSOR
 from jaxpar.sharding.collectives import wire_dtype
 from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.zero import ZeroStage
@@ -76,6 +76,21 @@ class ClosedForm:
         # XLA:CPU gathers bf16 as fp32, and integers as they are.
         is_float = jnp.issubdtype(own, jnp.floating)
         return self._wire_bytes(own) if is_float else own.itemsize
+
+    def bytes_gathered(
+        self, elements: int, ways: int, frozen: jnp.dtype | None = None
+    ) -> int:
+        """Bytes of so many elements that are gathered, from shards.
+
+        Args:
+          elements: of all shards.
+          ways: shards.
+          frozen: as for `gather_bytes`.
+        """
+        codes, each = self.zero.weights, self.gather_bytes(frozen)
+        if codes is None or not jnp.issubdtype(frozen or jnp.float32, jnp.floating):
+            return each * elements
+        return ways * codes.num_bytes(elements // ways)
 
     @property
     def reduce_bytes(self) -> int:
@@ -212,10 +227,17 @@ def _communicated(
     of_trained = [(leaf, None) for leaf in leaf_shardings]
     for leaf, dtype in (*of_trained, *frozen):
         axes = wire.over(leaf.reduced_inside)
-        each = closed_form.gathers * closed_form.gather_bytes(dtype) * _piece(leaf)
-        if axes and leaf.is_split and each:
-            kinds = found.setdefault(axes, {})
-            kinds["all-gather"] = kinds.get("all-gather", 0) + each
+        ways, piece = leaf.data_ways, _piece(leaf)
+        gathered = closed_form.gathers * closed_form.bytes_gathered(piece, ways, dtype)
+        sent = [(axes, gathered)]
+        if leaf.over_replicas:
+            shard, ways = piece // ways, closed_form.sizes[REPLICA]
+            once = closed_form.bytes_gathered(shard, ways, dtype)
+            sent.append((wire.over((REPLICA,)), once))
+        for axes, each in sent:
+            if axes and leaf.is_split and each:
+                kinds = found.setdefault(axes, {})
+                kinds["all-gather"] = kinds.get("all-gather", 0) + each
     return found
 
 

@@ -15,7 +15,6 @@ from jaxpar.engine.placement import Placement
 from jaxpar.engine.tracing import ModelTrace, check_callbacks, precision_of_check
 from jaxpar.mesh import PIPE, num_batch_shards, on_abstract_mesh, rows_spec
 from jaxpar.sharding.memory_kinds import to_device
-from jaxpar.step.gradients import Partition
 from jaxpar.step.inputs import Inputs, make_inputs
 from jaxpar.step.loss import Loss, Sums
 from jaxpar.step.loss_check import (
@@ -26,6 +25,7 @@ from jaxpar.step.loss_check import (
     other_half,
     with_noise,
 )
+from jaxpar.step.partition import Partition
 from jaxpar.step.precision import Precision
 from jaxpar.step.row_draws import OfParts
 from jaxpar.step.weighted import mean

@@ -1,5 +1,6 @@
 """Which reduction runs, and where can it not: checked before anything compiles."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -9,14 +10,16 @@ from jaxpar import tree
 from jaxpar.mesh import (
     EXPERT,
     PIPE,
+    REPLICA,
     batch_axes,
     num_batch_shards,
     on_abstract_mesh,
     rows_spec,
 )
 from jaxpar.optim.check_update import require_same
+from jaxpar.optim.quantized_sums import QuantizedSums
 from jaxpar.sharding.leaf_sharding import LeafSharding
-from jaxpar.step.gradients import Partition
+from jaxpar.step.partition import Partition
 from jaxpar.step.reduction import (
     PLAIN,
     LocalGradients,
@@ -25,7 +28,47 @@ from jaxpar.step.reduction import (
     Wire,
     of_own_part,
 )
+from jaxpar.step.update import Update
 from jaxpar.types import PyTree
+
+
+def with_coded_gradients(update: Update, partition: Partition) -> Update:
+    """An update whose gradients are coded, if the ZeRO stage says so.
+
+    Raises:
+      ValueError: if ZeRO++ can't run here.
+    """
+    plus, mesh, wants = partition.zero.plus, partition.mesh, "zero=ZeroPlusPlus"
+    if plus is None:
+        return update
+    if plus.secondary and mesh.shape.get(REPLICA, 1) == 1:
+        raise ValueError(
+            "zero: secondary=True of ZeroPlusPlus splits the state over replicas, but "
+            "the mesh has one; use jaxpar.MeshShape(replica=2, data=...), a replica "
+            "for each host, or secondary=False."
+        )
+    if partition.coupled:
+        raise ValueError(
+            f"{wants} can't run with examples that are coupled: the compiler then "
+            "makes the collectives. Use a loss of independent examples "
+            f"(coupled_batch=False, no batch statistics), or zero={plus.stage}."
+        )
+    if update.fetched:
+        raise ValueError(
+            f"{wants} can't run with Offload(params=...), whose parameters come from "
+            f"the host; use zero={plus.stage}, or params=None."
+        )
+    codes = plus.gradients
+    if codes is None or partition.automatic:
+        return update
+    if type(update.reduction) is not PlainReduction:
+        raise ValueError(
+            f"zero: gradient_bits={plus.gradient_bits} must be None with an optimizer "
+            f"that brings a reduction, {type(update.reduction).__name__}."
+        )
+    assert dataclasses.is_dataclass(update), "as updates with a reduction are"
+    own = QuantizedSums(codes, plus.error_decay, plus.reset_every)
+    return dataclasses.replace(update, reduction=own)
 
 
 def choose_reduction(

@@ -25,6 +25,7 @@ from jaxpar.pipeline.schedules.table import Schedule
 from jaxpar.progress import waiting
 from jaxpar.sharding.rules import Rules
 from jaxpar.sharding.zero import zero_stage
+from jaxpar.sharding.zero_plus_plus import ZeroPlusPlus
 from jaxpar.step.carried import Carried
 from jaxpar.step.precision import Precision, make_precision
 from jaxpar.types import Batch, LossFn
@@ -38,7 +39,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     sample_batch: Batch | Mapping[str, Batch],
     mesh: MeshShape | Mesh | None = None,
     devices: Sequence[Any] | None = None,
-    zero: int = 1,
+    zero: int | ZeroPlusPlus = 1,
     precision: str | Precision = "fp32",
     accumulate: int | Mapping[str, int] = 1,
     schedule: str | Schedule = "1f1b",
@@ -80,7 +81,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
       devices: the devices for a mesh shape, such as ``jax.devices()[:4]``; None for as
         many as the shape needs, the same number from each process.
       zero: ZeRO stage: 0 replicates, 1 shards the state, 2 gradients too, 3 gathers
-        parameters at use.
+        parameters at use; or a `jaxpar.optim.ZeroPlusPlus`, which communicates less.
       precision: "fp32", "bf16" or "fp16" compute, or a `jaxpar.Precision`. Masters are
         fp32. Parameters are cast, batches are not: with fp32 inputs a model computes in
         fp32, so cast them in loss_fn.

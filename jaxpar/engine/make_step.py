@@ -21,7 +21,7 @@ from jaxpar.engine.checks import (
     check_elements,
     check_micro_batches,
 )
-from jaxpar.engine.choose_reduction import choose_reduction
+from jaxpar.engine.choose_reduction import choose_reduction, with_coded_gradients
 from jaxpar.engine.compiled_step import StepSpec
 from jaxpar.engine.computed_in import fp32_notes
 from jaxpar.engine.focus import Focus
@@ -37,12 +37,12 @@ from jaxpar.pipeline.execution import Execution, make_execution
 from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.rules import compute_specs
 from jaxpar.step.carried import Carried
-from jaxpar.step.gradients import Partition
 from jaxpar.step.inputs import Inputs
 from jaxpar.step.loops import read_by_layer
 from jaxpar.step.loss import Loss
 from jaxpar.step.loss_check import NoCheck, why_not
 from jaxpar.step.loss_scale import LossScaler
+from jaxpar.step.partition import Partition
 from jaxpar.step.reduction import reduction_parts
 from jaxpar.step.row_draws import AsTraced, OwnRows
 from jaxpar.step.state import TrainState, with_shard_parts
@@ -212,6 +212,7 @@ def _placement(
     """How the run's state is stored, and the partition with the update's reduction."""
     former, mesh = traced.network.former_names, partition.mesh
     update = _update(own.optimizer, partition, traced, own.clip_norm)
+    update = with_coded_gradients(update, partition)
     reduced = execution.communicated_shardings(partition.on_shard)
     reduction = choose_reduction(update.reduction, partition, reduced)
     parts = (*parts, *reduction_parts(reduction, reduced))

@@ -12,8 +12,8 @@ from jax.extend import core
 
 from jaxpar.mesh import PIPE
 from jaxpar.sharding.leaf_sharding import LeafSharding
-from jaxpar.step.gradients import Partition
 from jaxpar.step.loops import loops_over
+from jaxpar.step.partition import Partition
 from jaxpar.step.reduction import PlainReduction
 
 Loops = Sequence[tuple[int, Sequence[LeafSharding]]]
@@ -44,8 +44,9 @@ def prefetching(
     loops = _loops(jaxpr, partition)
     if zero.gather != "use" or not loops:
         return partition, ()
+    at_once = once and not (zero.over_replicas or zero.gradients)
     ahead = dataclasses.replace(
-        partition, zero=zero, prefetch=True, replicas_at_once=once
+        partition, zero=zero, prefetch=True, replicas_at_once=at_once
     )
     return ahead, loops
 

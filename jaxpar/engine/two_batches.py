@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 
 from jaxpar.engine.batches import BatchSpec
 from jaxpar.mesh import PIPE, TENSOR
-from jaxpar.step.gradients import Partition
 from jaxpar.step.inputs import Packed
+from jaxpar.step.partition import Partition
 
 
 @dataclasses.dataclass(frozen=True)

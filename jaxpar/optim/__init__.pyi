@@ -7,6 +7,7 @@ from .make_update import HostUpdate, MakesUpdate, Update, UpdateSpec
 from .onebit_adam import onebit_adam
 from .onebit_lamb import onebit_lamb
 from .quantized_reduction import QuantizedReduction
+from .quantized_sums import ZeroPlusPlus
 from .settings import OPTIMIZERS, OptimizerSettings
 from .with_reduction import (
     LocalGradients,
@@ -31,6 +32,7 @@ __all__ = [
     "UpdateSpec",
     "Wire",
     "WithReduction",
+    "ZeroPlusPlus",
     "decayed",
     "fused_adamw",
     "fused_lamb",

@@ -18,14 +18,13 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from jaxpar.sharding.block_codes import BlockCodes
 from jaxpar.sharding.collectives import Collectives, local_view, on_placed_shards
 from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.step.reduction import Reduction, Traffic, Wire
 from jaxpar.types import PyTree
 
 Leaves = Sequence[LeafSharding]
-
-SCALE_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +42,7 @@ class QuantizedReduction(Reduction):
       ValueError: if a number is out of range.
 
     Example:
-      >>> QuantizedReduction(bits=4).largest
+      >>> QuantizedReduction(bits=4).codes.largest
       7
     """
 
@@ -53,17 +52,12 @@ class QuantizedReduction(Reduction):
     at_zero2: bool = True
 
     def __post_init__(self) -> None:
-        if self.bits not in (8, 4):
-            raise ValueError(f"QuantizedReduction: bits={self.bits} must be 8 or 4.")
-        if self.block < 8 or self.block % 2:
-            raise ValueError(
-                f"QuantizedReduction: block={self.block} must be even, and at least 8."
-            )
+        _ = self.codes  # Which checks the numbers.
 
     @property
-    def largest(self) -> int:
-        """The largest code; the smallest is its negative."""
-        return 2 ** (self.bits - 1) - 1
+    def codes(self) -> BlockCodes:
+        """How elements are coded."""
+        return BlockCodes(self.bits, self.block)
 
     def init(self, leaves: Leaves) -> PyTree:
         """See `Reduction`: what each shard has left out."""
@@ -101,8 +95,7 @@ class QuantizedReduction(Reduction):
         for leaf in leaves:
             ways, number = _ways(leaf), math.prod(leaf.shape)
             part = -(-(number // leaf.ways_placed) // ways)
-            blocks = -(-part // self.block)
-            sent = ways * blocks * (self.block * self.bits // 8 + SCALE_BYTES)
+            sent = ways * self.codes.num_bytes(part)
             over = wire.over(leaf.reduced_inside)
             add(over, "all-to-all", sent)
             add(over, "all-gather", 0 if leaf.is_split else sent)
@@ -122,58 +115,10 @@ class QuantizedReduction(Reduction):
         self, leaf: LeafSharding, view: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """This shard of the sum, or all of a leaf that stays whole; and the error."""
-        axes, ways, dim = leaf.reduced_inside, _ways(leaf), leaf.view_data_dim
+        axes, dim = leaf.reduced_inside, leaf.view_data_dim
         if dim is None:
-            rows = jnp.pad(view.ravel(), (0, -view.size % ways)).reshape(ways, -1)
-            part = rows.shape[1:]
-        else:
-            *before, size = view.shape[: dim + 1]
-            split = view.reshape(*before, ways, size // ways, *view.shape[dim + 1 :])
-            rows = jnp.moveaxis(split, dim, 0)
-            part = rows.shape[1:]
-            rows = rows.reshape(ways, -1)
-        swap = functools.partial(
-            jax.lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True
-        )
-        coded = self.coded(rows)
-        left = rows - self.decoded(coded, rows.shape[1])
-        total = self.decoded(swap(coded), rows.shape[1]).sum(0)
-        if dim is not None:
-            left = jnp.moveaxis(left.reshape(ways, *part), 0, dim).reshape(view.shape)
-            return total.reshape(part), left
-        gathered = jax.lax.all_gather(self.coded(total[None]), axes, tiled=True)
-        whole = self.decoded(gathered, rows.shape[1])
-        found = [x.ravel()[: view.size].reshape(view.shape) for x in (whole, left)]
-        return found[0], found[1]
-
-    def coded(self, rows: jax.Array) -> jax.Array:
-        """Codes and scales of rows, ``[rows, size] -> [rows, bytes]``, uint8."""
-        count, size = rows.shape
-        blocks = jnp.pad(rows, ((0, 0), (0, -size % self.block)))
-        blocks = blocks.reshape(count, -1, self.block)
-        most = jnp.abs(blocks).max(axis=-1, keepdims=True)
-        scales = jnp.where(most > 0, most, 1.0) / self.largest
-        codes = jnp.round(blocks / scales).astype(jnp.int8)
-        if self.bits == 4:
-            positive = (codes + 8).astype(jnp.uint8)
-            stored = positive[..., ::2] | (positive[..., 1::2] << 4)
-        else:
-            stored = jax.lax.bitcast_convert_type(codes, jnp.uint8)
-        numbers = jax.lax.bitcast_convert_type(scales[..., 0], jnp.uint8)
-        return jnp.concatenate([stored, numbers], axis=-1).reshape(count, -1)
-
-    def decoded(self, coded: jax.Array, size: int) -> jax.Array:
-        """Undo `coded`, but for rounding."""
-        width = self.block * self.bits // 8
-        blocks = coded.reshape(len(coded), -1, width + SCALE_BYTES)
-        stored, numbers = blocks[..., :width], blocks[..., width:]
-        scales = jax.lax.bitcast_convert_type(numbers, jnp.float32)[..., None]
-        if self.bits == 4:
-            pairs = jnp.stack([stored & 15, stored >> 4], axis=-1)
-            codes = pairs.reshape(*stored.shape[:-1], self.block).astype(jnp.int8) - 8
-        else:
-            codes = jax.lax.bitcast_convert_type(stored, jnp.int8)
-        return (codes * scales).reshape(len(coded), -1)[:, :size]
+            return self.codes.summed(view, axes)
+        return self.codes.scattered(view, dim, axes)
 
 
 def _ways(leaf: LeafSharding) -> int:

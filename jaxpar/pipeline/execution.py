@@ -24,8 +24,9 @@ from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.rules import Spec
 from jaxpar.sharding.zero import ZeroStage, shard_leaves
 from jaxpar.step.evaluation import make_evaluation, make_forward
-from jaxpar.step.gradients import Partition, make_gradients
+from jaxpar.step.gradients import make_gradients
 from jaxpar.step.loss import Loss, Sums
+from jaxpar.step.partition import Partition
 from jaxpar.tree import named_leaves, num_elements
 from jaxpar.types import Params, PyTree
 

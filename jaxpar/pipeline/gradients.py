@@ -27,12 +27,10 @@ from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.rules import Spec, axes_of
 from jaxpar.sharding.zero import ZeroStage, shard_leaves
 from jaxpar.step.evaluation import evaluation_on_shards
-from jaxpar.step.gradients import (
-    Partition,
-    gradients_on_shards,
-)
+from jaxpar.step.gradients import gradients_on_shards
 from jaxpar.step.inputs import num_rows
 from jaxpar.step.loss import Loss, Sums
+from jaxpar.step.partition import Partition
 from jaxpar.types import Params, PyTree
 
 
@@ -281,7 +279,7 @@ class Pipeline:
 
     def _whole(self, partition: Partition, shards: Sequence[Any]) -> list[jax.Array]:
         """Cast, reorder for the stages, gather: once a step."""
-        whole, views = [], partition.cast(shards)
+        whole, views = [], partition.inside_replica(shards)
         leaves = partition.all_on_shard
         staged = self.communicated_shardings(leaves)
         for leaf, own, view in zip(leaves, staged, views, strict=True):

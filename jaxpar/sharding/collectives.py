@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.mesh import DATA, PIPE, TENSOR
+from jaxpar.mesh import DATA, PIPE, REPLICA, TENSOR
 from jaxpar.sharding.constrain import constrain_axes as constrain
 from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.rules import axes_of
@@ -36,15 +36,19 @@ class Collectives(Protocol):
         """Gather a leaf to its compute spec from its stored view."""
         ...
 
+    def gather_replicas(self, leaf: LeafSharding, shard: jax.Array) -> jax.Array:
+        """Gather a leaf's stored view over the replicas that split it, for `gather`."""
+        ...
+
     def reduce(self, leaf: LeafSharding, whole: jax.Array) -> jax.Array:
-        """Sum an unsharded gradient inside a replica, to the leaf's stored view.
+        """Sum an unsharded gradient inside a replica, to the view that `gather` takes.
 
         The result has the dtype of the reduction.
         """
         ...
 
     def reduce_replicas(self, leaf: LeafSharding, view: jax.Array) -> jax.Array:
-        """Sum a gradient that `reduce` returned over the replicas."""
+        """Sum what `reduce` returned over the replicas, to the leaf's stored view."""
         ...
 
     def communicated_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
@@ -116,6 +120,15 @@ class ManualCollectives:
 
         return as_computed(leaf, on_placed_shards(gather, leaf)(shard))
 
+    def gather_replicas(self, leaf: LeafSharding, shard: jax.Array) -> jax.Array:
+        """All-gather along the view's data dim."""
+        if not leaf.over_replicas or leaf.view_data_dim is None:
+            return shard
+        gather = functools.partial(
+            jax.lax.all_gather, axis_name=REPLICA, axis=leaf.view_data_dim, tiled=True
+        )
+        return on_placed_shards(gather, leaf)(shard)
+
     def reduce(self, leaf: LeafSharding, whole: jax.Array) -> jax.Array:
         """Reduce-scatter along the view's data dim; all-reduce an unsharded leaf."""
         view = local_view(leaf, whole)
@@ -154,11 +167,14 @@ class ManualCollectives:
         return [(DATA, groups_along(self.torus, dim)) for dim in dims]
 
     def reduce_replicas(self, leaf: LeafSharding, view: jax.Array) -> jax.Array:
-        """All-reduce; once a step, and of a shard."""
-        over = leaf.reduced_between
+        """All-reduce, or reduce-scatter; once a step, and of a shard."""
+        over, dim = leaf.reduced_between, leaf.view_data_dim
         if not over:
             return view
         reduce = functools.partial(jax.lax.psum, axis_name=over)
+        if leaf.over_replicas and dim is not None:
+            scatter = functools.partial(jax.lax.psum_scatter, axis_name=over)
+            reduce = functools.partial(scatter, scatter_dimension=dim, tiled=True)
         sent = view.astype(self.communicated_dtype(view.dtype))
         return self._as_kept(on_placed_shards(reduce, leaf)(sent))
 
@@ -230,6 +246,11 @@ class AutomaticCollectives:
     def reduce(self, leaf: LeafSharding, whole: jax.Array) -> jax.Array:
         """Constrain to the stored spec; the compiler inserts the sum."""
         return constrain(_as_made(leaf, whole), *leaf.view_spec())
+
+    def gather_replicas(self, leaf: LeafSharding, shard: jax.Array) -> jax.Array:
+        """The leaf itself: `gather` does it."""
+        del leaf
+        return shard
 
     def reduce_replicas(self, leaf: LeafSharding, view: jax.Array) -> jax.Array:
         """The gradient itself: the compiler has summed it over all rows."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.mesh import BATCH_AXES, DATA, ZERO_AXES, entry_of
+from jaxpar.mesh import BATCH_AXES, DATA, REPLICA, ZERO_AXES, entry_of
 from jaxpar.sharding.rules import Spec, axes_of
 
 
@@ -30,6 +30,8 @@ class LeafSharding:
       why: the reason, for people.
       reduce_axes: the batch axes over which its gradient is summed: those that do not
         split it while it is computed on.
+      over_replicas: whether replicas split each data shard in storage; a step gathers
+        it over them first.
 
     Example: a (64, 17) kernel on data 4 x tensor 2, its rows split by tensor. 4 does
       not divide 17, so data splits the rows too: 8 devices store 8 rows each. In the
@@ -54,11 +56,17 @@ class LeafSharding:
     sizes: Mapping[str, int] = dataclasses.field(hash=False)
     why: str
     reduce_axes: tuple[str, ...] = (DATA,)
+    over_replicas: bool = False
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """The axes that ZeRO shards the leaf over."""
+        """The axes that ZeRO shards the leaf over, inside a replica."""
         return tuple(axis for axis in self.reduce_axes if axis in ZERO_AXES)
+
+    @property
+    def storage_axes(self) -> tuple[str, ...]:
+        """The axes that ZeRO shards the leaf over in storage, outermost first."""
+        return (*self.data_axes, *((REPLICA,) if self.over_replicas else ()))
 
     @property
     def reduced_inside(self) -> tuple[str, ...]:
@@ -98,7 +106,8 @@ class LeafSharding:
     @property
     def ways_stored(self) -> int:
         """Number of shards in storage."""
-        return self.ways_placed * (self.data_ways if self.is_split else 1)
+        ways = self._ways(self.storage_axes) if self.is_split else 1
+        return self.ways_placed * ways
 
     @property
     def is_split(self) -> bool:
@@ -113,7 +122,7 @@ class LeafSharding:
         """The storage spec, over the logical shape."""
         entries = list(self.placed)
         if self.data_dim is not None:
-            entries[self.data_dim] = (*entries[self.data_dim], *self.data_axes)
+            entries[self.data_dim] = (*entries[self.data_dim], *self.storage_axes)
         return P(*map(entry_of, entries))
 
     @property
@@ -162,11 +171,19 @@ class LeafSharding:
             return None
         return self.data_dim + self.shares_dim
 
+    @property
+    def shard_view_shape(self) -> tuple[int, ...]:
+        """The view's shape on one data shard of a replica."""
+        dim, shape = self.view_data_dim, list(self.view_shape)
+        if dim is not None:
+            shape[dim] //= self.data_ways
+        return tuple(shape)
+
     def view_spec(self, *, data: bool = True) -> P:
         """The storage spec over the view, with data or without."""
         entries = self.in_view(self.placed)
         if data and self.view_data_dim is not None:
-            entries[self.view_data_dim] = entry_of(self.data_axes)
+            entries[self.view_data_dim] = entry_of(self.storage_axes)
         return P(*entries)
 
     @property
@@ -181,7 +198,7 @@ class LeafSharding:
         own = [tuple(a for a in axes if a in BATCH_AXES) for axes in self.placed]
         entries = self.in_view(own)
         if self.view_data_dim is not None:
-            entries[self.view_data_dim] = entry_of(self.data_axes)
+            entries[self.view_data_dim] = entry_of(self.storage_axes)
         return P(*entries)
 
     def in_view(self, axes: Sequence[tuple[str, ...]]) -> list[Any]:

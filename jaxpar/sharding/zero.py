@@ -20,9 +20,11 @@ import jax
 import numpy as np
 
 from jaxpar import tree
-from jaxpar.mesh import BATCH_AXES, DATA, EXPERT, PIPE, TENSOR
+from jaxpar.mesh import BATCH_AXES, DATA, EXPERT, PIPE, REPLICA, TENSOR
+from jaxpar.sharding.block_codes import BlockCodes
 from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.rules import Spec, axes_of
+from jaxpar.sharding.zero_plus_plus import ZeroPlusPlus
 
 WHOLE_BELOW_BYTES = 1024
 """Leaves smaller than this are replicated over data."""
@@ -42,6 +44,7 @@ class ZeroStage:
       gather: parameters are gathered once a "step", at every "use", or "never".
       reduce: gradients are reduced over data once a "step" or every "microbatch".
       keep: whether parameters that are gathered at use are kept for the backward pass.
+      plus: what of ZeRO++ is used; None for nothing.
     """
 
     number: int
@@ -49,6 +52,22 @@ class ZeroStage:
     gather: Literal["never", "step", "use"]
     reduce: Literal["step", "microbatch"]
     keep: bool = False
+    plus: ZeroPlusPlus | None = None
+
+    @property
+    def over_replicas(self) -> bool:
+        """Whether replicas split the state further; a step gathers over them once."""
+        return self.plus is not None and self.plus.secondary
+
+    @property
+    def weights(self) -> BlockCodes | None:
+        """How parameters are coded while they are gathered."""
+        return None if self.plus is None else self.plus.weights
+
+    @property
+    def gradients(self) -> BlockCodes | None:
+        """How gradients are coded while they are reduced."""
+        return None if self.plus is None else self.plus.gradients
 
     @property
     def by_layer(self) -> "ZeroStage":
@@ -79,20 +98,23 @@ ZERO_STAGES = (
 )
 
 
-def zero_stage(number: int) -> ZeroStage:
+def zero_stage(number: int | ZeroPlusPlus) -> ZeroStage:
     """Look up a ZeRO stage.
 
     Raises:
-      ValueError: if `number` is not 0, 1, 2 or 3.
+      ValueError: if `number` is not 0, 1, 2, 3 or a `ZeroPlusPlus`.
 
     Example:
       >>> zero_stage(3).gather
       'use'
     """
+    if isinstance(number, ZeroPlusPlus):
+        return dataclasses.replace(ZERO_STAGES[number.stage], plus=number)
     if type(number) is not int or number not in range(len(ZERO_STAGES)):
         raise ValueError(
             f"zero={number!r} must be 0 (replicate), 1 (shard the state), 2 (and the "
-            "gradients) or 3 (and gather parameters at use)."
+            "gradients), 3 (and gather parameters at use) or a "
+            "ZeroPlusPlus."
         )
     return ZERO_STAGES[number]
 
@@ -188,6 +210,8 @@ def _shard_leaf(
     if size_bytes < WHOLE_BELOW_BYTES:
         why = f"replicated over data: {size_bytes} B is under {WHOLE_BELOW_BYTES}"
         return dataclasses.replace(whole, why=why)
+    if zero.over_replicas and REPLICA in reduced:
+        whole = dataclasses.replace(whole, over_replicas=True)
     dims = _best_dims(whole, (DATA, PIPE, TENSOR), regroups=regroups)
     placed = _placed(dims, whole)
     sharded = dataclasses.replace(whole, data_dim=dims[DATA], placed=placed)
@@ -214,7 +238,8 @@ def _why(leaf: LeafSharding, ruled: tuple[tuple[str, ...], ...]) -> str:
             parts.append(f"stored sharded over {axis} on dim {dim}")
         elif ways > 1 and axis != EXPERT:
             parts.append(f"replicated over {axis}: {ways} divides no dim")
-    over, data = " x ".join(leaf.data_axes), leaf.data_ways
+    over = " x ".join(leaf.storage_axes)
+    data = math.prod(leaf.sizes[axis] for axis in leaf.storage_axes)
     if leaf.is_split:
         parts.append(f"zero: {over} splits dim {leaf.data_dim}")
     elif data > 1:
@@ -234,7 +259,7 @@ def _best_dims(
     """
     shape = leaf.shape
     stacked = len(shape) > 1 and shape[0] * 8 <= max(shape[1:])
-    ways = {DATA: leaf.data_ways}
+    ways = {DATA: math.prod(leaf.sizes[axis] for axis in leaf.storage_axes)}
     ways |= {axis: leaf.sizes.get(axis, 1) for axis in (EXPERT, PIPE, TENSOR)}
     by_rule = {axis: leaf.dim_of(axis) for axis in ways}
     choices = [

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.sharding.exchange import PARTS, counting_means
-from jaxpar.step.gradients import Partition
 from jaxpar.step.inputs import Inputs, microbatch_rows, with_keys
 from jaxpar.step.loss import Loss, Sums, make_loss
+from jaxpar.step.partition import Partition
 from jaxpar.step.row_draws import AsTraced, ShardKey
 from jaxpar.step.weighted import merged, of_no_examples
 from jaxpar.types import Params

@@ -146,6 +146,23 @@ class Reduction(Protocol):
         """
         ...
 
+    def between(
+        self,
+        leaves: Sequence[LeafSharding],
+        views: Sequence[jax.Array],
+        carry: PyTree,
+        collectives: Collectives,
+    ) -> tuple[list[jax.Array], PyTree]:
+        """The rest of `reduce`, where the backward pass has reduced inside replicas.
+
+        Args:
+          leaves: as for `reduce`.
+          views: what ``collectives.reduce`` returned.
+          carry: as for `reduce`.
+          collectives: as for `reduce`.
+        """
+        return list(map(collectives.reduce_replicas, leaves, views)), carry
+
     def reduce_soundly(
         self,
         leaves: Sequence[LeafSharding],
@@ -217,8 +234,8 @@ class PlainReduction(Reduction):
         collectives: Collectives,
     ) -> tuple[list[jax.Array], PyTree]:
         """Over all axes, inside replicas first."""
-        inside = map(collectives.reduce, leaves, grads)
-        return list(map(collectives.reduce_replicas, leaves, inside)), carry
+        inside = list(map(collectives.reduce, leaves, grads))
+        return self.between(leaves, inside, carry, collectives)
 
     def reduce_soundly(
         self,
@@ -245,7 +262,10 @@ class PlainReduction(Reduction):
             inside = "reduce-scatter" if leaf.is_split else kind
             piece = wire.times * each * (number // leaf.ways_placed)
             add(leaf.reduced_inside, inside, piece)
-            add(leaf.reduced_between, kind, each * (number // leaf.ways_stored))
+            kind = "reduce-scatter" if leaf.over_replicas and leaf.is_split else kind
+            between = number // (leaf.ways_placed * leaf.data_ways)
+            between = between if leaf.is_split else number // leaf.ways_placed
+            add(leaf.reduced_between, kind, each * between)
         return found
 
 
@@ -326,7 +346,7 @@ class ReductionPart(Carried):
         for leaf in self.leaves:
             if not f"/{name}".endswith(f"/{leaf.name}"):
                 continue
-            if shape == leaf.view_shape:
+            if shape in (leaf.view_shape, leaf.shard_view_shape):
                 return leaf.view_spec(data=False)
             if shape and shape[0] == leaf.ways_placed:
                 return P(entry_of([axis for axes in leaf.placed for axis in axes]))

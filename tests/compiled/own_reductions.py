@@ -10,7 +10,7 @@ import optax
 
 import jaxpar
 from jaxpar.models import DecoderConfig, decoder_loss, make_decoder
-from jaxpar.optim import QuantizedReduction, WithReduction, onebit_adam
+from jaxpar.optim import QuantizedReduction, WithReduction, ZeroPlusPlus, onebit_adam
 from jaxpar.planner.targets import parse_target
 from jaxpar.tree import num_elements
 
@@ -41,25 +41,19 @@ def compile_quantized(bits: int, tensor: int, zero: int) -> OwnReductionStep:
     return _compiled(optimizer, tensor, zero)
 
 
+def compile_plus(plus: ZeroPlusPlus | None) -> dict[str, dict[str, int]]:
+    """What AdamW's step sends at ZeRO 3, by axis and kind, held to its closed form.
+
+    Args:
+      plus: on 8 replicas, a host each; None for plain ZeRO over all 64 devices.
+    """
+    shape = jaxpar.MeshShape(replica=8 if plus else 1, data=8 if plus else 64)
+    engine = _engine(optax.adamw(1e-3), shape, plus or 3)
+    return dict(engine.verify().communicated)
+
+
 def _compiled(optimizer: Any, tensor: int, zero: int) -> OwnReductionStep:
-    devices = parse_target("h200:8x8").devices()
-    config = DecoderConfig(
-        num_layers=4,
-        width=512,
-        num_heads=8,
-        vocab_size=1024,
-        seq_len=128,
-        remat="full",
-    )
-    engine = jaxpar.initialize(
-        model=make_decoder(config),
-        loss_fn=decoder_loss,
-        optimizer=optimizer,
-        sample_batch={"tokens": jax.ShapeDtypeStruct((64, 129), jnp.int32)},
-        mesh=jaxpar.make_mesh(jaxpar.MeshShape(tensor=tensor), devices),
-        zero=zero,
-        precision="bf16",
-    )
+    engine = _engine(optimizer, jaxpar.MeshShape(tensor=tensor), zero)
     found = engine.verify()
     carry = engine.placement.packed.carried["reduction"]
     return OwnReductionStep(
@@ -69,4 +63,27 @@ def _compiled(optimizer: Any, tensor: int, zero: int) -> OwnReductionStep:
             x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape))
             for x in jax.tree.leaves(carry)
         ),
+    )
+
+
+def _engine(
+    optimizer: Any, shape: jaxpar.MeshShape, zero: int | ZeroPlusPlus
+) -> jaxpar.Engine:
+    devices = parse_target("h200:8x8").devices()
+    config = DecoderConfig(
+        num_layers=4,
+        width=512,
+        num_heads=8,
+        vocab_size=1024,
+        seq_len=128,
+        remat="full",
+    )
+    return jaxpar.initialize(
+        model=make_decoder(config),
+        loss_fn=decoder_loss,
+        optimizer=optimizer,
+        sample_batch={"tokens": jax.ShapeDtypeStruct((64, 129), jnp.int32)},
+        mesh=jaxpar.make_mesh(shape, devices),
+        zero=zero,
+        precision="bf16",
     )

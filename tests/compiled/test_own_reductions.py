@@ -2,7 +2,12 @@
 
 import pytest
 
-from tests.compiled.own_reductions import compile_onebit, compile_quantized
+from jaxpar.optim import ZeroPlusPlus
+from tests.compiled.own_reductions import (
+    compile_onebit,
+    compile_plus,
+    compile_quantized,
+)
 
 
 @pytest.mark.parametrize(
@@ -26,3 +31,15 @@ def test_codes_and_scales_are_sent(bits, tensor, zero, compiled) -> None:
         step.psi * (bits / 8 + 4 / 256), rel=0.1 * tensor
     )
     assert step.carried == pytest.approx(4 * step.psi, rel=3e-2)
+
+
+@pytest.mark.thorough
+def test_between_hosts_zero_plus_plus_sends_a_quarter(compiled) -> None:
+    """Of what ZeRO 3 over all devices sends, all of which crosses hosts."""
+    plus = ZeroPlusPlus(3, gradient_bits=4, secondary=True)
+    found, plain = compiled(compile_plus, plus), compiled(compile_plus, None)
+    between, whole = sum(found["replica"].values()), sum(plain["data"].values())
+    assert 4 * between < whole
+    # Parameters in 8 bits, gathered in both passes, are about half of bf16's.
+    gathered = found["data"]["all-gather"] / plain["data"]["all-gather"]
+    assert gathered == pytest.approx((1 + 4 / 256) / 2, rel=0.1)

@@ -11,9 +11,9 @@ import jaxpar
 from jaxpar.mesh import MeshShape, make_mesh
 from jaxpar.model.bridge import make_network
 from jaxpar.sharding.zero import shard_leaves, zero_stage
-from jaxpar.step.gradients import Partition
 from jaxpar.step.inputs import make_inputs
 from jaxpar.step.loss import as_losses
+from jaxpar.step.partition import Partition
 from jaxpar.step.precision import make_precision
 from jaxpar.step.row_draws import AsTraced
 from jaxpar.tree import named_leaves
