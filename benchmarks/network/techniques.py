@@ -14,7 +14,13 @@ import optax
 from flax import nnx
 
 import jaxpar
-from jaxpar.optim import QuantizedReduction, WithReduction, onebit_adam
+from jaxpar.optim import (
+    QuantizedReduction,
+    WithReduction,
+    diloco,
+    onebit_adam,
+    zero_one_adam,
+)
 
 RATE = 1e-4
 WARM_STEPS = 4
@@ -45,12 +51,29 @@ def quantized(bits: int) -> dict[str, Any]:
     return {"optimizer": WithReduction(optax.adamw(RATE), reduction)}
 
 
+def zero_one(alone: int) -> dict[str, Any]:
+    """0/1 Adam, whose workers exchange signs once in so many steps."""
+    given = {"local_step_scaler": 1, "local_step_clipper": alone}
+    return {"optimizer": zero_one_adam(RATE, WARM_STEPS // 4, **given)}
+
+
+def joined(every: int) -> dict[str, Any]:
+    """Adam on each host by itself, joined once in so many steps."""
+    replicas = jax.process_count()
+    return {
+        "optimizer": diloco(optax.adamw(RATE), replicas=replicas, every=every),
+        "mesh": jaxpar.MeshShape(replica=replicas, data=-1),
+    }
+
+
 PLAIN, ONE_BIT = "plain Adam", "1-bit Adam"
 TECHNIQUES = {
     PLAIN: Technique(lambda: {"optimizer": optax.adamw(RATE)}),
     "8-bit gradients": Technique(lambda: quantized(8)),
     "4-bit gradients": Technique(lambda: quantized(4)),
     ONE_BIT: Technique(lambda: {"optimizer": onebit_adam(RATE, WARM_STEPS // 2)}),
+    "0/1 Adam, signs every 4 steps": Technique(lambda: zero_one(4), period=4),
+    "DiLoCo, joined every 16 steps": Technique(lambda: joined(16), period=16),
 }
 
 

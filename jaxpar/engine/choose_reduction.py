@@ -91,6 +91,8 @@ def choose_reduction(
         communicates nothing.
     """
     if isinstance(reduction, PlainReduction):
+        if reduction.apart and partition.coupled:
+            raise _refusal(reduction, *_COUPLED)
         return reduction
     is_local = isinstance(reduction, LocalGradients)
     if num_batch_shards(partition.mesh) == 1:
@@ -109,6 +111,14 @@ def choose_reduction(
     return reduction
 
 
+_COUPLED = (
+    "examples that are coupled",
+    "the compiler then reduces the gradients",
+    "Use a loss of independent examples (coupled_batch=False, no batch statistics), or "
+    "an optimizer without a reduction of its own",
+)
+
+
 def _refusal(reduction: Reduction, where: str, why: str, remedy: str) -> ValueError:
     return ValueError(
         f"optimizer: its reduction, {type(reduction).__name__}, can't run with "
@@ -120,13 +130,7 @@ def _check_place(reduction: Reduction, partition: Partition, *, is_local: bool) 
     """Raise where it would never be called."""
     zero, pipes = partition.zero, partition.mesh.shape[PIPE]
     if partition.coupled:
-        raise _refusal(
-            reduction,
-            "examples that are coupled",
-            "the compiler then reduces the gradients",
-            "Use a loss of independent examples (coupled_batch=False, no batch "
-            "statistics), or an optimizer without a reduction of its own",
-        )
+        raise _refusal(reduction, *_COUPLED)
     once = zero.number == 2 and reduction.at_zero2
     if zero.reduce != "step" and pipes == 1 and not once:
         raise _refusal(

@@ -44,7 +44,8 @@ def prefetching(
     loops = _loops(jaxpr, partition)
     if zero.gather != "use" or not loops:
         return partition, ()
-    at_once = once and not (zero.over_replicas or zero.gradients)
+    at_once = accumulate == 1 and not zero.over_replicas
+    at_once &= type(partition.reduction) is PlainReduction
     ahead = dataclasses.replace(
         partition, zero=zero, prefetch=True, replicas_at_once=at_once
     )

@@ -1,6 +1,7 @@
 """Public names, each with the module that it is loaded from when it is first used."""
 
 from .decay import decayed
+from .diloco import diloco
 from .fused import fused_adamw, fused_lamb, fused_lion
 from .fused_update import FusedOptimizer
 from .make_update import HostUpdate, MakesUpdate, Update, UpdateSpec
@@ -34,6 +35,7 @@ __all__ = [
     "WithReduction",
     "ZeroPlusPlus",
     "decayed",
+    "diloco",
     "fused_adamw",
     "fused_lamb",
     "fused_lion",

@@ -208,6 +208,25 @@ class LeafSharding:
             entries.insert(self.data_dim + 1, None)
         return entries
 
+    def not_reduced_over(self, axes: tuple[str, ...]) -> "LeafSharding":
+        """The leaf whose gradient the devices of some axes have each their own of."""
+        if not axes:
+            return self
+        rest = tuple(axis for axis in self.reduce_axes if axis not in axes)
+        return dataclasses.replace(self, reduce_axes=rest)
+
+    def stacked(self, axes: tuple[str, ...]) -> "LeafSharding":
+        """The leaf with a leading dim that axes split; itself for none."""
+        if not axes:
+            return self
+        return dataclasses.replace(
+            self,
+            shape=(self._ways(axes), *self.shape),
+            compute=(entry_of(axes), *self.compute),
+            data_dim=None if self.data_dim is None else self.data_dim + 1,
+            placed=(axes, *self.placed),
+        )
+
     def without_leading_dim(self) -> "LeafSharding | None":
         """The sharding of one slice along dim 0; None if an axis splits that dim."""
         if self.data_dim == 0 or self.placed[0] or self.compute[0] is not None:

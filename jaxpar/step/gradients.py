@@ -108,10 +108,15 @@ def gradients_on_shards(
         for number, leaf in enumerate(leaves)
     ]
     out_specs = views, P(), P(), rows_spec(partition.mesh)
-    run = partition.mapped(of_own_part(body), out_specs, carried=1)
+    run = partition.mapped(
+        of_own_part(_of_own_params(body, len(leaves), apart=bool(reduction.apart))),
+        out_specs,
+        carried=1,
+        apart=True,
+    )
 
     def gradients(weights, model_state, inputs, key, scale, carry):
-        shards, inputs = partition.views(weights), with_keys(inputs, key)
+        shards, inputs = partition.local_views(weights), with_keys(inputs, key)
         grads, *rest = run(shards, inputs, model_state, key, scale, carry)
         pairs = enumerate(zip(leaves, grads, strict=True))
         grads = [
@@ -121,6 +126,19 @@ def gradients_on_shards(
         return jax.tree.unflatten(structure, grads), *rest
 
     return gradients
+
+
+def _of_own_params(
+    body: Callable[..., tuple], count: int, *, apart: bool
+) -> Callable[..., tuple]:
+    """Take the leading dim, of one, off `count` shards, and put it on gradients."""
+
+    def run(shards: list, *given: Any) -> tuple:
+        own = [x[0] for x in shards[:count]]
+        grads, *rest = body([*own, *shards[count:]], *given)
+        return [grad[None] for grad in grads], *rest
+
+    return run if apart else body
 
 
 def _accumulated(

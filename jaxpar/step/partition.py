@@ -110,7 +110,10 @@ class Partition:
         return self._on_shard(self.all_leaves)
 
     def _on_shard(self, leaves: tuple[LeafSharding, ...]) -> tuple[LeafSharding, ...]:
-        return leaves if self.automatic else tuple(leaf.on_shard for leaf in leaves)
+        if self.automatic:
+            return leaves
+        apart = self.reduction.apart
+        return tuple(leaf.on_shard.not_reduced_over(apart) for leaf in leaves)
 
     @property
     def platform(self) -> str:
@@ -123,7 +126,21 @@ class Partition:
 
     def views(self, weights: tuple[Params, Params]) -> list[jax.Array]:
         """The stored parameters as views: those that are trained, and the others."""
-        pairs = zip(self.all_leaves, jax.tree.leaves(weights), strict=True)
+        return self._views(self.all_leaves, weights)
+
+    def local_views(self, weights: tuple[Params, Params]) -> list[jax.Array]:
+        """The parameters that steps train, as views: see `Reduction.apart`."""
+        return self._views(self._apart_leaves, weights)
+
+    @property
+    def _apart_leaves(self) -> tuple[LeafSharding, ...]:
+        own = (leaf.stacked(self.reduction.apart) for leaf in self.leaves)
+        return *own, *self.frozen
+
+    def _views(
+        self, leaves: Sequence[LeafSharding], weights: tuple[Params, Params]
+    ) -> list[jax.Array]:
+        pairs = zip(leaves, jax.tree.leaves(weights), strict=True)
         return [
             x if self._is_elsewhere(number, x) else to_view(leaf, x)
             for number, (leaf, x) in enumerate(pairs)
@@ -263,19 +280,27 @@ class Partition:
         return self.collectives.reduce_replicas(leaf, grad)
 
     def mapped(
-        self, body: Callable, out_specs: Any, *, whole: bool = False, carried: int = 0
+        self,
+        body: Callable,
+        out_specs: Any,
+        *,
+        whole: bool = False,
+        carried: int = 0,
+        apart: bool = False,
     ) -> Callable:
         """Run ``body(shards, inputs, *replicated)`` on every data shard's views.
 
         A shard is given its own rows, or with `whole` all rows. The last `carried`
-        arguments are split along dim 0, the data shards.
+        arguments are split along dim 0, the data shards. With `apart` the views are
+        `local_views`.
         """
         if self.automatic:
             return body
         rows = rows_spec(self.mesh)
+        leaves = self._apart_leaves if apart else self.all_leaves
 
         def run(shards: list, inputs: Inputs, *others: Any) -> Any:
-            pairs = enumerate(zip(self.all_leaves, shards, strict=True))
+            pairs = enumerate(zip(leaves, shards, strict=True))
             specs = [
                 P() if self._is_elsewhere(number, x) else manual_spec(leaf)
                 for number, (leaf, x) in pairs

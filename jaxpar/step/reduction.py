@@ -72,12 +72,15 @@ class Reduction(Protocol):
       saved: whether checkpoints hold what it carries.
       at_zero2: whether it runs at ZeRO 2 too, and reduces once a step there: a device
         then has its whole gradients, as at ZeRO 1.
+      apart: axes whose devices have parameters and gradients of their own: both are
+        stacked along a leading dim, which these split (`Update.local_params`).
       clips_itself: whether it clips gradients (`UpdateSpec.clip_norm`), and the step
         does not clip what it returns, such as a momentum.
     """
 
     saved: bool = True
     at_zero2: bool = False
+    apart: tuple[str, ...] = ()
     clips_itself: bool = False
 
     def init(self, leaves: Sequence[LeafSharding]) -> PyTree:
@@ -204,16 +207,19 @@ class Reduction(Protocol):
         ...
 
     def out_spec(self, leaf: LeafSharding) -> P:
-        """The batch axes' part of the spec of what `reduce` returns for a leaf."""
-        return manual_spec(leaf)
+        """The batch axes' part of the spec of a gradient, of what `reduce` returns.
+
+        With `apart` that has the leading dim already.
+        """
+        return manual_spec(leaf.stacked(self.apart))
 
     def as_gradient(self, leaf: LeafSharding, reduced: jax.Array) -> jax.Array:
         """The gradient that the update gets, from what `reduce` returned; global."""
-        return from_view(leaf, reduced)
+        return from_view(leaf.stacked(self.apart), reduced)
 
     def gradient_shape(self, leaf: LeafSharding) -> tuple[int, ...]:
         """The shape of the gradient that the update gets."""
-        return leaf.shape
+        return leaf.stacked(self.apart).shape
 
     def notes(self) -> tuple[str, ...]:
         """Lines for `Engine.explain`."""

@@ -114,7 +114,7 @@ def make_train_step(
         if scales_loss:
             scale = state.carried["loss_scale"].scale
         # Another loss's update may store what this one does not train on the host.
-        weights = update.compute_params(state.params), to_device(state.frozen)
+        weights = update.local_params(state.params), to_device(state.frozen)
         inputs, carry = make_inputs(batch, state.step), state.carried.get(PART, ())
         given = weights, state.model_state, inputs, key, scale, carry
         grads, sums, model_state, carry = gradients(*given)

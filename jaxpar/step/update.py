@@ -67,6 +67,13 @@ class Update(Protocol):
         """The parameters, or copies in the compute dtype, from the packed ones."""
         return params
 
+    def local_params(self, params: PyTree) -> Params:
+        """The parameters that a step's gradients are of, from the packed ones.
+
+        Those of `compute_params`, except where `reduction` has devices `apart`.
+        """
+        return self.compute_params(params)
+
     def layer_stores(self) -> Mapping[int, LayerStore]:
         """By number of a parameter that is in no array, from where loops fetch it.
 

@@ -86,10 +86,9 @@ def make_piped_engine(optimizer: Any, **options: Any) -> jaxpar.Engine:
         loss_fn=loss_fn,
         optimizer=optimizer,
         sample_batch=batches()[0],
-        mesh=jaxpar.MeshShape(data=4, pipe=2),
         zero=1,
         accumulate=4,
-        **options,
+        **{"mesh": jaxpar.MeshShape(data=4, pipe=2), **options},
     )
 
 
