@@ -18,7 +18,7 @@ from jaxpar.config import preset
 from jaxpar.data import DataConfig, Loader, batch_shapes, rows_of
 from jaxpar.launch import choose_meshes
 from jaxpar.models import PRESETS, DecoderConfig
-from jaxpar.optim import OPTIMIZERS, OptimizerSettings
+from jaxpar.optim import OPTIMIZERS, CommunicationConfig, OptimizerSettings
 from jaxpar.show.loss import draw_loss
 
 CPU_MESH = jaxpar.MeshShape(data=2, tensor=2)
@@ -26,15 +26,13 @@ SET_HERE = "remat", "sequence_parallel"
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(jaxpar.StartOptions, DataConfig):
+class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig):
     """One run of the GPT."""
 
     model: DecoderConfig = preset(PRESETS, "1m", without=("lora", *SET_HERE))
     """The GPT's shape."""
     mesh: jaxpar.MeshShape = dataclasses.field(default_factory=jaxpar.MeshShape)
     """Devices by axis; by default all accelerators on data, or data 2 x tensor 2."""
-    zero: int = 3
-    """ZeRO stage: 0, 1, 2 or 3."""
     precision: str = "fp32"
     """What the model computes in: fp32, bf16 or fp16. Masters are fp32."""
     batch_size: int = 8
@@ -84,10 +82,10 @@ def build(config: Config, mesh: jax.sharding.Mesh | None = None) -> jaxpar.Engin
     return jaxpar.initialize(
         model=models.make_decoder(model),
         loss_fn=models.decoder_loss,
-        optimizer=config.optimizer.make(schedule),
+        optimizer=config.joined(config.optimizer.make(schedule), config.mesh),
         sample_batch=batch_shapes(config.batch_size, model.seq_len, pack=config.pack),
         mesh=mesh or jaxpar.choose_mesh(config.mesh, on_cpu=CPU_MESH),
-        zero=config.zero,
+        zero=config.zero_stage(),
         precision=config.precision,
         accumulate=jaxpar.scaled_accumulation(config.accumulate),
         schedule=config.schedule,

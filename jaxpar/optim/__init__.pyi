@@ -1,5 +1,6 @@
 """Public names, each with the module that it is loaded from when it is first used."""
 
+from .communication import CommunicationConfig
 from .decay import decayed
 from .diloco import diloco
 from .fused import fused_adamw, fused_lamb, fused_lion
@@ -21,6 +22,7 @@ from .zero_one_adam import zero_one_adam
 
 __all__ = [
     "OPTIMIZERS",
+    "CommunicationConfig",
     "FusedOptimizer",
     "HostUpdate",
     "LocalGradients",

@@ -50,6 +50,10 @@ class OneBitMomentum(Reduction):
     at_zero2: bool = True
     clips_itself: bool = True
 
+    def warm_up(self) -> int:
+        """See `Reduction`."""
+        return self.freeze_step
+
     def init(self, leaves: Leaves) -> PyTree:
         """Whole on each worker: a momentum and an error; of its chunks another error.
 

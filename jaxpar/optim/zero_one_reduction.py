@@ -126,6 +126,10 @@ class ZeroOneReduction(Reduction):
     at_zero2: bool = True
     clips_itself: bool = True
 
+    def warm_up(self) -> int:
+        """See `Reduction`."""
+        return self.rounds.var_freeze_step
+
     def init(self, leaves: Leaves) -> PyTree:
         """Whole on each worker: both moments, its error, and what it has moved by.
 

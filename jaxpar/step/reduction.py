@@ -221,6 +221,10 @@ class Reduction(Protocol):
         """The shape of the gradient that the update gets."""
         return leaf.stacked(self.apart).shape
 
+    def warm_up(self) -> int:
+        """Steps before it compresses."""
+        return 0
+
     def notes(self) -> tuple[str, ...]:
         """Lines for `Engine.explain`."""
         return ()

@@ -71,11 +71,12 @@ def train(  # noqa: PLR0913 - keywords, each of its own kind
 
     Raises:
       RunStopped: if the run ends early; scripts end with its code.
-      ValueError: if `profile` is not of steps of the run, or `eval_every` is below 1 or
-        given without `evaluate`.
+      ValueError: if `profile` is not of steps of the run, if the optimizer's warm-up
+        is longer than that, or `eval_every` is below 1 or given without `evaluate`.
       TypeError: if an evaluation is not a function, or returns no numbers.
     """
     evaluations = Evaluations(evaluate, eval_every)
+    _check_warm_up(engine, total_steps or steps)
     profiled = profiled_steps(profile or run.profile, total_steps or steps)
     rules = RunRules(
         steps, save_every, keep, recovery or Recovery(), tuple(hooks), profiled
@@ -106,6 +107,17 @@ def train(  # noqa: PLR0913 - keywords, each of its own kind
                 start = loop.go_on(start, logger, signals)
         loop.account(show=steps >= (total_steps or steps))
     return evaluations.loss
+
+
+def _check_warm_up(engine: Engine, steps: int) -> None:
+    """Raise if a run ends before its optimizer compresses anything."""
+    warm = engine.placement.update.reduction.warm_up()
+    if warm >= steps:
+        raise ValueError(
+            f"steps={steps}: the optimizer exchanges whole gradients for {warm} steps, "
+            "so that nothing would be compressed; give it a warm-up of 15 to 20 % of "
+            "the run (freeze_step, var_freeze_step), or train for longer."
+        )
 
 
 @contextlib.contextmanager

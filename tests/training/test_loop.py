@@ -21,6 +21,7 @@ from jaxpar.launch.exit_codes import CORRUPT, DIVERGED, SAVE_FAILED, STOPPED
 from jaxpar.training.loop import train
 from jaxpar.training.metrics import read_metrics
 from jaxpar.training.signals import RunStopped
+from tests.equivalence import perceptron
 from tests.runs import (
     ROWS,
     RULES,
@@ -294,6 +295,13 @@ def test_log_has_rates_and_several_evaluations_at_steps_of_their_own(
         assert record.keys() >= {f"perf/{name}" for name in rates}
         seconds = record["perf/step_seconds"]
         assert record["perf/tokens_per_second"] == pytest.approx(10 / seconds)
+
+
+def test_warm_up_longer_than_the_run_is_refused(tmp_path: Path) -> None:
+    engine = perceptron.make_engine(jaxpar.optim.onebit_adam(1e-3, 9), 4, 1, 1)
+    run, given = run_in(tmp_path), {"save_every": 5}
+    with pytest.raises(ValueError, match=r"steps=9: .* whole gradients for 9 steps"):
+        train(engine, iter(()), run, steps=3, total_steps=9, **given)
 
 
 def test_hooks_see_every_number_a_step_late(tmp_path: Path) -> None:

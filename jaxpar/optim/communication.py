@@ -1,0 +1,62 @@
+"""Which flags does a recipe have for what data shards and replicas send each other?"""
+
+import dataclasses
+
+import optax
+
+from jaxpar.mesh import MeshShape
+from jaxpar.optim.diloco import DiLoCo, diloco
+from jaxpar.optim.quantized_sums import ZeroPlusPlus
+from jaxpar.step.update import MakesUpdate
+
+
+@dataclasses.dataclass(frozen=True)
+class CommunicationConfig:
+    """Fields for a recipe's config to inherit."""
+
+    zero: int = 3
+    """ZeRO stage: 0, 1, 2 or 3."""
+    weight_bits: int | None = None
+    """ZeRO++: bits of a parameter while it is gathered, 8 or 4."""
+    gradient_bits: int | None = None
+    """ZeRO++: bits of a gradient while it is reduced, 8 or 4."""
+    secondary: bool = False
+    """ZeRO++: replicas split the state too; parameters go between them once a step."""
+    join_every: int = 0
+    """DiLoCo: replicas train by themselves, and are joined every so many steps."""
+
+    def zero_stage(self) -> int | ZeroPlusPlus:
+        """The stage, for `jaxpar.initialize`.
+
+        Example:
+          >>> CommunicationConfig(zero=2).zero_stage()
+          2
+          >>> CommunicationConfig(zero=2, weight_bits=8).zero_stage().stage
+          2
+        """
+        bits = self.weight_bits, self.gradient_bits
+        if bits == (None, None) and not self.secondary:
+            return self.zero
+        return ZeroPlusPlus(self.zero, *bits, self.secondary)
+
+    def joined(
+        self, optimizer: optax.GradientTransformation | MakesUpdate, mesh: MeshShape
+    ) -> optax.GradientTransformation | MakesUpdate | DiLoCo:
+        """The optimizer, inside of DiLoCo if that is asked for.
+
+        Raises:
+          ValueError: if the mesh has one replica, or the optimizer is not of optax.
+        """
+        if not self.join_every:
+            return optimizer
+        if mesh.replica < 2:
+            raise ValueError(
+                f"join_every={self.join_every} joins replicas, and the mesh has one; "
+                "use --mesh.replica 2."
+            )
+        if not isinstance(optimizer, optax.GradientTransformation):
+            raise ValueError(
+                f"join_every={self.join_every} needs an inner optimizer of optax, such "
+                "as --optimizer adamw with its 32 bits."
+            )
+        return diloco(optimizer, replicas=mesh.replica, every=self.join_every)
