@@ -20,7 +20,7 @@ from jaxpar import models
 from jaxpar.config import preset
 from jaxpar.data import DataConfig, Loader, MaskedRows, Tokens
 from jaxpar.models import BertConfig
-from jaxpar.optim import OPTIMIZERS, OptimizerSettings
+from jaxpar.optim import OPTIMIZERS, CommunicationConfig, OptimizerSettings
 
 SMALL = BertConfig(
     task="masked", vocab_size=1024, seq_len=64, num_layers=2, num_heads=4, width=128
@@ -29,7 +29,7 @@ PRESETS = {"small": SMALL, "base": BertConfig(task="masked")}
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(jaxpar.StartOptions, DataConfig):
+class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig):
     """One run of the BERT."""
 
     model: BertConfig = preset(
@@ -38,8 +38,6 @@ class Config(jaxpar.StartOptions, DataConfig):
     """The BERT's shape; the last word of its vocabulary is the mask token."""
     mesh: jaxpar.MeshShape = dataclasses.field(default_factory=jaxpar.MeshShape)
     """Devices by axis; by default all accelerators on data, or data 2 x tensor 2."""
-    zero: int = 3
-    """ZeRO stage: 0, 1, 2 or 3."""
     precision: str = "fp32"
     """What the model computes in: fp32, bf16 or fp16. Masters are fp32."""
     batch_size: int = 16
@@ -79,10 +77,10 @@ def build(config: Config, mesh: jax.sharding.Mesh | None = None) -> jaxpar.Engin
         model=models.make_bert(model),
         loss_fn=models.make_bert_loss(model),
         eval_fn=models.masked_word_accuracy,
-        optimizer=config.optimizer.make(schedule),
+        optimizer=config.joined(config.optimizer.make(schedule), config.mesh),
         sample_batch=sample_batch(config),
         mesh=mesh or choose_meshes(config)[0][0],
-        zero=config.zero,
+        zero=config.zero_stage(),
         precision=config.precision,
         accumulate=jaxpar.scaled_accumulation(config.accumulate),
         schedule=config.schedule,

@@ -22,12 +22,13 @@ from jaxpar.data import DataConfig, Loader, batch_shapes, rows_of
 from jaxpar.launch import choose_meshes
 from jaxpar.models.hf.pretrained import Pretrained
 from jaxpar.models.lora import NO_LORA, LoraConfig
+from jaxpar.optim import CommunicationConfig
 
 CPU_MESH = jaxpar.MeshShape(data=2, tensor=2)
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(jaxpar.StartOptions, DataConfig):
+class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig):
     """One run of fine-tuning."""
 
     base: str = ""
@@ -38,8 +39,6 @@ class Config(jaxpar.StartOptions, DataConfig):
     """A folder of PEFT whose adapters are trained on, in place of --lora."""
     mesh: jaxpar.MeshShape = dataclasses.field(default_factory=jaxpar.MeshShape)
     """Devices by axis; by default all accelerators on data, or data 2 x tensor 2."""
-    zero: int = 3
-    """ZeRO stage: 0, 1, 2 or 3."""
     precision: str = "fp32"
     """What the model computes in: fp32, bf16 or fp16. Masters are fp32."""
     seq_len: int = 512
@@ -91,10 +90,10 @@ def build(
     return jaxpar.initialize(
         model=ours.model,
         loss_fn=ours.loss_fn,
-        optimizer=optax.adamw(schedule, weight_decay=0.0),
+        optimizer=config.joined(optax.adamw(schedule, weight_decay=0.0), config.mesh),
         sample_batch=batch_shapes(config.batch_size, config.seq_len, pack=True),
         mesh=mesh or jaxpar.choose_mesh(config.mesh, on_cpu=CPU_MESH),
-        zero=config.zero,
+        zero=config.zero_stage(),
         precision=config.precision,
         accumulate=jaxpar.scaled_accumulation(config.accumulate),
         clip_norm=config.clip_norm,

@@ -17,6 +17,7 @@ import jaxpar
 from jaxpar import models
 from jaxpar.config import preset
 from jaxpar.data import DataConfig, Loader, batch_shapes, rows_of
+from jaxpar.optim import CommunicationConfig
 from jaxpar.sparse_attention import SparsityPattern, causal_pattern
 
 CPU_MESH = jaxpar.MeshShape(data=2, tensor=2)
@@ -24,7 +25,7 @@ OWN = ("seq_len", "remat", "attention")  # Flags of the recipe's own.
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(jaxpar.StartOptions, DataConfig):
+class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig):
     """One run of the GPT on long text."""
 
     model: models.DecoderConfig = preset(models.PRESETS, "tiny", without=OWN)
@@ -41,8 +42,6 @@ class Config(jaxpar.StartOptions, DataConfig):
     """First tokens that all see; of each window, for fixed."""
     mesh: jaxpar.MeshShape = dataclasses.field(default_factory=jaxpar.MeshShape)
     """Devices by axis; by default all accelerators on data, or data 2 x tensor 2."""
-    zero: int = 3
-    """ZeRO stage: 0, 1, 2 or 3."""
     precision: str = "fp32"
     """What the model computes in: fp32, bf16 or fp16. Masters are fp32."""
     batch_size: int = 4
@@ -90,10 +89,13 @@ def build(config: Config, mesh: Mesh | None = None) -> jaxpar.Engine:
     return jaxpar.initialize(
         model=models.make_decoder(model),
         loss_fn=models.decoder_loss,
-        optimizer=optax.inject_hyperparams(optax.adamw)(schedule, weight_decay=0.1),
+        optimizer=config.joined(
+            optax.inject_hyperparams(optax.adamw)(schedule, weight_decay=0.1),
+            config.mesh,
+        ),
         sample_batch=batch_shapes(config.batch_size, config.seq_len),
         mesh=mesh or jaxpar.choose_mesh(config.mesh, on_cpu=CPU_MESH),
-        zero=config.zero,
+        zero=config.zero_stage(),
         precision=config.precision,
         accumulate=jaxpar.scaled_accumulation(1),
         clip_norm=1.0,

@@ -19,22 +19,20 @@ from jaxpar.config import preset
 from jaxpar.data import DataConfig, Loader, batch_shapes, rows_of
 from jaxpar.launch import choose_meshes
 from jaxpar.models import PRESETS, DecoderConfig
-from jaxpar.optim import OPTIMIZERS, OptimizerSettings
+from jaxpar.optim import OPTIMIZERS, CommunicationConfig, OptimizerSettings
 
 CPU_MESH = jaxpar.MeshShape(data=2, expert=2)
 ROUTERS = "largest_expert_load", "dropped_tokens"
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(jaxpar.StartOptions, DataConfig):
+class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig):
     """One run of the mixture."""
 
     model: DecoderConfig = preset(PRESETS, "1m-moe", without=("remat", "lora"))
     """The decoder's shape, with that of its experts."""
     mesh: jaxpar.MeshShape = dataclasses.field(default_factory=jaxpar.MeshShape)
     """Devices by axis; by default all accelerators on data, or data 2 x expert 2."""
-    zero: int = 3
-    """ZeRO stage: 0, 1, 2 or 3."""
     precision: str = "fp32"
     """What the model computes in: fp32, bf16 or fp16. Masters are fp32."""
     batch_size: int = 8
@@ -75,10 +73,10 @@ def build(config: Config, mesh: jax.sharding.Mesh | None = None) -> jaxpar.Engin
     return jaxpar.initialize(
         model=models.make_decoder(model),
         loss_fn=models.decoder_loss,
-        optimizer=config.optimizer.make(schedule),
+        optimizer=config.joined(config.optimizer.make(schedule), config.mesh),
         sample_batch=batch_shapes(config.batch_size, model.seq_len, pack=config.pack),
         mesh=mesh or choose_meshes(config.mesh, 1, on_cpu=CPU_MESH)[0][0],
-        zero=config.zero,
+        zero=config.zero_stage(),
         precision=config.precision,
         accumulate=jaxpar.scaled_accumulation(config.accumulate),
         schedule=config.schedule,

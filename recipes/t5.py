@@ -27,12 +27,12 @@ from jaxpar.data import (
     span_lengths,
 )
 from jaxpar.models import T5_PRESETS, T5Config
-from jaxpar.optim import OPTIMIZERS, OptimizerSettings
+from jaxpar.optim import OPTIMIZERS, CommunicationConfig, OptimizerSettings
 from jaxpar.show.loss import draw_loss
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(jaxpar.StartOptions, DataConfig):
+class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig):
     """One run of the T5."""
 
     model: T5Config = preset(T5_PRESETS, "1m", without=("remat", "sequence_parallel"))
@@ -41,8 +41,6 @@ class Config(jaxpar.StartOptions, DataConfig):
     """Tokens that the encoder reads."""
     mesh: jaxpar.MeshShape = dataclasses.field(default_factory=jaxpar.MeshShape)
     """Devices by axis; by default all accelerators on data, or data 2 x tensor 2."""
-    zero: int = 3
-    """ZeRO stage: 0, 1, 2 or 3."""
     precision: str = "fp32"
     """What the model computes in: fp32, bf16 or fp16. Masters are fp32."""
     batch_size: int = 32
@@ -85,12 +83,12 @@ def build(config: Config, mesh: jax.sharding.Mesh | None = None) -> jaxpar.Engin
     return jaxpar.initialize(
         model=models.make_t5(dataclasses.replace(config.model, **how)),
         loss_fn=models.t5_loss,
-        optimizer=config.optimizer.make(schedule),
+        optimizer=config.joined(config.optimizer.make(schedule), config.mesh),
         sample_batch=span_batch_shapes(
             config.batch_size, span_lengths(config.input_len)
         ),
         mesh=mesh or choose_meshes(config)[0][0],
-        zero=config.zero,
+        zero=config.zero_stage(),
         precision=config.precision,
         accumulate=jaxpar.scaled_accumulation(config.accumulate),
         schedule=config.schedule,

@@ -19,14 +19,14 @@ from jaxpar import models
 from jaxpar.config import preset
 from jaxpar.data import Loader, PreparedImages, image_shapes, open_images
 from jaxpar.launch import choose_meshes
-from jaxpar.optim import OPTIMIZERS, OptimizerSettings
+from jaxpar.optim import OPTIMIZERS, CommunicationConfig, OptimizerSettings
 
 ON_CPU = jaxpar.MeshShape(data=2, tensor=2)
 ADAMW = dataclasses.replace(OPTIMIZERS["adamw"], weight_decay=0.05)
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(jaxpar.StartOptions):
+class Config(jaxpar.StartOptions, CommunicationConfig):
     """One run of the classifier."""
 
     family: Literal["vit", "coatnet"] = "vit"
@@ -47,8 +47,6 @@ class Config(jaxpar.StartOptions):
     """Share of a label that is spread over all classes."""
     mesh: jaxpar.MeshShape = dataclasses.field(default_factory=jaxpar.MeshShape)
     """Devices by axis; by default all accelerators on data, or data 2 x tensor 2."""
-    zero: int = 3
-    """ZeRO stage: 0, 1, 2 or 3."""
     precision: str = "fp32"
     """What the model computes in: fp32, bf16 or fp16. Masters are fp32."""
     batch_size: int = 128
@@ -92,10 +90,10 @@ def build(config: Config, mesh: jax.sharding.Mesh | None = None) -> jaxpar.Engin
         model=make(model),
         loss_fn=functools.partial(models.classification_loss, **smooth),
         eval_fn=models.classification_metrics,
-        optimizer=config.optimizer.make(schedule),
+        optimizer=config.joined(config.optimizer.make(schedule), config.mesh),
         sample_batch=image_shapes(config.batch_size, model.image_size, model.channels),
         mesh=mesh or choose_meshes(config.mesh, 1, on_cpu=ON_CPU)[0][0],
-        zero=config.zero,
+        zero=config.zero_stage(),
         precision=config.precision,
         accumulate=jaxpar.scaled_accumulation(config.accumulate),
         schedule=config.schedule,

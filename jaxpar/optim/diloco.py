@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar import tree
 from jaxpar.mesh import REPLICA
 from jaxpar.optim.applied import updated_if
+from jaxpar.optim.optax_update import learning_rate_in
 from jaxpar.sharding.collectives import Collectives
 from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.step.reduction import (
@@ -217,7 +218,9 @@ class DiLoCoUpdate(Update):
         own = optax.tree.scale(factor, optax.tree.cast(grads, jnp.float32))
         found = updated_if(applied, self._stepped, (params, opt_state), own)
         joined = jnp.where(applied, self._joins(opt_state.count, 0), False)
-        return *found, {"joined": joined.astype(jnp.float32)}
+        first = jax.tree.map(lambda x: x[0], found[1].inner)
+        told = {"joined": joined.astype(jnp.float32), **learning_rate_in(first)}
+        return *found, told
 
     def _stepped(self, before: PyTree, grads: PyTree) -> PyTree:
         params, state = before

@@ -57,7 +57,7 @@ class OptaxUpdate(Update):
 
         before = params, opt_state
         params, opt_state = updated_if(applied, stepped, before, grads, named)
-        return params, opt_state, _learning_rate(opt_state)
+        return params, opt_state, learning_rate_in(opt_state)
 
     def notes(self) -> tuple[str, ...]:
         """See `Update`."""
@@ -69,7 +69,7 @@ class OptaxUpdate(Update):
         )
 
 
-def _learning_rate(opt_state: Any) -> Metrics:
+def learning_rate_in(opt_state: Any) -> Metrics:
     """The rate in the state of `optax.inject_hyperparams`, if there is one."""
     rates = optax.tree.get_all_with_path(opt_state, "learning_rate")
     return {"learning_rate": jnp.asarray(rates[0][1])} if rates else {}

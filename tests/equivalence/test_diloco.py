@@ -28,7 +28,7 @@ from tests.equivalence.problems import distance
 pytestmark = pytest.mark.filterwarnings(
     "ignore::jaxpar.engine.run_ahead.SkippedStepWarning"
 )
-INNER = optax.adamw(1e-2, eps=1e-6)
+INNER = optax.inject_hyperparams(optax.adamw)(1e-2, eps=1e-6)
 EVERY, REPLICAS = 3, 2
 OWN = diloco(INNER, replicas=REPLICAS, every=EVERY)
 OUTER = OWN.outer
@@ -139,8 +139,9 @@ def test_fragments_are_joined_at_steps_of_their_own() -> None:
 def test_between_joins_only_scalars_go_between_replicas(tmp_path: Path) -> None:
     """A checkpoint between two joins goes on as if nothing had been."""
     engine = make(OWN, 2, 2, 3)
-    joined = [float(engine.step(batch)["joined"]) for batch in MANY[:4]]
-    assert joined == [0, 0, 1, 0]
+    told = [engine.step(batch) for batch in MANY[:4]]
+    assert [float(metrics["joined"]) for metrics in told] == [0, 0, 1, 0]
+    assert float(told[0]["learning_rate"]) == pytest.approx(1e-2)
     engine.save(tmp_path)
     engine.wait()
     other = make(OWN, 4, 1, 1)
