@@ -77,6 +77,11 @@ TECHNIQUES = {
 }
 
 
+WHOLE_RUN, RUN_STEPS, RUN_WARM_STEPS = "1-bit Adam, a whole run", 400, 80
+RUNS = {WHOLE_RUN: Technique(lambda: {"optimizer": onebit_adam(RATE, RUN_WARM_STEPS)})}
+"""Not compared step by step: tests count what such a run sends."""
+
+
 class Mlp(nnx.Module):
     """Square layers without biases: many bytes to reduce, little to compute."""
 
@@ -106,7 +111,7 @@ def make_engine(name: str, width: int, layers: int, rows: int) -> jaxpar.Engine:
         "mesh": jaxpar.MeshShape(data=-1),
         "zero": 0,
     }
-    return jaxpar.initialize(**given | TECHNIQUES[name].arguments())
+    return jaxpar.initialize(**given | {**TECHNIQUES, **RUNS}[name].arguments())
 
 
 def make_batch(width: int, rows: int, *, seed: int = 0) -> dict[str, np.ndarray]:

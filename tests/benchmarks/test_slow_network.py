@@ -13,14 +13,22 @@ import pytest
 
 from benchmarks import slow_network
 from benchmarks.network.fit import Fit, crossover, fit
-from benchmarks.network.group import Turn
+from benchmarks.network.group import Group, Turn
 from benchmarks.network.hosts import (
     Network,
     NetworkError,
     burst_bytes,
     check_possible,
 )
-from benchmarks.network.techniques import ONE_BIT, PLAIN, TECHNIQUES, Technique
+from benchmarks.network.techniques import (
+    ONE_BIT,
+    PLAIN,
+    RUN_STEPS,
+    RUN_WARM_STEPS,
+    TECHNIQUES,
+    WHOLE_RUN,
+    Technique,
+)
 from benchmarks.slow_network import TOY, Rates, measure, sent
 from tests.multiprocess.launching import ROOT, environment
 
@@ -88,6 +96,18 @@ def test_link_counts_the_bytes_of_each_technique(measured: dict[str, Rates]) -> 
         for turns in measured[name].values():
             assert sent(turns) >= of_each * NUM_PARAMS, name
             assert sent(turns) < 1.1 * of_each * NUM_PARAMS + 20_000, name
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_run_sends_its_warm_up_and_a_share_of_the_rest(possible: None) -> None:
+    """In fp32 a 32nd: of w warm steps in each, w + (1 - w) / 32."""
+    model = {"width": TOY.width, "layers": TOY.layers, "rows": TOY.rows}
+    with Network(2) as network, Group(network, **model) as group:
+        turn = group.take(WHOLE_RUN, 0, RUN_STEPS)
+    warm = RUN_WARM_STEPS / RUN_STEPS
+    share = warm + (1 - warm) / 32
+    assert turn.sent / (4 * NUM_PARAMS) == pytest.approx(share, rel=0.03)
 
 
 @pytest.mark.multiprocess

@@ -8,9 +8,11 @@ import dataclasses
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jaxpar
 from jaxpar.models import decoder_loss, make_decoder
@@ -110,6 +112,30 @@ def test_results_do_not_depend_on_tensor_and_zero(tensor, zero, options) -> None
         assert float(loss) == pytest.approx(float(right), rel=bound)
     engine.verify()
     engine.probe()
+
+
+def test_a_dim_may_be_split_over_tensor_and_data() -> None:
+    """4 does not divide 17 columns, so that data splits the rows as tensor does."""
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.normal(size=(16, 32)).astype(np.float32)}
+
+    def make(tensor: int) -> jaxpar.Engine:
+        shape = jaxpar.MeshShape(data=DATA, tensor=tensor)
+        return jaxpar.initialize(
+            model=lambda rngs: nnx.Linear(32, 17, rngs=rngs),
+            loss_fn=lambda model, batch: jnp.mean((model(batch["x"]) - 1.0) ** 2),
+            optimizer=ONE_BIT,
+            sample_batch=batch,
+            mesh=jaxpar.make_mesh(shape, jax.devices()[: shape.num_devices]),
+            rules={"kernel": jax.P("tensor", None)},
+        )
+
+    engine, plain = make(2), make(1)
+    kernel = next(x for x in engine.placement.trained if x.name == "kernel")
+    assert kernel.shares_dim
+    for _ in range(FREEZE + 2):
+        loss, right = engine.step(batch)["loss"], plain.step(batch)["loss"]
+        assert float(loss) == pytest.approx(float(right), rel=1e-5)
 
 
 @pytest.mark.thorough
