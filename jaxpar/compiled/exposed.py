@@ -23,7 +23,7 @@ from jaxpar.compiled.host_copies import find_host_copies
 from jaxpar.compiled.kernel_time import Rates, kernel_seconds
 from jaxpar.compiled.link_rates import LinkRates
 from jaxpar.compiled.memory_traffic import is_free
-from jaxpar.jaxprs.branches import fraction_in
+from jaxpar.jaxprs.branches import fractions_in
 
 _Lag = tuple[tuple[str, float], ...]
 """(link, seconds from now until it is free), for the links that are not."""
@@ -331,14 +331,21 @@ class _Timer:
 
     def _branch(self, conditional: Instruction, clock: _Clock) -> None:
         branches = self._called(conditional, clock)
-        longest = max(branches, key=lambda found: found.seconds)
+        often = self.module.taken_by(conditional)
         waits: dict[str, float] = collections.defaultdict(float)
-        for found in branches:
+        for found, each in zip(branches, often, strict=True):
             for name, seconds in found.waits.items():
-                waits[name] += self.module.taken_by(conditional) * seconds
+                waits[name] += each * seconds
+        said = fractions_in(conditional.op_name)
+        if len(said) > 1:
+            pairs = list(zip(branches, often, strict=True))
+            seconds = sum(each * found.seconds for found, each in pairs)
+            kernels = sum(each * found.kernels for found, each in pairs)
+            clock.add(_Pass(seconds, kernels, waits))
+            return
         # A stage without work waits for those that have some: its time passes too.
-        said = fraction_in(conditional.op_name)
-        share = 1.0 if said is None else said
+        longest = max(branches, key=lambda found: found.seconds)
+        share = said[0] if said else 1.0
         seconds, kernels = share * longest.seconds, share * longest.kernels
         clock.add(_Pass(seconds, kernels, waits))
 

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from jaxpar.jaxprs.branches import fraction_in
+from jaxpar.jaxprs.branches import fractions_in
 
 _BITS = {
     "pred": 8,
@@ -154,10 +154,14 @@ class Module:
     taken: float = 1.0
     listed: tuple[ArrayType, ...] = ()
 
-    def taken_by(self, conditional: Instruction) -> float:
-        """How often a conditional's costliest branch is taken, as a fraction."""
-        said = fraction_in(conditional.op_name)
-        return self.taken if said is None else said
+    def taken_by(self, conditional: Instruction) -> list[float]:
+        """How often each branch of a conditional is taken, as a fraction.
+
+        Where one number is said it is of the costliest branch, and so of any.
+        """
+        said = fractions_in(conditional.op_name) or (self.taken,)
+        branches = len(conditional.called)
+        return list(said) if len(said) == branches else [max(said)] * branches
 
     @property
     def parameters(self) -> Iterator[tuple[Instruction, bool]]:
@@ -283,17 +287,17 @@ def runs_of(module: Module) -> tuple[dict[str, int], tuple[str, ...]]:
     def visit(computation: Computation, times: float) -> None:
         runs[computation.name] = runs.get(computation.name, 0) + times
         for instruction in computation.instructions.values():
-            inner = times
+            often = [1.0] * len(instruction.called)
             if instruction.opcode == "while":
                 trips = trip_count(module, computation, instruction)
                 if trips is None:
                     unknown.append(instruction.name)
-                inner = times * (1 if trips is None else trips)
+                often = [1.0 if trips is None else trips] * len(often)
             elif instruction.opcode == "conditional":
-                inner = times * module.taken_by(instruction)
-            for name in instruction.called:
+                often = module.taken_by(instruction)
+            for name, each in zip(instruction.called, often, strict=True):
                 if name in module.computations:
-                    visit(module.computations[name], inner)
+                    visit(module.computations[name], times * each)
 
     visit(module.entry, 1.0)
     return {name: round(times) for name, times in runs.items()}, tuple(unknown)

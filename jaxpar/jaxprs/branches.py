@@ -10,20 +10,22 @@ import re
 import jax
 
 _MARK = "jaxpar_taken_"
-_FRACTION = re.compile(_MARK + r"(\d*\.?\d+(?:e-\d+)?)")
+_NUMBER = r"\d*\.?\d+(?:e-\d+)?"
+_FRACTION = re.compile(f"{_MARK}({_NUMBER}(?:_{_NUMBER})*)")
 
 
-def expected(fraction: float) -> contextlib.AbstractContextManager:
+def expected(*fractions: float) -> contextlib.AbstractContextManager:
     """Say of the conditionals traced in this block how often they do their work.
 
     Args:
-      fraction: of the times that one runs, those in which it takes the costlier branch.
+      *fractions: of the times that one runs, those in which it takes the costlier
+        branch; or several, by branch.
 
     Returns:
       A named scope.
 
     Raises:
-      ValueError: if the fraction is not between 0 and 1.
+      ValueError: if a fraction is not between 0 and 1.
 
     Example:
       >>> def half(x):
@@ -32,9 +34,9 @@ def expected(fraction: float) -> contextlib.AbstractContextManager:
       >>> fraction_in(str(jax.make_jaxpr(half)(1.0).eqns[-1].source_info.name_stack))
       0.5
     """
-    if not 0 <= fraction <= 1:
-        raise ValueError(f"expected: fraction={fraction} must be between 0 and 1.")
-    return jax.named_scope(f"{_MARK}{fraction:.4g}")
+    if not all(0 <= fraction <= 1 for fraction in fractions):
+        raise ValueError(f"expected: fractions={fractions} must be between 0 and 1.")
+    return jax.named_scope(_MARK + "_".join(f"{x:.4g}" for x in fractions))
 
 
 def fraction_in(scope: str) -> float | None:
@@ -44,8 +46,14 @@ def fraction_in(scope: str) -> float | None:
       scope: the scopes in which a conditional stands, or its name in HLO.
 
     Returns:
-      The fraction; None where nothing was said. What was said of a conditional around
-      this one does not count.
+      The fraction, of several the largest; None where nothing was said. What was said
+      of a conditional around this one does not count.
     """
+    found = fractions_in(scope)
+    return max(found) if found else None
+
+
+def fractions_in(scope: str) -> tuple[float, ...]:
+    """All that `expected` said, as of `fraction_in`; none where nothing was said."""
     found = _FRACTION.findall(scope.rsplit("/branch_", 1)[-1])
-    return float(found[-1]) if found else None
+    return tuple(map(float, found[-1].split("_"))) if found else ()

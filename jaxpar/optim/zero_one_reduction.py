@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar import tree
+from jaxpar.jaxprs.branches import expected
 from jaxpar.optim.sign_exchange import SignPiece
 from jaxpar.optim.workers import (
     bytes_of_signs,
@@ -278,7 +279,9 @@ class ZeroOneReduction(Reduction):
         def nothing(*errors: jax.Array) -> tuple:
             return [jnp.zeros_like(x) for x in raw], own_norm, list(errors)
 
-        return jax.lax.switch(kind, [whole, signs, nothing], *errors)
+        # What is planned and explained is a step in which signs are exchanged.
+        with expected(0.0, 1.0, 0.0):
+            return jax.lax.switch(kind, [whole, signs, nothing], *errors)
 
     def reduce_soundly(
         self,
@@ -295,12 +298,10 @@ class ZeroOneReduction(Reduction):
         return carry["norm"][0]
 
     def communicated(self, leaves: Leaves, wire: Wire) -> Traffic:
-        """Of a step of whole gradients and one of signs: a program has both."""
+        """Of a step in which signs are exchanged, as explained."""
         sent = bytes_of_signs(leaves)
-        pieces = [SignPiece(leaf, workers_of(leaves)) for leaf in leaves]
-        whole = wire.itemsize * sum(piece.size for piece in pieces)
-        kinds = {"all-reduce": whole, "all-to-all": sent, "all-gather": sent}
-        return {wire.over(leaves[0].reduce_axes): kinds}
+        over = wire.over(leaves[0].reduce_axes)
+        return {over: {"all-to-all": sent, "all-gather": sent}}
 
     def notes(self) -> tuple[str, ...]:
         """See `Reduction`."""

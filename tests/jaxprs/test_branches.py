@@ -48,6 +48,30 @@ def test_flops_and_runs_are_the_expected_ones(often, trips) -> None:
     assert {runs[name] for name in conditional.called} == {trips}
 
 
+def test_branches_may_be_said_one_by_one() -> None:
+    def chosen(x: jax.Array, which: jax.Array) -> jax.Array:
+        branches = [jnp.sin, lambda x: jnp.tanh(x @ x), lambda x: x @ x @ x]
+
+        def body(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            with expected(0.0, 0.25, 0.75):
+                return jax.lax.switch(which, branches, x), None
+
+        return jax.lax.scan(body, x, length=TRIPS)[0]
+
+    with todays_lines():
+        lowered = jax.jit(chosen).lower(jnp.ones((SIZE, SIZE)), jnp.int32(1))
+        module = parse(lowered.compile().as_text())
+    runs, _ = runs_of(module)
+    (conditional,) = (
+        own
+        for computation in module.computations.values()
+        for own in computation.instructions.values()
+        if own.opcode == "conditional"
+    )
+    assert [runs[name] for name in conditional.called] == [0, 2, 6]
+    assert module.taken_by(conditional) == [0.0, 0.25, 0.75]
+
+
 def test_gradients_of_a_checkpointed_block_say_it_too() -> None:
     def loss(x: jax.Array) -> jax.Array:
         return jax.checkpoint(lambda x: some_products(x, 0.25))(x).sum()
@@ -79,5 +103,5 @@ def test_products_of_ragged_groups_are_counted() -> None:
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.5])
 def test_a_fraction_is_one(fraction) -> None:
-    with pytest.raises(ValueError, match=f"fraction={fraction} must be between 0 and"):
+    with pytest.raises(ValueError, match=rf"fractions=\({fraction},\) must be"):
         expected(fraction)
