@@ -24,6 +24,10 @@ class CommunicationConfig:
     """ZeRO++: replicas split the state too; parameters go between them once a step."""
     join_every: int = 0
     """DiLoCo: replicas train by themselves, and are joined every so many steps."""
+    join_rate: float = 0.7
+    """DiLoCo: of the outer step; 1 with momentum 0 averages parameters (local SGD)."""
+    join_momentum: float = 0.9
+    """DiLoCo: of the outer step, Nesterov's."""
 
     def zero_stage(self) -> int | ZeroPlusPlus:
         """The stage, for `jaxpar.initialize`.
@@ -59,4 +63,7 @@ class CommunicationConfig:
                 f"join_every={self.join_every} needs an inner optimizer of optax, such "
                 "as --optimizer adamw with its 32 bits."
             )
-        return diloco(optimizer, replicas=mesh.replica, every=self.join_every)
+        rate, momentum = self.join_rate, self.join_momentum
+        outer = optax.sgd(rate, momentum=momentum or None, nesterov=momentum > 0)
+        given = {"replicas": mesh.replica, "every": self.join_every}
+        return diloco(optimizer, **given, outer=outer)
