@@ -160,8 +160,7 @@ def compare_recipe(
 
 def _plan(path: Path, target: Target, choice: str, args: Sequence[str]) -> Plan | str:
     """A choice's plan; or why there is none."""
-    pairs = (word.partition("=") for word in choice.split())
-    own = [x for key, _, value in pairs for x in (f"--{key}", value)]
+    own = [x for word in choice.split() for x in flags_of(word)]
     how = f"{plan_recipe.__module__}:{plan_recipe.__name__}"
 
     given = path, target.name, (*args, *own)
@@ -172,6 +171,22 @@ def _plan(path: Path, target: Target, choice: str, args: Sequence[str]) -> Plan 
     if isinstance(answer, Stopped):  # The flags are not the recipe's.
         return _reason(answer.err.strip() or answer.out)
     return answer
+
+
+def flags_of(word: str) -> list[str]:
+    """A recipe's flags for a word of a choice.
+
+    Example:
+      >>> flags_of("mesh.data=8"), flags_of("secondary=True"), flags_of("a.b=False")
+      (['--mesh.data', '8'], ['--secondary'], ['--a.no-b'])
+    """
+    key, _, value = word.partition("=")
+    if value == "True":
+        return [f"--{key}"]
+    if value == "False":
+        part, dot, last = key.rpartition(".")
+        return [f"--{part}{dot}no-{last}"]
+    return [f"--{key}", value]
 
 
 def _reason(printed: str) -> str:
