@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption(
         "--soak", action="store_true", help="also run what takes half an hour"
+    )
+    parser.addoption(
+        "--part",
+        metavar="K/N",
+        help="run the K-th of N parts of the tests, by their names: always the same",
     )
     parser.addoption(
         "--optimized",
@@ -114,6 +120,15 @@ def pytest_collection_modifyitems(
         patterns = ESSENTIAL.get(file)
         if patterns is not None and not _fits(item.name, patterns):
             item.add_marker(pytest.mark.thorough)
+    if part := config.getoption("--part"):
+        number, parts = map(int, part.split("/"))
+        others = [
+            item
+            for item in items
+            if zlib.crc32(item.nodeid.encode()) % parts != number - 1
+        ]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
     on_gpu = config.getoption("--gpu")
     reason = (
         "runs on CPU: leave out --gpu" if on_gpu else "needs a GPU: run pytest --gpu"

@@ -303,7 +303,8 @@ def diloco(
     Raises:
       ValueError: if a number is out of range.
 
-    Sources: see `jaxpar.optim.diloco`.
+    Sources: Douillard et al. 2023, "DiLoCo"; Stich 2019, "Local SGD Converges Fast and
+    Communicates Little".
 
     Example:
       >>> diloco(optax.adamw(3e-4), replicas=2, every=50).every

@@ -157,7 +157,7 @@ class ZeroOneReduction(Reduction):
 
         Args:
           leaves: as for `init`.
-          opt_state: a `jaxpar.optim.zero_one_adam.ZeroOneAdamState`.
+          opt_state: that of `jaxpar.optim.zero_one_adam`.
         """
         known = tree.named_leaves(opt_state)
 
