@@ -335,7 +335,10 @@ def _train_step(
 ) -> TrainStep:
     """The pure training step."""
     like = placement.abstract.weights
-    if spec.accumulate == 1 and partition.zero.reduce != "step":
+    # What is reduced between replicas at the end stays until then.
+    between = any(leaf.reduced_between for leaf in partition.on_shard)
+    ends_early = partition.replicas_at_once or not between
+    if spec.accumulate == 1 and partition.zero.reduce != "step" and ends_early:
         partition = dataclasses.replace(partition, to_host=placement.early_grads)
     gradients = spec.execution.make_gradients(partition, loss, like, spec.accumulate)
     scales = spec.precision.scales_loss

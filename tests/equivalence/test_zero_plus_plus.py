@@ -15,7 +15,7 @@ import pytest
 import jaxpar
 from jaxpar import tree
 from jaxpar.models import decoder_loss, make_decoder
-from jaxpar.optim import ZeroPlusPlus
+from jaxpar.optim import ZeroPlusPlus, fused_adamw
 from tests.equivalence.looped_gpt import CONFIG, batches
 from tests.equivalence.perceptron import Net, loss_fn
 from tests.equivalence.perceptron import batches as rows
@@ -75,6 +75,28 @@ def test_replicas_that_split_the_state_change_no_number(stage, tensor, options) 
     assert largest.addressable_shards[0].data.size * 4 * tensor == largest.size
     right = float(plain.evaluate(batches()[0])["loss"])
     assert float(own.evaluate(batches()[0])["loss"]) == pytest.approx(right, rel=bound)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (fused_adamw(1e-3), {}),
+        (ADAMW, {"offload": jaxpar.Offload(piece_mb=0.001)}),
+        (ADAMW, {"offload": jaxpar.Offload(update="host", piece_mb=0.001)}),
+        (ADAMW, {"carried": [jaxpar.Ema(0.9)]}),
+        (optax.lamb(1e-3), {}),
+    ],
+    ids=["fused", "offload", "host", "average", "lamb"],
+)
+def test_it_composes_with_other_updates(optimizer, options) -> None:
+    options = {"optimizer": optimizer, "tensor": 2, **options}
+    right = losses_of(make(3, **options))
+    split = make(ZeroPlusPlus(3, **SECONDARY), **options)
+    assert losses_of(split) == pytest.approx(right, rel=1e-5)
+    coded = make(ZeroPlusPlus(3, secondary=True), **options)
+    assert losses_of(coded) == pytest.approx(right, rel=1e-3)
+    coded.verify()
 
 
 @pytest.mark.thorough
