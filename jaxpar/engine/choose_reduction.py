@@ -67,7 +67,8 @@ def with_coded_gradients(update: Update, partition: Partition) -> Update:
             f"that brings a reduction, {type(update.reduction).__name__}."
         )
     assert dataclasses.is_dataclass(update), "as updates with a reduction are"
-    own = QuantizedSums(codes, plus.error_decay, plus.reset_every)
+    inside = plus.gradients_inside or codes
+    own = QuantizedSums(codes, inside, plus.error_decay, plus.reset_every)
     return dataclasses.replace(update, reduction=own)
 
 

@@ -20,6 +20,8 @@ class CommunicationConfig:
     """ZeRO++: bits of a parameter while it is gathered, 8 or 4."""
     gradient_bits: int | None = None
     """ZeRO++: bits of a gradient while it is reduced, 8 or 4."""
+    inside_bits: int | None = None
+    """ZeRO++: likewise, inside a replica, if these are others."""
     secondary: bool = False
     """ZeRO++: replicas split the state too; parameters go between them once a step."""
     join_every: int = 0
@@ -39,9 +41,9 @@ class CommunicationConfig:
           2
         """
         bits = self.weight_bits, self.gradient_bits
-        if bits == (None, None) and not self.secondary:
+        if not (any(bits) or self.inside_bits or self.secondary):
             return self.zero
-        return ZeroPlusPlus(self.zero, *bits, self.secondary)
+        return ZeroPlusPlus(self.zero, *bits, self.inside_bits, self.secondary)
 
     def joined(
         self, optimizer: optax.GradientTransformation | MakesUpdate, mesh: MeshShape

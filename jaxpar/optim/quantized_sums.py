@@ -32,12 +32,14 @@ class QuantizedSums(PlainReduction):
     """Sums of coded gradients, for collectives that code them inside a replica.
 
     Attributes:
-      codes: how they are coded.
+      codes: how they are coded between replicas.
+      inside: how the collectives code them inside a replica.
       error_decay: see `jaxpar.sharding.zero_plus_plus.ZeroPlusPlus`.
       reset_every: likewise.
     """
 
     codes: BlockCodes
+    inside: BlockCodes
     error_decay: float
     reset_every: int
 
@@ -97,7 +99,7 @@ class QuantizedSums(PlainReduction):
                 continue
             ways, replicas = leaf.data_ways, wire.sizes.get(REPLICA, 1)
             shard = math.prod(leaf.shape) // leaf.ways_placed // ways
-            inside = ways * self.codes.num_bytes(shard)
+            inside = ways * self.inside.num_bytes(shard)
             add(leaf.reduced_inside, "all-to-all", wire.times * inside)
             sent = replicas * self.codes.num_bytes(-(-shard // replicas))
             add(leaf.reduced_between, "all-to-all", sent)
@@ -107,8 +109,9 @@ class QuantizedSums(PlainReduction):
     def notes(self) -> tuple[str, ...]:
         """See `Reduction`."""
         return (
-            f"data: gradients are sent in {self.codes.bits} bits, {self.codes.block} "
-            "elements a scale; what rounding leaves out between replicas is kept.",
+            f"data: gradients are sent in {self.inside.bits} bits inside a replica, "
+            f"and {self.codes.bits} between, {self.codes.block} elements a scale; what "
+            "rounding leaves out between replicas is kept.",
         )
 
 

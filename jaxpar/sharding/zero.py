@@ -66,8 +66,8 @@ class ZeroStage:
 
     @property
     def gradients(self) -> BlockCodes | None:
-        """How gradients are coded while they are reduced."""
-        return None if self.plus is None else self.plus.gradients
+        """How gradients are coded while they are reduced inside a replica."""
+        return None if self.plus is None else self.plus.gradients_inside
 
     @property
     def by_layer(self) -> "ZeroStage":

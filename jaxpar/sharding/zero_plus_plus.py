@@ -16,6 +16,8 @@ class ZeroPlusPlus:
       gradient_bits: of a gradient while it is reduced (qgZ): 8 or 4, by all-to-alls,
         sums in fp32; None for the dtype of reductions. First inside a replica, then
         between replicas, once a step. Leaves that data does not split go as they are.
+      inside_bits: likewise, inside a replica alone, where nothing makes up for what
+        rounding leaves out; None for `gradient_bits`.
       secondary: whether replicas split the state further (hpZ): a device stores one
         part in replica x data of masters and moments. Once a step parameters are
         gathered over replicas, in the dtype of the computation, to the shards that
@@ -40,6 +42,7 @@ class ZeroPlusPlus:
     stage: int = 3
     weight_bits: int | None = 8
     gradient_bits: int | None = 8
+    inside_bits: int | None = None
     secondary: bool = False
     block: int = 256
     error_decay: float = 0.8
@@ -51,9 +54,14 @@ class ZeroPlusPlus:
                 f"zero: stage={self.stage!r} of ZeroPlusPlus must be 1, 2 or 3: at 0 "
                 "nothing is split."
             )
-        for name in ("weight_bits", "gradient_bits"):
+        for name in ("weight_bits", "gradient_bits", "inside_bits"):
             if (bits := getattr(self, name)) not in (8, 4, None):
                 raise ValueError(f"zero: {name}={bits!r} must be 8, 4 or None.")
+        if self.inside_bits and not self.gradient_bits:
+            raise ValueError(
+                f"zero: inside_bits={self.inside_bits} needs gradient_bits, those "
+                "between replicas; use gradient_bits=8, or inside_bits=None."
+            )
         if not 0 <= self.error_decay < 1:
             raise ValueError(
                 f"zero: error_decay={self.error_decay} must be from 0 to below 1."
@@ -71,6 +79,12 @@ class ZeroPlusPlus:
 
     @property
     def gradients(self) -> BlockCodes | None:
-        """How gradients are coded."""
+        """How gradients are coded between replicas."""
         bits = self.gradient_bits
+        return BlockCodes(bits, self.block) if bits else None
+
+    @property
+    def gradients_inside(self) -> BlockCodes | None:
+        """How they are coded inside a replica."""
+        bits = self.inside_bits or self.gradient_bits
         return BlockCodes(bits, self.block) if bits else None

@@ -127,6 +127,7 @@ IN_8 = {"stage": 3, "secondary": True}
                 (IN_8, 1, {"precision": "fp16"}, 5e-2),
                 (IN_8, 1, {"precision": "bf16"}, 5e-2),
                 ({"stage": 3}, 1, {"prefetch": True}, 3e-2),
+                ({**ALL, "inside_bits": 8}, 2, {}, 0.2),
             ]
         ),
     ],

@@ -12,7 +12,7 @@ ADAM = optax.adam(1e-3)
 def test_a_stage_without_more_is_a_number() -> None:
     assert CommunicationConfig(zero=1).zero_stage() == 1
     found = CommunicationConfig(gradient_bits=4, secondary=True).zero_stage()
-    assert found == ZeroPlusPlus(3, None, 4, secondary=True)
+    assert found == ZeroPlusPlus(3, None, 4, None, secondary=True)
 
 
 def test_replicas_are_joined_if_that_is_asked_for() -> None:

@@ -32,7 +32,7 @@ def test_errors_are_those_of_numpy(over_replicas) -> None:
     leaf = shard_leaves(shapes, {"w": (None, None)}, zero_stage(3), mesh.shape)["w"]
     leaf = dataclasses.replace(leaf, over_replicas=over_replicas)
     assert leaf.data_dim == 0
-    reduction = QuantizedSums(CODES, 0.8, 3)
+    reduction = QuantizedSums(CODES, CODES, 0.8, 3)
     collectives = ManualCollectives(("replica", "data"), jnp.dtype(jnp.float32), "cpu")
 
     def body(view: jax.Array, count: jax.Array, error: jax.Array) -> tuple:

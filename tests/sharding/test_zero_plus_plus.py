@@ -11,6 +11,10 @@ from jaxpar.sharding.zero import zero_stage
     [
         ({"stage": 0}, "stage=0 of ZeroPlusPlus must be 1, 2 or 3"),
         ({"weight_bits": 1}, "weight_bits=1 must be 8, 4 or None"),
+        (
+            {"gradient_bits": None, "inside_bits": 8},
+            "inside_bits=8 needs gradient_bits",
+        ),
         ({"gradient_bits": 16}, "gradient_bits=16 must be 8, 4 or None"),
         ({"block": 9}, "block=9 must be even"),
         ({"error_decay": 1.0}, "error_decay=1.0 must be from 0 to below 1"),
