@@ -101,7 +101,8 @@ class DiLoCo:
         """See `MakesUpdate`.
 
         Raises:
-          ValueError: if the mesh has another number of replicas.
+          ValueError: if the mesh has another number of replicas, or they split the
+            state.
         """
         found = spec.mesh.shape.get(REPLICA, 1)
         if found != self.replicas:
@@ -109,6 +110,11 @@ class DiLoCo:
                 f"diloco: replicas={self.replicas} must be the mesh's, which has "
                 f"replica={found}; use jaxpar.MeshShape(replica={self.replicas}, "
                 "data=...): the state has a part for each."
+            )
+        if any(leaf.over_replicas for leaf in spec.leaf_shardings):
+            raise ValueError(
+                "diloco: replicas train by themselves, each with all of the state, and "
+                "zero=ZeroPlusPlus(secondary=True) splits it; use secondary=False."
             )
         return DiLoCoUpdate(self, spec)
 

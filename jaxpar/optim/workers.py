@@ -125,6 +125,6 @@ def own_shard(leaf: LeafSharding, view: jax.Array) -> jax.Array:
     dim = leaf.view_data_dim
     if dim is None:
         return view
-    size = view.shape[dim] // leaf.data_ways
-    index = jax.lax.axis_index(leaf.data_axes)
+    size = view.shape[dim] // jax.lax.axis_size(leaf.storage_axes)
+    index = jax.lax.axis_index(leaf.storage_axes)
     return jax.lax.dynamic_slice_in_dim(view, index * size, size, dim)

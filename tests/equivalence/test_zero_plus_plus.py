@@ -15,7 +15,7 @@ import pytest
 import jaxpar
 from jaxpar import tree
 from jaxpar.models import decoder_loss, make_decoder
-from jaxpar.optim import ZeroPlusPlus, fused_adamw
+from jaxpar.optim import ZeroPlusPlus, diloco, fused_adamw, onebit_adam
 from tests.equivalence.looped_gpt import CONFIG, batches
 from tests.equivalence.perceptron import Net, loss_fn
 from tests.equivalence.perceptron import batches as rows
@@ -23,6 +23,10 @@ from tests.equivalence.problems import distance
 
 ADAMW = optax.adamw(1e-3, eps=1e-6)
 SECONDARY = {"weight_bits": None, "gradient_bits": None, "secondary": True}
+
+
+ONE_BIT = onebit_adam(1e-3, 2)
+DILOCO = diloco(optax.adam(1e-3), replicas=2)
 
 
 def make(zero: int | ZeroPlusPlus, *, tensor: int = 1, **given: Any) -> jaxpar.Engine:
@@ -75,6 +79,14 @@ def test_replicas_that_split_the_state_change_no_number(stage, tensor, options) 
     assert largest.addressable_shards[0].data.size * 4 * tensor == largest.size
     right = float(plain.evaluate(batches()[0])["loss"])
     assert float(own.evaluate(batches()[0])["loss"]) == pytest.approx(right, rel=bound)
+
+
+@pytest.mark.thorough
+def test_replicas_that_split_the_state_are_workers_of_signs_too() -> None:
+    plus = ZeroPlusPlus(1, **SECONDARY)
+    own, plain = make(plus, optimizer=ONE_BIT), make(1, optimizer=ONE_BIT)
+    assert losses_of(own) == pytest.approx(losses_of(plain), rel=1e-5)
+    own.verify()
 
 
 @pytest.mark.thorough
@@ -183,14 +195,14 @@ def test_a_gradient_that_is_not_finite_skips_the_step() -> None:
     [
         ({"secondary": True, "shape": 4}, {}, "secondary=True .* but the mesh has one"),
         ({}, {"coupled_batch": True}, "can't run with examples that are coupled"),
-        ({}, {"optimizer": "onebit"}, "gradient_bits=8 must be None with an optimizer"),
+        ({}, {"optimizer": ONE_BIT}, "gradient_bits=8 must be None with an optimizer"),
+        (SECONDARY, {"optimizer": DILOCO}, "each with all of the state, and zero="),
     ],
 )
 def test_where_it_can_not_run_is_refused(given, options, said) -> None:
-    if given.pop("shape", None):
+    if "shape" in given:
+        given = {name: x for name, x in given.items() if name != "shape"}
         options = {**options, "shape": jaxpar.MeshShape(data=4)}
-    if "optimizer" in options:
-        options = {**options, "optimizer": jaxpar.optim.onebit_adam(1e-3, 2)}
     with pytest.raises(ValueError, match=said):
         make(ZeroPlusPlus(1, **given), **options)
 
