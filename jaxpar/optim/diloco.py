@@ -225,8 +225,8 @@ class DiLoCoUpdate(Update):
         found = updated_if(applied, self._stepped, (params, opt_state), own)
         joined = jnp.where(applied, self._joins(opt_state.count, 0), False)
         first = jax.tree.map(lambda x: x[0], found[1].inner)
-        told = {"joined": joined.astype(jnp.float32), **learning_rate_in(first)}
-        return *found, told
+        metrics = {"joined": joined.astype(jnp.float32), **learning_rate_in(first)}
+        return *found, metrics
 
     def _stepped(self, before: PyTree, grads: PyTree) -> PyTree:
         params, state = before
