@@ -65,7 +65,7 @@ def spaces() -> list[str]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_plain_step_takes_its_bytes_over_the_bandwidth(
     measured: dict[str, Rates],
 ) -> None:
@@ -111,7 +111,7 @@ def test_a_run_sends_its_warm_up_and_a_share_of_the_rest(possible: None) -> None
 
 
 @pytest.mark.multiprocess
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_compressed_steps_are_faster_on_a_slow_link(
     measured: dict[str, Rates],
 ) -> None:
