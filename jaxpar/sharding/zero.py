@@ -113,8 +113,7 @@ def zero_stage(number: int | ZeroPlusPlus) -> ZeroStage:
     if type(number) is not int or number not in range(len(ZERO_STAGES)):
         raise ValueError(
             f"zero={number!r} must be 0 (replicate), 1 (shard the state), 2 (and the "
-            "gradients), 3 (and gather parameters at use) or a "
-            "ZeroPlusPlus."
+            "gradients) or 3 (and gather parameters at use); or a ZeroPlusPlus."
         )
     return ZERO_STAGES[number]
 
