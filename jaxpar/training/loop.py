@@ -112,7 +112,7 @@ def train(  # noqa: PLR0913 - keywords, each of its own kind
 def _check_warm_up(engine: Engine, steps: int) -> None:
     """Raise if a run ends before its optimizer compresses anything."""
     warm = engine.placement.update.reduction.warm_up()
-    if warm >= steps:
+    if warm and warm >= steps:
         raise ValueError(
             f"steps={steps}: the optimizer exchanges whole gradients for {warm} steps, "
             "so that nothing would be compressed; give it a warm-up of 15 to 20 % of "
