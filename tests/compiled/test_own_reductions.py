@@ -12,7 +12,10 @@ from tests.compiled.own_reductions import (
 
 @pytest.mark.parametrize(
     ("tensor", "zero"),
-    [(1, 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in [(4, 1), (1, 2)])],
+    [
+        pytest.param(1, 1, marks=pytest.mark.thorough),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in [(4, 1), (1, 2)]),
+    ],
 )
 def test_signs_are_a_thirtysecond_of_fp32(tensor: int, zero: int, compiled) -> None:
     step = compiled(compile_onebit, tensor, zero)
