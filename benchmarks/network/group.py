@@ -66,7 +66,7 @@ class Group:
           timed: steps, one or more.
 
         Raises:
-          RuntimeError: if a process ends, or their losses differ.
+          RuntimeError: if a process ends, their losses differ, or a step was skipped.
         """
         for member in self._members:
             member.ask(json.dumps([technique, warm, timed]))
@@ -74,6 +74,11 @@ class Group:
         losses = {one["loss"] for one in found}
         if len(losses) > 1:
             raise RuntimeError(f"{technique}: the processes' losses differ: {losses}.")
+        if skipped := max(one["skipped"] for one in found):
+            raise RuntimeError(
+                f"{technique}: {skipped:.0f} steps were skipped, for their gradients "
+                "were not finite: what they send is not what is measured."
+            )
         seconds, sent = (max(one[of] for one in found) for of in ("seconds", "sent"))
         return Turn(seconds / timed, sent / timed, losses.pop())
 

@@ -80,14 +80,17 @@ def main(spec: Spec) -> None:
         name, warm, timed = json.loads(line)
         if name not in engines:
             engines[name] = make_engine(name, *of_model)
-        engine, loss = engines[name], np.nan
+        engine, metrics = engines[name], {"loss": np.nan, "skipped": 0}
         for _ in range(warm):
-            loss = float(engine.step(batch)["loss"])
+            metrics = engine.step(batch)
+            float(metrics["loss"])
         sent, began = sent_bytes(), time.perf_counter()
         for _ in range(timed):
-            loss = float(engine.step(batch)["loss"])
+            metrics = engine.step(batch)
+            float(metrics["loss"])
         seconds = time.perf_counter() - began
-        answer({"seconds": seconds, "sent": sent_bytes() - sent, "loss": loss})
+        ended = {of: float(metrics[of]) for of in ("loss", "skipped")}
+        answer({"seconds": seconds, "sent": sent_bytes() - sent, **ended})
 
 
 def end_at_once(*error: Any) -> None:
