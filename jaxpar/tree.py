@@ -98,6 +98,13 @@ def with_dtype(arrays: PyTree, dtype: np.dtype) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), arrays)
 
 
+def zeros(arrays: PyTree) -> PyTree:
+    """Zeros of arrays' shapes, dtypes and shardings; not traceable."""
+    return jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), arrays
+    )
+
+
 def without_leaf(params: Params, path: Sequence[str]) -> Params:
     """Remove a leaf of a nested dict, and dicts that become empty, from a copy."""
     rest = {key: value for key, value in params.items() if key != path[0]}

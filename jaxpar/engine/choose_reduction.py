@@ -26,8 +26,8 @@ from jaxpar.step.reduction import (
     PlainReduction,
     Reduction,
     Wire,
-    of_own_part,
 )
+from jaxpar.step.reduction_part import of_own_part
 from jaxpar.step.update import Update
 from jaxpar.types import PyTree
 

@@ -78,6 +78,11 @@ class UpdateByLoss(Update):
         """See `Update`."""
         return self._by_loss("shardings", self._parted(params), opt_state)
 
+    def at_new_params(self, opt_state: PyTree) -> PyTree:
+        """See `Update`."""
+        own = self.updates.items()
+        return {loss: update.at_new_params(opt_state[loss]) for loss, update in own}
+
     def apply(self, *_: Any, **__: Any) -> NoReturn:
         """Raise: each loss's own optimizer takes its steps, of what the loss sees."""
         raise NotImplementedError("a step of several losses is a step of one of them")

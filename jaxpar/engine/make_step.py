@@ -43,7 +43,7 @@ from jaxpar.step.loss import Loss
 from jaxpar.step.loss_check import NoCheck, why_not
 from jaxpar.step.loss_scale import LossScaler
 from jaxpar.step.partition import Partition
-from jaxpar.step.reduction import reduction_parts
+from jaxpar.step.reduction_part import reduction_parts
 from jaxpar.step.row_draws import AsTraced, OwnRows
 from jaxpar.step.state import TrainState, with_shard_parts
 from jaxpar.step.train_step import TrainStep, make_train_step

@@ -167,6 +167,14 @@ class Placement:
             return self.structs()
         return in_memory_of(unpack_state(self.update, packed), self.shardings)
 
+    def at_new_params(self, state: TrainState) -> TrainState:
+        """A logical state whose parameters have been replaced."""
+        opt_state = self.update.at_new_params(state.opt_state)
+        own = {p.name: p.at_new_params(state.carried[p.name]) for p in self.carried}
+        return dataclasses.replace(
+            state, opt_state=opt_state, carried=state.carried | own
+        )
+
     def begin_parts(
         self, state: TrainState, read: TrainState, paths: Collection[str]
     ) -> TrainState:

@@ -45,7 +45,10 @@ class SavedState(CompiledStep):
         return int(self._packed.step)
 
     def load_params(self, params: Params) -> None:
-        """Replace the parameters; the optimizer state and the step are unchanged.
+        """Replace the parameters; the step and the optimizer state are unchanged.
+
+        But for what workers or replicas have moved by on their own: all go on from
+        these parameters.
 
         Args:
           params: arrays by the names of ``engine.state.params``, of the same shapes, in
@@ -58,7 +61,8 @@ class SavedState(CompiledStep):
         self.placement.require_devices("load_params")
         with self._thread.calling("load_params"):
             state = self.placement.unpack(self._packed)
-            self._take(with_weights(state, params, self.placement.structs()))
+            new = with_weights(state, params, self.placement.structs())
+            self._take(self.placement.at_new_params(new))
 
     def save(
         self,

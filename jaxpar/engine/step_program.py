@@ -27,7 +27,7 @@ from jaxpar.engine.host_programs import (
 from jaxpar.engine.placement import Placement
 from jaxpar.mesh import on_abstract_mesh
 from jaxpar.sharding.memory_kinds import to_host
-from jaxpar.step.reduction import PART
+from jaxpar.step.reduction_part import PART
 from jaxpar.step.state import TrainState
 from jaxpar.step.train_step import Reduced, TrainStep
 from jaxpar.step.update import HostUpdate

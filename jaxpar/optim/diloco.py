@@ -197,6 +197,10 @@ class DiLoCoUpdate(Update):
                 return leaves[end].stacked(ReplicaGradients.apart).stored_spec
         return P(REPLICA)
 
+    def at_new_params(self, opt_state: PyTree) -> PyTree:
+        """See `Update`: all replicas go on from there."""
+        return dataclasses.replace(opt_state, moved=tree.zeros(opt_state.moved))
+
     def shardings(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
         """See `Update`."""
         return self.pack(params, opt_state)

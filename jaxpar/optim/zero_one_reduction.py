@@ -169,6 +169,10 @@ class ZeroOneReduction(Reduction):
         moments = {"momentum": moment("mu"), "variance": moment("nu")}
         return {**self.init(leaves), **numbers, **moments}
 
+    def at_new_params(self, carry: PyTree) -> PyTree:
+        """See `Reduction`: all workers go on from there."""
+        return {**carry, "moved": tree.zeros(carry["moved"])}
+
     def local(self, leaves: Leaves, params: Arrays, carry: PyTree) -> Arrays:
         """See `Reduction`: where this worker is."""
         return [

@@ -73,6 +73,10 @@ class Carried(Protocol):
         del opt_state
         return self.init(params)
 
+    def at_new_params(self, part: PyTree) -> PyTree:
+        """The part where other parameters take the place of those before."""
+        return part
+
     def spec(self, name: str, shape: tuple[int, ...]) -> P:
         """How pipe and tensor split an array of one shard; used if it is per shard."""
         del name, shape

@@ -19,7 +19,7 @@ from jaxpar.step.halves import in_halves
 from jaxpar.step.inputs import Inputs, microbatch_rows, with_keys
 from jaxpar.step.loss import Loss, Sums, make_loss
 from jaxpar.step.partition import Partition
-from jaxpar.step.reduction import of_own_part
+from jaxpar.step.reduction_part import of_own_part
 from jaxpar.step.row_draws import OwnRows
 from jaxpar.step.weighted import merged, of_no_examples
 from jaxpar.types import Params, PyTree

@@ -11,7 +11,7 @@ Source of error feedback: Seide et al. 2014, "1-Bit Stochastic Gradient Descent"
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -23,11 +23,7 @@ from jaxpar.mesh import BATCH_AXES, entry_of
 from jaxpar.sharding.collectives import Collectives, from_view, manual_spec
 from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.rules import axes_of
-from jaxpar.step.carried import Carried, Stepped
-from jaxpar.types import Params, PyTree
-
-PART = "reduction"
-"""The name in ``state.carried`` of what a reduction carries."""
+from jaxpar.types import PyTree
 
 Traffic = dict[str, dict[str, int]]
 """Axes, such as "data" -> kind of collective -> bytes of unsharded arrays, a step."""
@@ -182,6 +178,10 @@ class Reduction(Protocol):
         wrong = collectives.total(1.0 - jnp.all(jnp.stack(finite)).astype(jnp.float32))
         return [jnp.where(wrong > 0, jnp.nan, x).astype(x.dtype) for x in sums], carry
 
+    def at_new_params(self, carry: PyTree) -> PyTree:
+        """What is carried on where other parameters take the place of those before."""
+        return carry
+
     def norm(self, grads: PyTree) -> jax.Array:
         """The global norm of packed gradients; a scalar, traced on global arrays.
 
@@ -328,71 +328,6 @@ class LocalGradients(Reduction):
         """With the data shards as dim 0."""
         shards = math.prod(leaf.sizes[axis] for axis in axes_of(_all_batch(leaf)))
         return (shards, *leaf.shape)
-
-
-@dataclasses.dataclass(frozen=True)
-class ReductionPart(Carried):
-    """What a reduction carries, as a part of the state.
-
-    Attributes:
-      reduction: the reduction.
-      leaves: the trained leaves as a data shard sees them.
-      saved: as the reduction says.
-    """
-
-    reduction: Reduction
-    leaves: tuple[LeafSharding, ...]
-    saved: bool
-    name: str = PART
-    per_shard: bool = True
-
-    def init(self, params: Params) -> PyTree:
-        """See `Reduction.init`."""
-        del params
-        return self.reduction.init(self.leaves)
-
-    def spec(self, name: str, shape: tuple[int, ...]) -> P:
-        """That of the leaf's view whose name and shape the array has."""
-        for leaf in self.leaves:
-            if not f"/{name}".endswith(f"/{leaf.name}"):
-                continue
-            if shape in (leaf.view_shape, leaf.shard_view_shape):
-                return leaf.view_spec(data=False)
-            if shape and shape[0] == leaf.ways_placed:
-                return P(entry_of([axis for axes in leaf.placed for axis in axes]))
-        return P()
-
-    def begin(self, params: Params, opt_state: PyTree) -> PyTree:
-        """See `Reduction.begin`."""
-        del params
-        return self.reduction.begin(self.leaves, opt_state)
-
-    def after(self, part: PyTree, stepped: Stepped) -> PyTree:
-        """What the step's reduction carried, if the step was applied."""
-        return optax.tree.where(stepped.applied, stepped.carry, part)
-
-
-def reduction_parts(
-    reduction: Reduction, leaves: Sequence[LeafSharding]
-) -> tuple[ReductionPart, ...]:
-    """What a reduction carries, as parts of the state: one, or none if it is empty."""
-    part = ReductionPart(reduction, tuple(leaves), reduction.saved)
-    carried = jax.eval_shape(lambda: reduction.init(leaves))
-    return (part,) if jax.tree.leaves(carried) else ()
-
-
-def of_own_part(body: Callable[..., tuple]) -> Callable[..., tuple]:
-    """Give a function on a data shard its own part of what is carried, and take it.
-
-    It is the last argument and the last result; dim 0, the data shards, is left out.
-    """
-
-    def run(*given: Any) -> tuple:
-        *others, carry = given
-        *found, carry = body(*others, jax.tree.map(lambda x: x[0], carry))
-        return *found, jax.tree.map(lambda x: x[None], carry)
-
-    return run
 
 
 def _all_batch(leaf: LeafSharding) -> Any:

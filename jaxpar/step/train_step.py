@@ -17,7 +17,8 @@ from jaxpar.sharding.memory_kinds import to_device
 from jaxpar.step.carried import Carried, Stepped
 from jaxpar.step.inputs import make_inputs
 from jaxpar.step.loss import Sums
-from jaxpar.step.reduction import PART, clip_factor
+from jaxpar.step.reduction import clip_factor
+from jaxpar.step.reduction_part import PART
 from jaxpar.step.state import TrainState
 from jaxpar.step.update import Update
 from jaxpar.types import Batch, Metrics, PyTree

@@ -67,6 +67,13 @@ class Update(Protocol):
         """The parameters, or copies in the compute dtype, from the packed ones."""
         return params
 
+    def at_new_params(self, opt_state: PyTree) -> PyTree:
+        """The logical optimizer state where others take the parameters' place.
+
+        Not traced: arrays of it may be replaced, sharded as they were.
+        """
+        return opt_state
+
     def local_params(self, params: PyTree) -> Params:
         """The parameters that a step's gradients are of, from the packed ones.
 

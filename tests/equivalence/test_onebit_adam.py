@@ -22,12 +22,10 @@ from tests.equivalence.looped_gpt import CONFIG
 from tests.equivalence.looped_gpt import batches as token_batches
 from tests.equivalence.onebit_workers import continue_from, gradients, named
 from tests.equivalence.perceptron import (
-    ROWS,
     Net,
     batches,
     loss_fn,
     make_engine,
-    make_piped_engine,
 )
 from tests.equivalence.problems import distance
 from tests.optim.numpy_onebit import NumpyOneBitAdam
@@ -85,35 +83,6 @@ def test_the_warm_up_is_adam() -> None:
     assert distance(engine.state.params, plain.state.params) <= 1e-6
 
 
-@pytest.mark.parametrize(
-    ("tensor", "zero", "options"),
-    [
-        (2, 1, {"accumulate": 2}),
-        *(
-            pytest.param(*case, marks=pytest.mark.thorough)
-            for case in [
-                (1, 0, {}),
-                (2, 0, {}),
-                (1, 2, {}),
-                (2, 2, {"accumulate": 2}),
-                (1, 1, {"precision": "fp16"}),
-                (1, 1, {"precision": "bf16"}),
-            ]
-        ),
-    ],
-)
-def test_results_do_not_depend_on_tensor_and_zero(tensor, zero, options) -> None:
-    """Nor on micro-batches; in half precision on rounding alone."""
-    engine = make_engine(ONE_BIT, DATA, tensor, zero, **options)
-    plain = make_engine(ONE_BIT, DATA, 1, 1)
-    bound = 1e-2 if "precision" in options else 1e-5
-    for batch in batches():
-        loss, right = engine.step(batch)["loss"], plain.step(batch)["loss"]
-        assert float(loss) == pytest.approx(float(right), rel=bound)
-    engine.verify()
-    engine.probe()
-
-
 def test_a_dim_may_be_split_over_tensor_and_data() -> None:
     """4 does not divide 17 columns, so that data splits the rows as tensor does."""
     rng = np.random.default_rng(0)
@@ -157,31 +126,6 @@ def test_replicas_are_workers_as_other_data_shards() -> None:
     engine.verify()
 
 
-@pytest.mark.thorough
-def test_trains_in_a_pipeline() -> None:
-    engine, plain = map(make_piped_engine, (ONE_BIT, optax.adam(RATE)))
-    losses = []
-    for batch in MANY:
-        losses.append(float(engine.step(batch)["loss"]))
-        right = float(plain.step(batch)["loss"])
-        if len(losses) <= FREEZE:
-            assert losses[-1] == pytest.approx(right, rel=1e-5)
-    assert losses[-1] < losses[0]
-    engine.verify()
-
-
-def test_a_step_that_is_not_finite_changes_nothing() -> None:
-    engine = make_engine(ONE_BIT, DATA, 1, 1)
-    for batch in batches()[: FREEZE + 1]:
-        engine.step(batch)
-    before = jax.device_get((engine.state.params, engine.state.carried["reduction"]))
-    bad = {name: x.copy() for name, x in batches()[0].items()}
-    bad["x"][ROWS - 1] = np.nan  # Of one worker alone.
-    assert int(engine.step(bad)["skipped"]) == 1
-    after = jax.device_get((engine.state.params, engine.state.carried["reduction"]))
-    jax.tree.map(np.testing.assert_array_equal, before, after)
-
-
 def test_another_number_of_workers_goes_on_from_the_momentum(tmp_path: Path) -> None:
     engine = make_engine(ONE_BIT, DATA, 1, 1)
     for batch in batches():
@@ -202,18 +146,6 @@ def test_another_number_of_workers_goes_on_from_the_momentum(tmp_path: Path) -> 
         for own in (other, engine)
     )
     assert losses[-1] <= 1.01 * right[-1]
-
-
-@pytest.mark.parametrize(
-    ("zero", "options", "said"),
-    [
-        (3, {}, "OneBitMomentum, can't run with zero=3"),
-        (1, {"coupled_batch": True}, "can't run with examples that are coupled"),
-    ],
-)
-def test_where_it_can_not_run_is_refused(zero, options, said) -> None:
-    with pytest.raises(ValueError, match=said):
-        make_engine(ONE_BIT, DATA, 1, zero, **options)
 
 
 def test_one_worker_has_nothing_to_compress() -> None:

@@ -90,35 +90,6 @@ def test_the_warm_up_is_lamb() -> None:
     assert distance(engine.state.params, plain.state.params) <= 1e-6
 
 
-@pytest.mark.parametrize(
-    ("tensor", "zero", "options"),
-    [
-        (2, 1, {"accumulate": 2}),
-        *(
-            pytest.param(*case, marks=pytest.mark.thorough)
-            for case in [
-                (1, 0, {}),
-                (2, 0, {}),
-                (1, 2, {}),
-                (2, 2, {"accumulate": 2}),
-                (1, 1, {"precision": "fp16"}),
-                (1, 1, {"precision": "bf16"}),
-            ]
-        ),
-    ],
-)
-def test_results_do_not_depend_on_tensor_and_zero(tensor, zero, options) -> None:
-    """Nor on micro-batches; in half precision on rounding alone."""
-    engine = make_engine(ONE_BIT, DATA, tensor, zero, **options)
-    plain = make_engine(ONE_BIT, DATA, 1, 1)
-    bound = 1e-2 if "precision" in options else 1e-5
-    for batch in batches():
-        loss, right = engine.step(batch)["loss"], plain.step(batch)["loss"]
-        assert float(loss) == pytest.approx(float(right), rel=bound)
-    engine.verify()
-    engine.probe()
-
-
 @pytest.mark.thorough
 def test_trains_in_a_pipeline() -> None:
     """Each layer of a stage's stack is in one leaf, which has one ratio as in optax."""
@@ -164,14 +135,3 @@ def test_goes_on_with_one_data_shard_and_comes_back(tmp_path: Path) -> None:
         for name, found in named(engine.state.params).items()
     ]
     assert sum(wrong) <= 2
-
-
-@pytest.mark.parametrize(
-    ("zero", "options", "said"),
-    [
-        (3, {}, "OneBitMomentum, can't run with zero=3"),
-    ],
-)
-def test_where_it_can_not_run_is_refused(zero, options, said) -> None:
-    with pytest.raises(ValueError, match=said):
-        make_engine(ONE_BIT, DATA, 1, zero, **options)

@@ -21,7 +21,6 @@ from tests.equivalence.perceptron import (
     batches,
     loss_of,
     make_engine,
-    make_piped_engine,
 )
 from tests.equivalence.problems import distance
 from tests.optim.numpy_zero_one import NumpyZeroOneAdam
@@ -130,58 +129,6 @@ def test_the_warm_up_is_adam() -> None:
     assert distance(engine.state.params, plain.state.params) <= 1e-6
 
 
-@pytest.mark.parametrize(
-    ("tensor", "zero", "options"),
-    [
-        (2, 1, {"accumulate": 2}),
-        *(
-            pytest.param(*case, marks=pytest.mark.thorough)
-            for case in [
-                (1, 0, {}),
-                (2, 2, {"accumulate": 2}),
-                (1, 1, {"precision": "fp16"}),
-                (1, 1, {"precision": "bf16"}),
-            ]
-        ),
-    ],
-)
-def test_results_do_not_depend_on_tensor_and_zero(tensor, zero, options) -> None:
-    """Nor on micro-batches; in half precision on rounding alone."""
-    engine = make_engine(OPTIMIZER, DATA, tensor, zero, **options)
-    plain = make_engine(OPTIMIZER, DATA, 1, 1)
-    bound = 2e-2 if "precision" in options else 1e-5
-    for batch in many():
-        loss, right = engine.step(batch)["loss"], plain.step(batch)["loss"]
-        assert float(loss) == pytest.approx(float(right), rel=bound)
-    engine.verify()
-    engine.probe()
-
-
-@pytest.mark.thorough
-def test_trains_in_a_pipeline() -> None:
-    engine, plain = map(make_piped_engine, (OPTIMIZER, optax.adam(RATE)))
-    losses = [float(engine.step(batch)["loss"]) for batch in many()]
-    right = [float(plain.step(batch)["loss"]) for batch in many(2)]
-    assert losses[:2] == pytest.approx(right, rel=1e-2)
-    assert losses[-1] < losses[0]
-    # Workers are apart in steps of no exchange, in a pipeline too.
-    moved = jax.device_get(engine.state.carried["reduction"]["moved"])
-    assert any(np.abs(x[0] - x[1]).max() > 0 for x in moved.values())
-    engine.verify()
-
-
-def test_a_step_that_is_not_finite_changes_nothing() -> None:
-    engine = make_engine(OPTIMIZER, DATA, 1, 1)
-    for batch in many(11):
-        engine.step(batch)
-    before = jax.device_get((engine.state.params, engine.state.carried["reduction"]))
-    bad = {name: x.copy() for name, x in batches()[0].items()}
-    bad["x"][ROWS - 1] = np.nan  # Of one worker alone.
-    assert int(engine.step(bad)["skipped"]) == 1
-    after = jax.device_get((engine.state.params, engine.state.carried["reduction"]))
-    jax.tree.map(np.testing.assert_array_equal, before, after)
-
-
 def test_another_number_of_workers_goes_on_from_the_last_exchange(
     tmp_path: Path,
 ) -> None:
@@ -205,9 +152,19 @@ def test_another_number_of_workers_goes_on_from_the_last_exchange(
     assert losses[-1] <= 1.01 * right[-1]
 
 
-def test_where_it_can_not_run_is_refused() -> None:
-    with pytest.raises(ValueError, match="ZeroOneReduction, can't run with zero=3"):
-        make_engine(OPTIMIZER, DATA, 1, 3)
+def test_new_parameters_are_every_worker_s() -> None:
+    engine = make_engine(OPTIMIZER, DATA, 1, 1)
+    for batch in many(11):
+        engine.step(batch)
+    assert any(x.any() for x in moved_in(engine))  # Between two exchanges.
+    zeros = jax.tree.map(np.zeros_like, jax.device_get(engine.state.params))
+    engine.load_params(zeros)
+    found = float(engine.step(batches()[0])["loss"])
+    assert found == pytest.approx(float(loss_of(zeros, batches()[0])), rel=1e-5)
+
+
+def moved_in(engine: jaxpar.Engine) -> list[np.ndarray]:
+    return [*jax.device_get(engine.state.carried["reduction"]["moved"]).values()]
 
 
 def test_one_worker_has_nothing_to_compress() -> None:

@@ -22,7 +22,7 @@ from jaxpar.optim import (
 from jaxpar.sharding.collectives import local_view
 from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.step.carried import Stepped
-from jaxpar.step.reduction import ReductionPart, reduction_parts
+from jaxpar.step.reduction_part import ReductionPart, reduction_parts
 from tests.equivalence.perceptron import (
     batches,
     make_engine,
