@@ -9,6 +9,9 @@ from jaxpar.optim.diloco import DiLoCo, diloco
 from jaxpar.optim.quantized_sums import ZeroPlusPlus
 from jaxpar.step.update import MakesUpdate
 
+OUTER_STEP = 0.7, 0.9
+"""The usual rate and momentum of DiLoCo's outer step."""
+
 
 @dataclasses.dataclass(frozen=True)
 class CommunicationConfig:
@@ -26,9 +29,9 @@ class CommunicationConfig:
     """ZeRO++: replicas split the state too; parameters go between them once a step."""
     join_every: int = 0
     """DiLoCo: replicas train by themselves, and are joined every so many steps."""
-    join_rate: float = 0.7
+    join_rate: float = OUTER_STEP[0]
     """DiLoCo: of the outer step; 1 with momentum 0 averages parameters (local SGD)."""
-    join_momentum: float = 0.9
+    join_momentum: float = OUTER_STEP[1]
     """DiLoCo: of the outer step, Nesterov's."""
 
     def zero_stage(self) -> int | ZeroPlusPlus:
@@ -51,9 +54,16 @@ class CommunicationConfig:
         """The optimizer, inside of DiLoCo if that is asked for.
 
         Raises:
-          ValueError: if the mesh has one replica, or the optimizer is not of optax.
+          ValueError: if the mesh has one replica, the optimizer is not of optax, or the
+            outer step's numbers are given without `join_every`.
         """
+        rate, momentum = self.join_rate, self.join_momentum
         if not self.join_every:
+            if (rate, momentum) != OUTER_STEP:
+                raise ValueError(
+                    f"join_rate={rate}, join_momentum={momentum}: nothing is joined "
+                    f"with join_every={self.join_every}; use --join-every 16 with them."
+                )
             return optimizer
         if mesh.replica < 2:
             raise ValueError(
@@ -65,7 +75,6 @@ class CommunicationConfig:
                 f"join_every={self.join_every} needs an inner optimizer of optax, such "
                 "as --optimizer adamw with its 32 bits."
             )
-        rate, momentum = self.join_rate, self.join_momentum
-        outer = optax.sgd(rate, momentum=momentum or None, nesterov=momentum > 0)
+        step = optax.sgd(rate, momentum=momentum or None, nesterov=momentum > 0)
         given = {"replicas": mesh.replica, "every": self.join_every}
-        return diloco(optimizer, **given, outer=outer)
+        return diloco(optimizer, **given, outer=step)

@@ -17,25 +17,25 @@ import jax.numpy as jnp
 
 from jaxpar import tree
 from jaxpar.jaxprs.branches import expected
-from jaxpar.optim.sign_exchange import SignPiece
 from jaxpar.optim.workers import (
-    bytes_of_signs,
+    SignReduction,
     exchanged_signs,
     norm_of_sums,
     own_gradients,
     own_shard,
     workers_of,
+    zero_errors,
 )
 from jaxpar.sharding.collectives import Collectives
 from jaxpar.sharding.leaf_sharding import LeafSharding
-from jaxpar.step.reduction import PLAIN, Reduction, Traffic, Wire, clip_factor
+from jaxpar.step.reduction import PLAIN, clip_factor
 from jaxpar.types import PyTree
 
 Leaves = Sequence[LeafSharding]
 
 
 @dataclasses.dataclass(frozen=True)
-class OneBitMomentum(Reduction):
+class OneBitMomentum(SignReduction):
     """The sum of gradients, and later the momentum, exchanged by signs.
 
     Attributes:
@@ -48,8 +48,6 @@ class OneBitMomentum(Reduction):
     freeze_step: int
     b1: float
     clip_norm: float | None = None
-    at_zero2: bool = True
-    clips_itself: bool = True
 
     def warm_up(self) -> int:
         """See `Reduction`."""
@@ -61,22 +59,9 @@ class OneBitMomentum(Reduction):
         Args:
           leaves: as of `Reduction.init`.
         """
-        workers = workers_of(leaves)
-        pieces = [SignPiece(leaf, workers) for leaf in leaves]
-
-        def zeros(leaf: LeafSharding) -> jax.Array:
-            return jnp.zeros(leaf.view_shape, jnp.float32)
-
-        return {
-            "count": jnp.int32(0),
-            "norm": jnp.float32(0),
-            "momentum": {leaf.name: zeros(leaf) for leaf in leaves},
-            "worker": {leaf.name: zeros(leaf) for leaf in leaves},
-            "server": {
-                piece.leaf.name: jnp.zeros((piece.leaf.ways_placed, piece.chunk))
-                for piece in pieces
-            },
-        }
+        errors = zero_errors(leaves)
+        numbers = {"count": jnp.int32(0), "norm": jnp.float32(0)}
+        return {**numbers, "momentum": errors["worker"], **errors}
 
     def begin(self, leaves: Leaves, opt_state: PyTree) -> PyTree:
         """See `Reduction`: the momentum is the optimizer's, and errors are zero."""
@@ -143,26 +128,6 @@ class OneBitMomentum(Reduction):
             "worker": dict(zip(names, errors[:half], strict=True)),
             "server": dict(zip(names, errors[half:], strict=True)),
         }
-
-    def reduce_soundly(
-        self,
-        leaves: Leaves,
-        grads: Sequence[jax.Array],
-        carry: PyTree,
-        collectives: Collectives,
-    ) -> tuple[list[jax.Array], PyTree]:
-        """As `reduce`: the norm that it carries is not finite if a gradient is not."""
-        return self.reduce(leaves, grads, carry, collectives)
-
-    def carried_norm(self, carry: PyTree) -> jax.Array:
-        """See `Reduction`: that of the sum, later the root mean square of workers'."""
-        return carry["norm"][0]
-
-    def communicated(self, leaves: Leaves, wire: Wire) -> Traffic:
-        """Of the compressed phase, as explained."""
-        sent = bytes_of_signs(leaves)
-        over = wire.over(leaves[0].reduce_axes)
-        return {over: {"all-to-all": sent, "all-gather": sent}}
 
     def notes(self) -> tuple[str, ...]:
         """See `Reduction`."""

@@ -16,8 +16,56 @@ from jaxpar.mesh import EXPERT, PIPE, TENSOR, entry_of
 from jaxpar.optim.sign_exchange import SCALE_BYTES, SignExchange, SignPiece
 from jaxpar.sharding.collectives import Collectives, local_view, on_placed_shards
 from jaxpar.sharding.leaf_sharding import LeafSharding
+from jaxpar.step.reduction import Reduction, Traffic, Wire
+from jaxpar.types import PyTree
 
 Leaves = Sequence[LeafSharding]
+
+
+class SignReduction(Reduction):
+    """What reductions by signs have in common.
+
+    Each carries "norm", a scalar: that of the sum where whole gradients are reduced,
+    and else the root mean square of the workers' own.
+    """
+
+    at_zero2 = True
+    clips_itself = True
+
+    def reduce_soundly(
+        self,
+        leaves: Leaves,
+        grads: Sequence[jax.Array],
+        carry: PyTree,
+        collectives: Collectives,
+    ) -> tuple[list[jax.Array], PyTree]:
+        """As `reduce`: the norm that it carries is not finite if a gradient is not."""
+        return self.reduce(leaves, grads, carry, collectives)
+
+    def carried_norm(self, carry: PyTree) -> jax.Array:
+        """See `Reduction`."""
+        return carry["norm"][0]
+
+    def communicated(self, leaves: Leaves, wire: Wire) -> Traffic:
+        """Of a step that exchanges signs, which is the one that is explained."""
+        workers = workers_of(leaves)
+        pieces = [SignPiece(leaf, workers) for leaf in leaves]
+        sent = workers * sum(piece.num_bytes + SCALE_BYTES for piece in pieces)
+        over = wire.over(leaves[0].reduce_axes)
+        return {over: {"all-to-all": sent, "all-gather": sent}}
+
+
+def zero_errors(leaves: Leaves) -> dict[str, dict[str, jax.Array]]:
+    """Of workers, each whole, and of servers, each of its chunks."""
+    workers = workers_of(leaves)
+    pieces = [SignPiece(leaf, workers) for leaf in leaves]
+    return {
+        "worker": {x.name: jnp.zeros(x.view_shape, jnp.float32) for x in leaves},
+        "server": {
+            piece.leaf.name: jnp.zeros((piece.leaf.ways_placed, piece.chunk))
+            for piece in pieces
+        },
+    }
 
 
 def workers_of(leaves: Leaves) -> int:
@@ -77,13 +125,6 @@ def whole_sum(
     reduce = functools.partial(jax.lax.psum, axis_name=leaf.reduce_axes)
     sent = view.astype(collectives.communicated_dtype(view.dtype))
     return on_placed_shards(reduce, leaf)(sent).astype(jnp.float32)
-
-
-def bytes_of_signs(leaves: Leaves) -> int:
-    """What each of the two collectives of an exchange moves."""
-    workers = workers_of(leaves)
-    pieces = [SignPiece(leaf, workers) for leaf in leaves]
-    return workers * sum(piece.num_bytes + SCALE_BYTES for piece in pieces)
 
 
 def exchanged_signs(

@@ -20,18 +20,18 @@ import optax
 
 from jaxpar import tree
 from jaxpar.jaxprs.branches import expected
-from jaxpar.optim.sign_exchange import SignPiece
 from jaxpar.optim.workers import (
-    bytes_of_signs,
+    SignReduction,
     exchanged_signs,
     own_gradients,
     own_shard,
     whole_sum,
     workers_of,
+    zero_errors,
 )
 from jaxpar.sharding.collectives import Collectives, as_computed
 from jaxpar.sharding.leaf_sharding import LeafSharding
-from jaxpar.step.reduction import Reduction, Traffic, Wire, clip_factor
+from jaxpar.step.reduction import clip_factor
 from jaxpar.types import PyTree
 
 Leaves = Sequence[LeafSharding]
@@ -112,7 +112,7 @@ class AdamNumbers:
 
 
 @dataclasses.dataclass(frozen=True)
-class ZeroOneReduction(Reduction):
+class ZeroOneReduction(SignReduction):
     """Gradients while the second moment changes; then what workers have moved by.
 
     Attributes:
@@ -124,8 +124,6 @@ class ZeroOneReduction(Reduction):
     rounds: Rounds
     own: AdamNumbers
     clip_norm: float | None = None
-    at_zero2: bool = True
-    clips_itself: bool = True
 
     def warm_up(self) -> int:
         """See `Reduction`."""
@@ -137,19 +135,14 @@ class ZeroOneReduction(Reduction):
         Args:
           leaves: as of `Reduction.init`.
         """
-        workers = workers_of(leaves)
-        zeros = {leaf.name: jnp.zeros(leaf.view_shape, jnp.float32) for leaf in leaves}
-        pieces = [SignPiece(leaf, workers) for leaf in leaves]
-        server = {
-            piece.leaf.name: jnp.zeros((piece.leaf.ways_placed, piece.chunk))
-            for piece in pieces
-        }
+        errors = zero_errors(leaves)
+        whole = ("momentum", "variance", "moved")
         return {
             "counts": jnp.zeros(3, jnp.int32),
             "rates": jnp.float32(0),
             "norm": jnp.float32(0),
-            **{name: zeros for name in ("momentum", "variance", "moved", "worker")},
-            "server": server,
+            **{name: errors["worker"] for name in whole},
+            **errors,
         }
 
     def begin(self, leaves: Leaves, opt_state: PyTree) -> PyTree:
@@ -286,26 +279,6 @@ class ZeroOneReduction(Reduction):
         # What is planned and explained is a step in which signs are exchanged.
         with expected(0.0, 1.0, 0.0):
             return jax.lax.switch(kind, [whole, signs, nothing], *errors)
-
-    def reduce_soundly(
-        self,
-        leaves: Leaves,
-        grads: Sequence[jax.Array],
-        carry: PyTree,
-        collectives: Collectives,
-    ) -> tuple[Arrays, PyTree]:
-        """As `reduce`: the norm that it carries is not finite if a gradient is not."""
-        return self.reduce(leaves, grads, carry, collectives)
-
-    def carried_norm(self, carry: PyTree) -> jax.Array:
-        """See `Reduction`: that of the sum, or the root mean square of workers'."""
-        return carry["norm"][0]
-
-    def communicated(self, leaves: Leaves, wire: Wire) -> Traffic:
-        """Of a step in which signs are exchanged, as explained."""
-        sent = bytes_of_signs(leaves)
-        over = wire.over(leaves[0].reduce_axes)
-        return {over: {"all-to-all": sent, "all-gather": sent}}
 
     def notes(self) -> tuple[str, ...]:
         """See `Reduction`."""

@@ -22,6 +22,8 @@ def test_replicas_are_joined_if_that_is_asked_for() -> None:
 
 
 def test_what_can_not_be_joined_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"join_rate=1\.0, join_momentum=0\.9: noth"):
+        CommunicationConfig(join_rate=1.0).joined(ADAM, MeshShape(replica=2))
     config = CommunicationConfig(join_every=8)
     with pytest.raises(ValueError, match="join_every=8 joins replicas, and the mesh"):
         config.joined(ADAM, MeshShape())

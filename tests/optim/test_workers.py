@@ -6,7 +6,9 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
-from jaxpar.optim.workers import bytes_of_signs, norm_of_sums, own_shard, whole_sum
+from jaxpar.optim import Wire
+from jaxpar.optim.onebit_reduction import OneBitMomentum
+from jaxpar.optim.workers import norm_of_sums, own_shard, whole_sum
 from jaxpar.sharding.collectives import ManualCollectives
 from jaxpar.sharding.zero import shard_leaves, zero_stage
 
@@ -39,4 +41,5 @@ def test_shards_of_a_sum_have_its_norm() -> None:
     np.testing.assert_array_equal(shards, total)
     np.testing.assert_allclose(norm, np.linalg.norm(own.sum(0)), rtol=1e-5)
     # A bit an element and a scale, to and from each of four.
-    assert bytes_of_signs([leaf]) == 64 * 8 // 8 + 4 * 4
+    sent = OneBitMomentum(3, 0.9).communicated([leaf], Wire(mesh.shape, 4))["data"]
+    assert sent == dict.fromkeys(("all-to-all", "all-gather"), 64 * 8 // 8 + 4 * 4)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 import jaxpar
 from jaxpar.optim import (
@@ -21,15 +20,12 @@ from jaxpar.optim import (
 )
 from jaxpar.sharding.collectives import local_view
 from jaxpar.sharding.leaf_sharding import LeafSharding
-from jaxpar.step.carried import Stepped
-from jaxpar.step.reduction_part import ReductionPart, reduction_parts
 from tests.equivalence.perceptron import (
     batches,
     make_engine,
     run_plainly,
 )
 from tests.equivalence.problems import distance
-from tests.optim.int8_reduction import Int8Reduction
 from tests.optim.local_sgd import LocalSgd
 
 SGD = optax.sgd(0.1)
@@ -141,25 +137,6 @@ def test_plain_bytes_are_inside_a_replica_each_time_and_between_them_once():
 def test_axes_of_one_device_are_not_named():
     one = SIZES | {"data": 1, "replica": 1}
     assert PlainReduction().communicated([SPLIT, KEPT], Wire(one, 4)) == {}
-
-
-def test_carried_arrays_are_sharded_as_the_views_of_their_leaves():
-    (part,) = reduction_parts(Int8Reduction(), [SPLIT, KEPT])
-    assert (part.name, part.per_shard, part.saved) == ("reduction", True, True)
-    assert part.spec("w", (64, 16)) == P(None, "tensor")
-    assert part.spec("errors/w", (64, 16)) == P(None, "tensor")
-    assert part.spec("w", (64,)) == part.spec("other", (64, 16)) == P()
-    assert reduction_parts(PlainReduction(), [SPLIT]) == ()
-    assert isinstance(part, ReductionPart)
-
-
-@pytest.mark.parametrize("applied", [True, False])
-def test_what_is_carried_changes_with_steps_that_are_applied(applied):
-    (part,) = reduction_parts(Int8Reduction(), [KEPT])
-    happened = {"finite": jnp.bool_(True), "applied": jnp.bool_(applied)}
-    stepped = Stepped({}, **happened, carry={"b": jnp.ones(6)})
-    after = part.after({"b": jnp.zeros(6)}, stepped)
-    assert float(after["b"][0]) == applied
 
 
 @pytest.mark.parametrize(("data", "tensor"), [(4, 2), (1, 2)])
