@@ -6,6 +6,7 @@ deviations, and errors are uniform, a gradient is off by 0.7 % or 12 % of its no
 each of two hops. Tails are heavier than that: the bounds are two to four times it.
 """
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import jaxpar
 from jaxpar import tree
 from jaxpar.models import decoder_loss, make_decoder
+from jaxpar.models.experts import ExpertsConfig
 from jaxpar.optim import ZeroPlusPlus, diloco, fused_adamw, onebit_adam
 from tests.equivalence.looped_gpt import CONFIG, batches
 from tests.equivalence.perceptron import Net, loss_fn
@@ -218,3 +220,29 @@ def test_names_of_what_is_kept() -> None:
     largest = max(shapes, key=lambda name: shapes[name].size)
     # One data shard's, of each of four; two inside a replica.
     assert held[largest].size == 4 * shapes[largest].size // 2
+
+
+@pytest.mark.thorough
+def test_experts_on_an_axis_train_as_on_plain_replicas() -> None:
+    """DiLoCo of SGD that averages after each step is plain SGD, too."""
+    config = dataclasses.replace(CONFIG, experts=ExpertsConfig(num=4, top_k=2))
+    shape = jaxpar.MeshShape(replica=2, data=2, expert=2)
+
+    def losses_with(optimizer: Any, zero: int | ZeroPlusPlus) -> list[float]:
+        engine = jaxpar.initialize(
+            model=make_decoder(config),
+            loss_fn=decoder_loss,
+            optimizer=optimizer,
+            sample_batch=batches()[0],
+            mesh=shape,
+            zero=zero,
+        )
+        return losses_of(engine)
+
+    sgd = optax.sgd(0.1)
+    right = losses_with(sgd, 3)
+    assert losses_with(sgd, ZeroPlusPlus(3, **SECONDARY)) == pytest.approx(right)
+    coded = losses_with(sgd, ZeroPlusPlus(3, secondary=True))
+    assert coded == pytest.approx(right, rel=1e-3)
+    averaged = diloco(sgd, replicas=2, every=1, outer=optax.sgd(1.0))
+    assert losses_with(averaged, 3) == pytest.approx(right, rel=1e-6)
