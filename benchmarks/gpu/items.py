@@ -266,18 +266,27 @@ ITEMS = (
     Item(
         "124m",
         "Is a step of GPT-2 124M at 480k tokens/s, and as fast as torch's best?",
-        _training("124m", engine=2, torch=1.5, autotuned=4, gb=(25, 45, 45)),
+        _training("124m", engine=1, torch=1.5, autotuned=4, gb=(25, 45, 45)),
     ),
     Item(
         "tests",
         "Do all kernels pass all of their tests?",
         (
-            _tests("optimizers", 3, [_OPTIMIZERS]),
-            _tests("sign bits", 1, [_SIGNS]),
-            _tests("attention, segments", 3, [_ATTENTION], "segments"),
-            _tests("attention, lengths", 3, [_ATTENTION], "lengths"),
-            _tests(
-                "attention, others", 4, [_ATTENTION], "not segments and not lengths"
+            _tests("optimizers", 2, [_OPTIMIZERS, _SIGNS]),
+            _tests("attention", 2, [_ATTENTION]),
+        ),
+    ),
+    Item(
+        "techniques",
+        "Does a step with each technique of one device train as a plain one does?",
+        (
+            Case(
+                "losses",
+                f"{HERE}.techniques:run",
+                2.5,
+                {},
+                {"names": ["plain", "streamed"]},
+                environment=SHARED_MEMORY,
             ),
         ),
     ),

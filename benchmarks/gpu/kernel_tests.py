@@ -1,5 +1,6 @@
 """Do the kernels pass their tests? pytest's, in a process of its own."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -30,6 +31,8 @@ def run(session: Session, files: list[str], only: str) -> Rows:
     command = [sys.executable, "-m", "pytest", "-c", SETTINGS, f"--rootdir={ROOT}"]
     command += ["-p", "no:cacheprovider", f"--junitxml={report}"]
     command += [] if session.dry else ["--gpu"]
+    if not session.dry and importlib.util.find_spec("xdist"):
+        command += ["-p", "xdist", "-n", str(max(1, (os.cpu_count() or 2) // 2))]
     command += [f"{FOLDER}/{file}" for file in files]
     command += ["-k", only] if only else []
     # Plugins that happen to be there, of whatever version, load by themselves.
