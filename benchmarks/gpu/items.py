@@ -162,7 +162,7 @@ def _signs(workers: int) -> Case:
     return Case(
         f"{workers} workers",
         f"{HERE}.kernels:sign_case",
-        1,
+        0.6,
         {"workers": workers},
         {"workers": workers} if workers == 8 else None,
         needs_gb=20,
@@ -202,7 +202,7 @@ def _predicted(model: str, batch: int, remat: str, needs_gb: float) -> Case:
     return Case(
         f"{model}, remat {remat}",
         f"{HERE}.training:predicted",
-        2,
+        1,
         {"model": model} | arguments,
         {"model": "tiny", "batch": 2, "remat": "dots"} if model == "350m" else None,
         needs_gb=needs_gb,
@@ -266,7 +266,7 @@ ITEMS = (
     Item(
         "124m",
         "Is a step of GPT-2 124M at 480k tokens/s, and as fast as torch's best?",
-        _training("124m", engine=1, torch=1.5, autotuned=4, gb=(25, 45, 45)),
+        _training("124m", engine=0.6, torch=1.2, autotuned=3, gb=(25, 45, 45)),
     ),
     Item(
         "tests",
@@ -301,7 +301,7 @@ ITEMS = (
                 "window 2048 8192",
                 "window 512 8192",
             ),
-            2.5,
+            1.2,
         ),
     ),
     Item(
@@ -320,7 +320,7 @@ ITEMS = (
     Item(
         "1.3b",
         "Is a step of GPT-3 1.3B at 50k tokens/s, and as fast as torch's best?",
-        _training("1.3b", engine=3, torch=2.5, autotuned=5, gb=(55, 75, 75)),
+        _training("1.3b", engine=1, torch=1.5, autotuned=4, gb=(55, 75, 75)),
     ),
     Item(
         "8b",
@@ -342,7 +342,7 @@ ITEMS = (
     Item(
         "optimizers",
         "Do the fused optimizers reach 70 to 90 % of a copy's bandwidth?",
-        (_optimizers("124m", 4, 10), _optimizers("1.3b", 6, 75)),
+        (_optimizers("124m", 1.5, 10), _optimizers("1.3b", 3, 75)),
     ),
     Item(
         "signs",
@@ -353,12 +353,12 @@ ITEMS = (
         "offload",
         "How fast are steps whose optimizer state is on the host?",
         (
-            Case("copies", f"{HERE}.offload:copies", 1, {}, {}),
-            _offloaded("1.3b, none", 3, None, 40),
-            _offloaded("1.3b, streamed", 3, {}, 30),
-            _offloaded("1.3b, 0.6 streamed", 3, {"fraction": 0.6}, 40),
-            _offloaded("1.3b, by the host", 3, {"update": "host"}, 30),
-            _offloaded("1.3b, by the host, a step late", 3, _LATE, 30),
+            Case("copies", f"{HERE}.offload:copies", 0.5, {}, {}),
+            _offloaded("1.3b, none", 1.2, None, 40),
+            _offloaded("1.3b, streamed", 1.2, {}, 30),
+            _offloaded("1.3b, 0.6 streamed", 1.2, {"fraction": 0.6}, 40),
+            _offloaded("1.3b, by the host", 1.2, {"update": "host"}, 30),
+            _offloaded("1.3b, by the host, a step late", 1.2, _LATE, 30),
             _offloaded(
                 "13b, 0.6 streamed",
                 6,
@@ -369,7 +369,7 @@ ITEMS = (
                 changes=_THIRTEEN,
             ),
             _offloaded("350m, on disk", 4, {"optimizer": "disk"}, 20, model="350m"),
-            _offloaded("1.3b, parameters on the host", 3, _LAYERS, 20),
+            _offloaded("1.3b, parameters on the host", 1.2, _LAYERS, 20),
             _offloaded(
                 "350m, parameters on disk",
                 4,

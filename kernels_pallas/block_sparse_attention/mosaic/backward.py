@@ -78,7 +78,7 @@ def of_keys(build: Build, given: Arrays) -> list[jax.Array]:
     """
     if build.is_large:
         return _of_keys_apart(build, given)
-    what = _pass_of_keys(build, {"dk": "k", "dv": "v"}, products=4)
+    what = _pass_of_keys(build, given, {"dk": "k", "dv": "v"}, products=4)
     return call(build, given, what, lambda parts: _OfKeys(parts, what, None).run())
 
 
@@ -87,11 +87,11 @@ def _of_keys_apart(build: Build, given: Arrays) -> list[jax.Array]:
 
     There are registers for the sums of one of them.
     """
-    of_dk = _pass_of_keys(build, {"dk": "k"}, products=3)
+    of_dk = _pass_of_keys(build, given, {"dk": "k"}, products=3)
     dk = call(build, given, of_dk, lambda parts: _OfKeys(parts, of_dk, None).run())
     # Without values there is memory for a second buffer.
     build = dataclasses.replace(build, stages=2)
-    of_dv = _pass_of_keys(build, {"dv": "k"}, products=2)
+    of_dv = _pass_of_keys(build, given, {"dv": "k"}, products=2)
     dv = call(build, given, of_dv, lambda parts: _OfKeys(parts, of_dv, None).run())
     return [x for pair in zip(dk, dv, strict=True) for x in pair]
 
@@ -106,7 +106,7 @@ def of_all(build: Build, given: Arrays) -> list[jax.Array]:
     Returns:
       What `of_keys` returns, and dq [B, T, N, H] in fp32, summed in no fixed order.
     """
-    what = _pass_of_keys(build, {"dk": "k", "dv": "v"}, products=5)
+    what = _pass_of_keys(build, given, {"dk": "k", "dv": "v"}, products=5)
     what.memory.update(QuerySums.memory(build))
     what.barriers.update(QuerySums.barriers())
 
@@ -122,16 +122,22 @@ def of_all(build: Build, given: Arrays) -> list[jax.Array]:
     return [*call(build, given | {"dq": dq}, what, run), dq[...]]
 
 
-def _pass_of_keys(build: Build, results: dict[str, str], products: int) -> Pass:
+def _pass_of_keys(
+    build: Build, given: Arrays, results: dict[str, str], products: int
+) -> Pass:
     own = {"k": build.dtype, "v": build.dtype, "segments_k": jnp.int32}
     if "dk" not in results:
         del own["v"]
     shared = {"q": build.dtype, "of_rows": jnp.float32, "do": build.dtype}
     shared |= {"segments_q": jnp.int32}
-    # In one pass, keys of 64 must be in registers: in shared memory their tiles are
-    # narrower than the queries', and a matmul reads equal ones.
-    of_128 = ("v",) if products == 4 else ()
-    held = ("k", "v") if build.size == 64 else of_128
+    held: tuple[str, ...] = ()
+    if products == 5 and build.size == 64:
+        # In shared memory the tiles of keys of 64 are narrower than the queries', and a
+        # matmul reads equal ones.
+        held = ("k", "v")
+    elif products == 4:
+        keeps = build.size == 64 and not _has_limits(given)
+        held = ("k", "v") if keeps else ("v",)
     is_tight = build.size > 64 or products == 5
     memory = _wg_memory() if is_tight else {}
     return Pass(own, shared, results, build.work.tile.k, products, held, memory)
@@ -141,11 +147,22 @@ def _wg_memory() -> dict[str, Any]:
     return {"wg": plgpu.SMEM((WARPGROUPS,), jnp.int32)}
 
 
+def _has_limits(given: Arrays) -> bool:
+    """Whether lengths or segments limit what is seen.
+
+    Where they do, CUDA 13.0's assembler gives the registers of held heads of 64 to the
+    weights, and never restores them: keys if there are any limits, queries and do if
+    there are segments. Their matmuls read shared memory
+    (tests/kernels_pallas/test_machine_code.py).
+    """
+    return "lens" in given or "segments_q" in given
+
+
 def _held(build: Build, given: Arrays) -> tuple[str, ...]:
     """What of the pass of queries fits the registers: less beside a mask's numbers."""
-    if build.is_large:
+    if build.is_large or (build.size == 64 and "segments_q" in given):
         return ()
-    has_mask = build.work.masks.shape[0] > 1 or "lens" in given or "segments_q" in given
+    has_mask = build.work.masks.shape[0] > 1 or _has_limits(given)
     return ("do",) if build.size == 128 and has_mask else ("q", "do")
 
 
