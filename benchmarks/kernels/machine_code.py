@@ -10,8 +10,10 @@ import dataclasses
 import os
 import re
 import shutil
+import stat
 import struct
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,16 +74,25 @@ def assembled(ptx: Path) -> tuple[Path, str]:
     Raises:
       FileNotFoundError: without ``ptxas``.
     """
-    assembler = shutil.which("ptxas")
+    assembler = tool("ptxas")
     if assembler is None:
         raise FileNotFoundError(
             "ptxas is not on the path; it is part of CUDA, and of the package "
-            "nvidia-cuda-nvcc."
+            "nvidia-cuda-nvcc, which `make compilers` installs."
         )
     target = ptx.with_suffix(".cubin")
     command = [assembler, "-arch=sm_90a", "-v", str(ptx), "-o", str(target)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return target, done.stderr
+
+
+def tool(name: str) -> str | None:
+    """A program of CUDA: of `make compilers`, or on the path; None without one."""
+    folder = Path(sys.prefix) / "assembler" / "nvidia" / "cu13" / "bin"
+    own = folder / name
+    if own.is_file():  # Wheels may lack the mark of a program.
+        own.chmod(own.stat().st_mode | stat.S_IXUSR)
+    return shutil.which(name, path=str(folder)) or shutil.which(name)
 
 
 def spilled_bytes(report: str) -> int:

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from benchmarks.kernels.machine_code import assembled, spilled_bytes
+from benchmarks.kernels.machine_code import assembled, spilled_bytes, tool
 
 MULTIPLY_ADDS, SMEM_BYTES, EXPONENTIALS, WARPS = 2048, 128, 16, 4
 """A clock of a multiprocessor; and warps of a warpgroup, one on each scheduler."""
@@ -27,6 +27,11 @@ _INSTRUCTION = re.compile(
     r"^\s+/\*[0-9a-f]+\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)"
 )
 _MATMUL = re.compile(r"HGMMA\.64x(\d+)x16\S*\s+R\d+, (gdesc|R\d+)")
+_LEFT = re.compile(r"HGMMA\.64x\d+x16\S*\s+R\d+, R(\d+), gdesc")
+_TARGET = re.compile(r"\s+(?:U?P[T\d]+, )*R(\d+)")
+_WRITES_NONE = re.compile(
+    r"(HGMMA|[FHID]SETP|ST|SYNCS|BAR|R2UR|BRA|RED|UTMA|MEMBAR|WARP)"
+)
 _SHARED = re.compile(r"(LDS|STS|LDSM|STSM)\b")
 
 
@@ -42,6 +47,8 @@ class Loop:
       tensor_clocks: that the tensor cores are busy.
       smem_clocks: that shared memory is read by matmuls, and accessed by warps.
       global_loads: of each warp.
+      lost: registers of left operands that are there when the loop begins, and that it
+        writes after their matmul: from the second iteration on, something else.
     """
 
     instructions: int
@@ -51,6 +58,7 @@ class Loop:
     tensor_clocks: float
     smem_clocks: float
     global_loads: int
+    lost: tuple[int, ...] = ()
 
     @property
     def blocks(self) -> float:
@@ -155,7 +163,43 @@ def _loop(lines: list[str]) -> Loop:
         tensor_clocks=sum(64 * 16 * n for n in columns) / MULTIPLY_ADDS,
         smem_clocks=(operands + WARPS * accesses) / SMEM_BYTES,
         global_loads=sum(opcode.startswith("LDG") for opcode in opcodes),
+        lost=_lost(found),
     )
+
+
+def _lost(instructions: list[tuple[str, str]]) -> tuple[int, ...]:
+    """Registers of left operands that a loop takes from before it, and overwrites."""
+    first_read: dict[int, int] = {}
+    writes: dict[int, list[int]] = {}
+    for at, (opcode, rest) in enumerate(instructions):
+        left = _LEFT.match(opcode + rest)
+        for register in _registers(left, 4):
+            first_read.setdefault(register, at)
+        target = None if _WRITES_NONE.match(opcode) else _TARGET.match(rest)
+        for register in _registers(target, _width(opcode)):
+            writes.setdefault(register, []).append(at)
+    return tuple(
+        sorted(
+            register
+            for register, read in first_read.items()
+            if writes.get(register) and min(writes[register]) > read
+        )
+    )
+
+
+def _registers(found: re.Match[str] | None, count: int) -> range:
+    first = int(found[1]) if found else 0
+    return range(first, first + (count if found else 0))
+
+
+def _width(opcode: str) -> int:
+    """Registers that an instruction writes."""
+    if opcode.startswith(("LDS", "LDG")) and ".128" in opcode:
+        return 4
+    if opcode.startswith("LDSM"):
+        return 4 if ".4" in opcode else 2
+    is_wide = ".64" in opcode and opcode.startswith("LD")
+    return 2 if is_wide or ".WIDE" in opcode else 1
 
 
 def _bytes(opcode: str) -> int:
@@ -166,5 +210,5 @@ def _bytes(opcode: str) -> int:
 
 
 def find_nvdisasm(asked: str) -> str | None:
-    """The disassembler: the requested one, or one on the path; None without one."""
-    return shutil.which(asked or "nvdisasm")
+    """The disassembler: the requested one, or as `tool` finds it; None without one."""
+    return shutil.which(asked) if asked else tool("nvdisasm")

@@ -49,6 +49,35 @@ def test_innermost_loop_is_counted(sass: str) -> None:
     ]
 
 
+LOOP = """
+.L_x_1:
+        /*0110*/                   HGMMA.64x64x16.F32.BF16 R24, R152, gdesc[UR8], R24 ;
+        /*0120*/                   LDS.64 R160, [R1] ;
+        /*0130*/                   HGMMA.64x64x16.F32.BF16 R24, R160, gdesc[UR8], R24 ;
+        /*0140*/               @P0 {write} ;
+        /*0150*/                   STS.64 [R1], R154 ;
+        /*0160*/               @P1 BRA `(.L_x_1) ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("write", "lost"),
+    [
+        ("MOV R3, R152", ()),
+        ("F2FP.BF16.F32.PACK_AB R155, R34, R35", (155,)),
+        ("LDS.128 R148, [R1]", ()),
+        ("LDSM.16.M88.4 R152, [R1]", (152, 153, 154, 155)),
+        ("IMAD.WIDE.U32 R154, R3, R3, R4", (154, 155)),
+        ("FSETP.GT.AND P2, PT, R153, R3, PT", ()),
+    ],
+)
+def test_operands_that_a_loop_overwrites_are_lost(
+    write: str, lost: tuple[int, ...]
+) -> None:
+    (loop,) = loops_of(LOOP.replace("{write}", write))
+    assert loop.lost == lost
+
+
 def test_bounds_are_of_a_block_of_scores() -> None:
     """The exponentials beyond whole kilos rescale sums, so are of no score."""
     (loop,) = loops_of(INNER + BACK)

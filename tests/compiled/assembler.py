@@ -16,16 +16,7 @@ Assembly = tuple[dict[str, Any], list[int], list[int]]
 
 def compiled_by(module: str) -> list[Assembly]:
     """Run a module that prints a line of JSON behind each configuration's kernels."""
-    done = subprocess.run(
-        [sys.executable, "-m", module],
-        cwd=ROOT,
-        env={**os.environ, "MOSAIC_GPU_DUMP_PTXAS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run(module, MOSAIC_GPU_DUMP_PTXAS="1")
     results, told = [], ""
     for line in done.stdout.splitlines():
         if line.startswith("{"):
@@ -36,3 +27,20 @@ def compiled_by(module: str) -> list[Assembly]:
         else:
             told += line
     return results
+
+
+def run(
+    module: str, *args: str, **variables: str
+) -> "subprocess.CompletedProcess[str]":
+    """Run a module that compiles, with variables of the environment."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *args],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done

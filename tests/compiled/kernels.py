@@ -1,12 +1,13 @@
 """Compile block-sparse attention for an H200, in a process of its own, and say how.
 
-    MOSAIC_GPU_DUMP_PTXAS=1 python -m tests.compiled.kernels
+    MOSAIC_GPU_DUMP_PTXAS=1 python -m tests.compiled.kernels [limits]
 
 Prints a line of JSON after what the assembler says of each configuration's kernels.
 """
 
 import dataclasses
 import json
+import sys
 import warnings
 
 import numpy as np
@@ -39,6 +40,8 @@ CONFIGURATIONS = (
     Configuration(64, 16),
     Configuration(128, 16),
     Configuration(128, 128, longest=4),
+    Configuration(64, 128, limits=True),
+    Configuration(64, 16, limits=True),
     Configuration(128, 64, limits=True),
     Configuration(128, 128, deterministic=False),
     Configuration(128, 64, limits=True, deterministic=False),
@@ -111,7 +114,10 @@ def parts_of(work: TileWork) -> int:
 def main() -> None:
     deviceless.prepare_process()
     warnings.simplefilter("ignore", UserWarning)  # Of coarse tiles.
+    only_limits = "limits" in sys.argv[1:]
     for config in CONFIGURATIONS:
+        if only_limits and not config.limits:
+            continue
         found = compiled(config)
         print(json.dumps({**dataclasses.asdict(config), **found}), flush=True)
 

@@ -9,10 +9,12 @@ from pathlib import Path
 import jax
 import pytest
 
+from benchmarks.kernels.machine_code import tool
+from benchmarks.kernels.sass import assemble, find_nvdisasm
 from kernels_pallas.backend import LEAST_JAX
 from kernels_pallas.block_sparse_attention.api import KERNEL_TILE
 from tests.compiled import compilers
-from tests.compiled.assembler import ROOT, Assembly, compiled_by
+from tests.compiled.assembler import ROOT, Assembly, compiled_by, run
 from tests.compiled.kernels import CONFIGURATIONS, HEADS, SEQ_LEN
 
 pytestmark = [
@@ -41,6 +43,24 @@ def test_nothing_is_spilled(compiled) -> None:
     for found, spilled, _ in compiled:
         assert len(spilled) == 2 * found["kernels"], "stores and loads of each"
         assert not any(spilled), found
+
+
+def test_no_loop_overwrites_an_operand_that_it_begins_with(tmp_path: Path) -> None:
+    """CUDA 13.0's assembler does so: gradients were wrong on an H100."""
+    nvdisasm = find_nvdisasm("")
+    if tool("ptxas") is None or nvdisasm is None:
+        pytest.skip("needs CUDA's assembler and disassembler: `make compilers`")
+    run("tests.compiled.kernels", "limits", MOSAIC_GPU_DUMP_TO=str(tmp_path))
+    kernels = {path.stem: assemble(path, nvdisasm) for path in tmp_path.glob("*.ptx")}
+    lost = {
+        name: loop.lost
+        for name, kernel in kernels.items()
+        for loop in kernel.loops
+        if loop.lost
+    }
+    assert not lost
+    held = sum(loop.from_registers for k in kernels.values() for loop in k.loops)
+    assert held > 0
 
 
 def test_program_around_the_kernels_makes_no_copies_of_operands(compiled) -> None:
