@@ -12,7 +12,7 @@ Found = dict[tuple[str, str], dict[str, dict[str, Any]]]
 """Item and case -> name of a result -> its numbers; the newest counts."""
 
 TOKENS_MARKS = {"124m": 480_000, "1.3b": 50_000}
-PEAK_MARK = 0.05
+PEAK_MARK, LOSS_MARK = 0.05, 0.02
 WINDOW_CASE, WINDOW_MARK = "window 2048 32768", 5.0
 COPY_MARK, OFFLOAD_MARK, HOST_GB_MARK = 50.0, 1.10, 100.0
 OPTIMIZER_MARKS = {"fused adamw": 0.9, "fused adamw 8 bits": 0.7}
@@ -131,6 +131,24 @@ def _training_verdicts(found: Found, item: str, mark: int) -> Iterator[str]:
         least = 0.99 if case == "by hand" else 1.0
         told = f"{item}: {ours / number:.3f} x {case} ({number:,.0f} tokens/s)"
         yield verdict(told, ours >= least * number, f"{least:g}")
+    yield from _loss_verdicts(found, item)
+
+
+def _loss_verdicts(found: Found, item: str) -> Iterator[str]:
+    """Whether contestants have learned as much, each from initial values of its own."""
+    losses = {
+        case: results["step"]["last_loss"]
+        for (own, case), results in found.items()
+        if own == item and "last_loss" in results.get("step", {})
+    }
+    ours = losses.pop("engine", None)
+    if ours is None:
+        return
+    for case, loss in losses.items():
+        told = f"{item}: the last loss is {ours:.3f}, of {case} {loss:.3f}"
+        yield verdict(
+            told, abs(ours / loss - 1) <= LOSS_MARK, f"within {LOSS_MARK:.0%}"
+        )
 
 
 def _offload_verdicts(found: Found) -> Iterator[str]:

@@ -7,6 +7,7 @@ over rounds of steps, with the slowest and the fastest beside it.
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,6 +27,8 @@ from jaxpar.planner.targets import parse_target
 from jaxpar.planner.work import memory_traffic
 
 ROUNDS, STEPS, WARM = 6, 10, 5
+SECONDS = 30.0
+"""Of all rounds, at most, but for two steps a round."""
 
 
 def engine(session: Session, shape: str, again: bool = False) -> Rows:
@@ -122,7 +125,10 @@ def timed(session: Session, workload: Workload) -> dict[str, Any]:
     device = jax.devices()[0]
     before = (device.memory_stats() or {}).get("peak_bytes_in_use")
     for number in range(WARM):
+        began = time.perf_counter()
         float(workload.step(number))
+    last = time.perf_counter() - began
+    steps = max(2, min(steps, round(SECONDS / rounds / last)))
     taken, times, losses = WARM, [], [0.0]
     for _ in range(rounds):
         seconds, losses = protocol.timed_steps(workload.step, taken, steps)

@@ -25,6 +25,21 @@ def training(**tokens: float) -> Found:
     }
 
 
+def test_losses_of_contestants_are_compared() -> None:
+    rate = {"tokens_per_second": 500_000}
+    found: Found = {
+        ("124m", "engine"): {"step": {**rate, "last_loss": 10.3}},
+        ("124m", "by hand"): {"step": {"last_loss": 10.4}},
+        ("124m", "torch compile, flash"): {"step": {"last_loss": 12.0}},
+    }
+    words = [told for told in verdicts(found) if "last loss" in told]
+    assert words == [
+        "met: 124m: the last loss is 10.300, of by hand 10.400 (mark: within 2%)",
+        "MISSED: 124m: the last loss is 10.300, of torch compile, flash 12.000 "
+        "(mark: within 2%)",
+    ]
+
+
 def test_newest_result_of_the_code_and_device_counts() -> None:
     other = line("124m", "engine", "step", {"tokens_per_second": 9}) | {"code": "old"}
     known = [
