@@ -130,7 +130,7 @@ def test_assumptions_name_the_link_to_the_host_where_it_is_used():
 
 def test_assumptions_name_rates_and_sources():
     told = "\n".join(assumptions(parse_target("h200:1x8"), is_scheduled=True))
-    for part in ("80% of the peak of 989 TFLOP/s", "90% of the memory's 4.8 TB/s",
+    for part in ("80% of the peak of 989 TFLOP/s", "90% of the memory's 4.80 TB/s",
                  "450 GB/s inside its host", "S. Bekman", "NVLink 4",
                  "the compiled schedule has between its start"):  # fmt: skip
         assert part in told
