@@ -1,15 +1,19 @@
-"""How often is a branch taken: what a program does not say, its author may.
+"""How often is a branch taken, and by whom? What a program does not say, authors may.
 
 A conditional's predicate is known when it runs. A named scope around it reaches the
-jaxpr and the compiled program, where costs are counted.
+jaxpr and the compiled program, where costs are counted; a name of the predicate says
+that all devices take the same branch.
 """
 
 import contextlib
 import re
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
 
 _MARK = "jaxpar_taken_"
+_ALIKE = "jaxpar_alike_on_all_devices"
 _NUMBER = r"\d*\.?\d+(?:e-\d+)?"
 _FRACTION = re.compile(f"{_MARK}({_NUMBER}(?:_{_NUMBER})*)")
 
@@ -57,3 +61,27 @@ def fractions_in(scope: str) -> tuple[float, ...]:
     """All that `expected` said, as of `fraction_in`; none where nothing was said."""
     found = _FRACTION.findall(scope.rsplit("/branch_", 1)[-1])
     return tuple(map(float, found[-1].split("_"))) if found else ()
+
+
+def alike_on_all_devices(predicate: jax.Array) -> jax.Array:
+    """Say that all devices take the same branch of the conditional of a predicate.
+
+    So a branch may communicate: what only it reads is gathered where it is taken.
+    """
+    return checkpoint_name(predicate, _ALIKE)
+
+
+def branches_alike(jaxpr: core.Jaxpr) -> frozenset[int]:
+    """The ids of the conditionals whose predicates are `alike_on_all_devices`."""
+    named: set[core.Var] = set()
+    found = []
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        given = [x for x in eqn.invars if isinstance(x, core.Var) and x in named]
+        if name == "cond" and eqn.invars[0] in given:
+            found.append(id(eqn))
+        is_named = name == "name" and eqn.params["name"] == _ALIKE
+        # What `jax.lax.cond` and `switch` make of a predicate.
+        if is_named or (given and name in ("convert_element_type", "clamp")):
+            named.update(eqn.outvars)
+    return frozenset(found)

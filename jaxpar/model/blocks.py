@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.model.bridge import make_network
+from jaxpar.model.layer_drop import LayerDrop
 from jaxpar.model.network import PipelineNetwork, WholeModel
 from jaxpar.model.part_checks import (
     check_block_output,
@@ -68,6 +69,8 @@ class PipelineModel:
         stages then store more than 1.25 x the parameters of an even division.
       former_names: parameters that older checkpoints hold under another name, as pairs
         (name now, name then); both may end in ``/*``.
+      layer_drop: blocks that training steps leave out by chance, the same in all rows
+        of a micro-batch; None for none.
 
     Raises:
       ValueError: if a number, a policy, a section or a tie is invalid.
@@ -90,6 +93,7 @@ class PipelineModel:
     unroll: int = 1
     allow_uneven: bool = False
     former_names: tuple[tuple[str, str], ...] = ()
+    layer_drop: LayerDrop | None = None
 
     def __post_init__(self):
         check_policy(self.remat, self.remat_names)
@@ -203,6 +207,7 @@ class PipelineModel:
             self.unroll,
             self.allow_uneven,
             self.former_names,
+            self.layer_drop,
             embed,
             head,
         )

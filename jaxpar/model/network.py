@@ -5,6 +5,7 @@ draws the same dropout masks on any number of stages.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,8 +14,9 @@ import jax.numpy as jnp
 
 from jaxpar import tree
 from jaxpar.model.bridge import Network
-from jaxpar.model.model_state import Variables, cast_model_state, with_leaves
-from jaxpar.model.proxies import Call, refuse_reading, run_part
+from jaxpar.model.layer_drop import LayerDrop
+from jaxpar.model.model_state import Variables, with_leaves
+from jaxpar.model.proxies import Call, refuse_reading, run_named
 from jaxpar.model.remat import remat_block
 from jaxpar.model.section import LAYERS, SectionNetwork
 from jaxpar.model.trainable import Typed
@@ -40,6 +42,7 @@ class PipelineNetwork:
       unroll: blocks per iteration of the loop over a section, on one stage.
       allow_uneven: whether stages may store much more than an even division.
       former_names: names of parameters in older checkpoints, as `PipelineModel` has.
+      layer_drop: which blocks training steps leave out; None for none.
       embed: the embedding's network.
       head: the head's network.
     """
@@ -52,6 +55,7 @@ class PipelineNetwork:
     unroll: int
     allow_uneven: bool
     former_names: tuple[tuple[str, str], ...]
+    layer_drop: LayerDrop | None
     embed: Network
     head: Network
 
@@ -141,7 +145,7 @@ class PipelineNetwork:
           The first block's input, and the embedding's state.
         """
         key = jax.random.fold_in(key, self.num_blocks)
-        return _run("embed", self.embed, variables, call, key, training=training)
+        return run_named("embed", self.embed, variables, call, key, training=training)
 
     def run_between(
         self,
@@ -158,7 +162,7 @@ class PipelineNetwork:
             return hidden, {}
         key, own = self._between_key(section, key), call.passing(hidden)
         given = section.between_name, section.between, variables, own, key
-        return _run(*given, training=training)
+        return run_named(*given, training=training)
 
     def run_block(
         self,
@@ -179,12 +183,19 @@ class PipelineNetwork:
             variables: Variables, hidden: PyTree, call: Call, key: jax.Array
         ) -> tuple[PyTree, PyTree]:
             given = section.blocks[0], variables, call.passing(hidden), key
-            return _run(section.name, *given, training=training)
+            return run_named(section.name, *given, training=training)
 
-        key = jax.random.fold_in(key, section.first + index)
+        place = section.first + index
+        key = jax.random.fold_in(key, place)
         names = self.remat_names if policy in ("save-names", "offload") else ()
-        run = remat_block(block, policy, names=names, prevent_cse=not in_loop)
-        return run(variables, hidden, call, key)
+        run = functools.partial(
+            remat_block(block, policy, names=names, prevent_cse=not in_loop),
+            *(variables, hidden, call, key),
+        )
+        if self.layer_drop is None or not training:
+            return run()
+        before, own = (hidden, variables[1]), (place, self.num_blocks)
+        return self.layer_drop.run(run, before, key, call.step, own)
 
     def run_head(
         self,
@@ -213,7 +224,9 @@ class PipelineNetwork:
         for path, leaf in tied.items():
             params = tree.with_leaf(params, path.split("/"), leaf)
         key, own = jax.random.fold_in(key, self.num_blocks + 1), call.passing(hidden)
-        return _run("head", self.head, (params, state), own, key, training=training)
+        return run_named(
+            "head", self.head, (params, state), own, key, training=training
+        )
 
     def tied(self, embed_params: Params) -> dict[str, jax.Array]:
         """Path in the head -> the array that it shares with the embedding."""
@@ -376,23 +389,6 @@ class WholeModel:
 
     def __getattr__(self, name: str) -> Any:
         refuse_reading(name)
-
-
-def _run(
-    name: str,
-    part: Network,
-    variables: Variables,
-    call: Call,
-    key: jax.Array,
-    *,
-    training: bool,
-) -> tuple[Any, PyTree]:
-    """Run a part; its state keeps its dtypes, and in an evaluation its values."""
-    with jax.named_scope(name):
-        out, after = run_part(part, variables, call, key, training=training)
-    if not training:
-        return out, variables[1]
-    return out, cast_model_state({name: after}, {name: variables[1]})[name]
 
 
 def _below(part: str, names: Mapping[str, Any]) -> dict[str, Any]:

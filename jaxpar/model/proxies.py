@@ -17,7 +17,7 @@ from jax.extend import core
 from jaxpar import tree
 from jaxpar.model.bridge import Network
 from jaxpar.model.linen import LinenModel
-from jaxpar.model.model_state import Variables
+from jaxpar.model.model_state import Variables, cast_model_state
 from jaxpar.types import Batch, LossFn, PyTree
 
 _PLAIN = (bool, int, float, str)
@@ -226,3 +226,20 @@ def _traced(network: Network, fn: Callable[[Any, Call], Any], call: Call) -> PyT
         return network.run(fn, network.init(key), key, call, training=True)[0]
 
     return jax.eval_shape(run, jax.random.key(0), call)
+
+
+def run_named(
+    name: str,
+    part: Network,
+    variables: Variables,
+    call: Call,
+    key: jax.Array,
+    *,
+    training: bool,
+) -> tuple[Any, PyTree]:
+    """Run a part; its state keeps its dtypes, and in an evaluation its values."""
+    with jax.named_scope(name):
+        out, after = run_part(part, variables, call, key, training=training)
+    if not training:
+        return out, variables[1]
+    return out, cast_model_state({name: after}, {name: variables[1]})[name]

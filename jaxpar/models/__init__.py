@@ -1,6 +1,7 @@
 """The repository's own models: a folder per family, and the layers that they share."""
 
 from jaxpar.lazy import load_modules
+from jaxpar.model.layer_drop import LayerDrop
 from jaxpar.models.bert import (
     BertConfig,
     make_bert,
@@ -47,6 +48,7 @@ __all__ = [
     "BertConfig",
     "CoatnetConfig",
     "DecoderConfig",
+    "LayerDrop",
     "SparseSelfAttention",
     "T5Config",
     "TiledDense",

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from jaxpar.jaxprs.branches import branches_alike
 from jaxpar.jaxprs.compat import scan_counts
 from jaxpar.jaxprs.evaluate import bind_in_scope, read, scope_of
 from jaxpar.jaxprs.layer_loop import LayerLoop
@@ -104,10 +105,13 @@ def _evaluate(closed: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     jaxpr = closed.jaxpr
     env: dict[core.Var, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
+    conditional = branches_alike(jaxpr)
 
     for eqn in jaxpr.eqns:
         ins = [read(env, atom) for atom in eqn.invars]
         rule = _RULES.get(eqn.primitive.name, _bind)
+        if id(eqn) in conditional:
+            rule = _branch
         with scope_of(eqn):
             outs = rule(eqn, ins)
         env.update(zip(eqn.outvars, outs, strict=True))
@@ -124,6 +128,19 @@ def _bind(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
 
 def _inline(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
     return _evaluate(eqn.params["jaxpr"], ins)
+
+
+def _branch(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
+    """All devices take one branch: what another one reads is not gathered."""
+    index, *rest = ins
+
+    def taken(branch: core.ClosedJaxpr) -> Callable[[list], list]:
+        return lambda packed: [
+            jnp.asarray(x) for x in _evaluate(branch, _unpacked(rest, packed))
+        ]
+
+    branches = [taken(branch) for branch in eqn.params["branches"]]
+    return jax.lax.switch(_made(index), branches, [_packed(x) for x in rest])
 
 
 def _checkpoint(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:

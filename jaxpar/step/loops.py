@@ -5,6 +5,7 @@ from typing import Any
 
 from jax.extend import core
 
+from jaxpar.jaxprs.branches import branches_alike
 from jaxpar.jaxprs.compat import scan_counts
 from jaxpar.sharding.leaf_sharding import LeafSharding
 
@@ -85,10 +86,16 @@ def gathered_in(eqn: core.JaxprEqn, slices: Sequence[Any]) -> list[bool]:
 
 
 def is_used_whole(jaxpr: core.Jaxpr, var: core.Var) -> bool:
-    """Whether anything but slicing scans reads a variable."""
+    """Whether anything but slicing scans and branches reads a variable.
+
+    Of branches those that all devices take alike: they gather what they read.
+    """
+    conditional = branches_alike(jaxpr)
 
     def reads_whole(eqn: core.JaxprEqn, position: int) -> bool:
         name = eqn.primitive.name
+        if id(eqn) in conditional:
+            return position == 0
         if name == "scan":
             return position < sum(scan_counts(eqn.params))
         if name not in CALLS:

@@ -6,7 +6,12 @@ import pytest
 
 from jaxpar.compiled.hlo import parse, runs_of
 from jaxpar.compiled.source_lines import todays_lines
-from jaxpar.jaxprs.branches import expected, fraction_in
+from jaxpar.jaxprs.branches import (
+    alike_on_all_devices,
+    branches_alike,
+    expected,
+    fraction_in,
+)
 from jaxpar.jaxprs.evaluate import flops
 
 SIZE, TRIPS = 32, 8
@@ -105,3 +110,16 @@ def test_products_of_ragged_groups_are_counted() -> None:
 def test_a_fraction_is_one(fraction) -> None:
     with pytest.raises(ValueError, match=rf"fractions=\({fraction},\) must be"):
         expected(fraction)
+
+
+def test_conditionals_whose_predicate_has_a_name_are_alike() -> None:
+    def branches(x: jax.Array) -> jax.Array:
+        named = alike_on_all_devices(x > 0)
+        y = jax.lax.cond(named, jnp.sin, jnp.cos, x)
+        y = jax.lax.switch(named.astype(int), (jnp.sin, jnp.cos), y)
+        return jax.lax.cond(x > 1, jnp.tan, jnp.cos, y)
+
+    jaxpr = jax.make_jaxpr(branches)(1.0).jaxpr
+    alike = branches_alike(jaxpr)
+    conds = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
+    assert [id(eqn) in alike for eqn in conds] == [True, True, False]
