@@ -10,6 +10,13 @@ from .onebit_adam import onebit_adam
 from .onebit_lamb import onebit_lamb
 from .quantized_reduction import QuantizedReduction
 from .quantized_sums import ZeroPlusPlus
+from .schedules import (
+    Decay,
+    lr_range_test,
+    one_cycle,
+    one_cycle_momentum,
+    warmup_then,
+)
 from .settings import OPTIMIZERS, OptimizerSettings
 from .with_reduction import (
     LocalGradients,
@@ -23,6 +30,7 @@ from .zero_one_adam import zero_one_adam
 __all__ = [
     "OPTIMIZERS",
     "CommunicationConfig",
+    "Decay",
     "FusedOptimizer",
     "HostUpdate",
     "LocalGradients",
@@ -41,7 +49,11 @@ __all__ = [
     "fused_adamw",
     "fused_lamb",
     "fused_lion",
+    "lr_range_test",
+    "one_cycle",
+    "one_cycle_momentum",
     "onebit_adam",
     "onebit_lamb",
+    "warmup_then",
     "zero_one_adam",
 ]
