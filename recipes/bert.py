@@ -13,7 +13,6 @@ import functools
 from typing import Any, cast
 
 import jax
-import optax
 
 import jaxpar
 from jaxpar import models
@@ -21,6 +20,8 @@ from jaxpar.config import preset
 from jaxpar.data import DataConfig, Loader, MaskedRows, Tokens
 from jaxpar.models import BertConfig
 from jaxpar.optim import OPTIMIZERS, CommunicationConfig, OptimizerSettings
+from jaxpar.show.rate_range import show_rate_range
+from jaxpar.training.rate_config import RateConfig
 
 SMALL = BertConfig(
     task="masked", vocab_size=1024, seq_len=64, num_layers=2, num_heads=4, width=128
@@ -29,7 +30,7 @@ PRESETS = {"small": SMALL, "base": BertConfig(task="masked")}
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig):
+class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig, RateConfig):
     """One run of the BERT."""
 
     model: BertConfig = preset(
@@ -48,12 +49,10 @@ class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig):
     """Of a pipeline: 1f1b, gpipe, zero_bubble, interleaved, interleaved:4 chunks."""
     steps: int = 1600
     """Training steps; a run may go on with more."""
-    schedule_steps: int | None = None
-    """Of the learning rate's schedule; by default the steps at the first start."""
     optimizer: OptimizerSettings = preset(OPTIMIZERS, "adamw")
     """The optimizer, but for its learning rate."""
     learning_rate: float = 3e-3
-    """Peak of the schedule: linear warm-up over a tenth of it, then cosine."""
+    """Peak of the schedule; see --decay."""
     clip_norm: float = 1.0
     """Largest global norm of the gradients."""
     remat: str = "none"
@@ -71,8 +70,7 @@ class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig):
 def build(config: Config, mesh: jax.sharding.Mesh | None = None) -> jaxpar.Engine:
     """Make the engine of a config, on its own mesh or another."""
     model = dataclasses.replace(config.model, remat=config.remat)
-    rate, steps = config.learning_rate, config.schedule_steps or config.steps
-    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps)
+    schedule = config.make_schedule(config.learning_rate, config.steps)
     return jaxpar.initialize(
         model=models.make_bert(model),
         loss_fn=models.make_bert_loss(model),
@@ -136,8 +134,11 @@ def main(config: Config) -> None:
             total_steps=config.steps,
             save_every=config.save_every,
             evaluate=functools.partial(jaxpar.mean_loss, engine, held),
+            recovery=config.recovering(jaxpar.Recovery()),
             tokens_per_step=config.batch_size * config.model.seq_len,
         )
+    if config.decay == "range" and jax.process_index() == 0:
+        show_rate_range(run.folder)
     found = jax.device_get([engine.evaluate(batch) for batch in held])
     hits = sum(float(each["accuracy"]) * float(each["weight"]) for each in found)
     total = sum(float(each["weight"]) for each in found)

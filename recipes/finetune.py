@@ -22,13 +22,14 @@ from jaxpar.data import DataConfig, Loader, batch_shapes, rows_of
 from jaxpar.launch import choose_meshes
 from jaxpar.models.hf.pretrained import Pretrained
 from jaxpar.models.lora import NO_LORA, LoraConfig
-from jaxpar.optim import CommunicationConfig
+from jaxpar.optim import CommunicationConfig, Decay
+from jaxpar.training.rate_config import RateConfig
 
 CPU_MESH = jaxpar.MeshShape(data=2, tensor=2)
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig):
+class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig, RateConfig):
     """One run of fine-tuning."""
 
     base: str = ""
@@ -49,10 +50,10 @@ class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig):
     """Micro-batches a step."""
     steps: int = 200
     """Training steps; a run may go on with more."""
-    schedule_steps: int | None = None
-    """Of the learning rate's schedule; by default the steps at the first start."""
     learning_rate: float = 2e-5
-    """Peak of the schedule: linear warm-up over a tenth of it, then cosine."""
+    """Peak of the schedule; see --decay."""
+    decay: Decay = "cosine"
+    """Of the learning rate, after a linear warm-up over a tenth of the schedule."""
     clip_norm: float = 1.0
     """Largest global norm of the gradients."""
     remat: str = "none"
@@ -85,8 +86,7 @@ def build(
 ) -> jaxpar.Engine:
     """Make the engine of a config, on its own mesh or another."""
     ours = ours or open_base(config)
-    rate, steps = config.learning_rate, config.schedule_steps or config.steps
-    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps)
+    schedule = config.make_schedule(config.learning_rate, config.steps)
     return jaxpar.initialize(
         model=ours.model,
         loss_fn=ours.loss_fn,

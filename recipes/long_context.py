@@ -18,14 +18,16 @@ from jaxpar import models
 from jaxpar.config import preset
 from jaxpar.data import DataConfig, Loader, batch_shapes, rows_of
 from jaxpar.optim import CommunicationConfig
+from jaxpar.show.rate_range import show_rate_range
 from jaxpar.sparse_attention import SparsityPattern, causal_pattern
+from jaxpar.training.rate_config import RateConfig
 
 CPU_MESH = jaxpar.MeshShape(data=2, tensor=2)
 OWN = ("seq_len", "remat", "attention")  # Flags of the recipe's own.
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig):
+class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig, RateConfig):
     """One run of the GPT on long text."""
 
     model: models.DecoderConfig = preset(models.PRESETS, "tiny", without=OWN)
@@ -48,10 +50,8 @@ class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig):
     """Rows of the global batch."""
     steps: int = 100
     """Training steps; a run may go on with more."""
-    schedule_steps: int | None = None
-    """Of the learning rate's schedule; by default the steps at the first start."""
     learning_rate: float = 2e-3
-    """Peak of the schedule: linear warm-up over a tenth of it, then cosine."""
+    """Peak of the schedule; see --decay."""
     remat: str = "none"
     """Activation checkpointing of each block: none, full or dots."""
     eval_batches: int = 8
@@ -84,8 +84,7 @@ def model_of(config: Config) -> tuple[models.DecoderConfig, SparsityPattern]:
 def build(config: Config, mesh: Mesh | None = None) -> jaxpar.Engine:
     """Make the engine of a config, on its own mesh or another."""
     model, _ = model_of(config)
-    rate, steps = config.learning_rate, config.schedule_steps or config.steps
-    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps)
+    schedule = config.make_schedule(config.learning_rate, config.steps)
     return jaxpar.initialize(
         model=models.make_decoder(model),
         loss_fn=models.decoder_loss,
@@ -131,10 +130,12 @@ def main(config: Config) -> None:
         steps=config.steps,
         save_every=config.save_every,
         evaluate=lambda: jaxpar.mean_loss(engine, held),
-        recovery=config.recovery,
+        recovery=config.recovering(config.recovery),
         tokens_per_step=tokens_per_step(config),
     )
     assert loss is not None, "evaluated"
+    if config.decay == "range" and jax.process_index() == 0:
+        show_rate_range(run.folder)
     if jax.process_count() > 1:
         return  # One device is then another process's for all but one.
     reopened = build(

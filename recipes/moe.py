@@ -11,7 +11,6 @@ import functools
 from typing import Any
 
 import jax
-import optax
 
 import jaxpar
 from jaxpar import models
@@ -20,13 +19,15 @@ from jaxpar.data import DataConfig, Loader, batch_shapes, rows_of
 from jaxpar.launch import choose_meshes
 from jaxpar.models import PRESETS, DecoderConfig
 from jaxpar.optim import OPTIMIZERS, CommunicationConfig, OptimizerSettings
+from jaxpar.show.rate_range import show_rate_range
+from jaxpar.training.rate_config import RateConfig
 
 CPU_MESH = jaxpar.MeshShape(data=2, expert=2)
 ROUTERS = "largest_expert_load", "dropped_tokens"
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig):
+class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig, RateConfig):
     """One run of the mixture."""
 
     model: DecoderConfig = preset(PRESETS, "1m-moe", without=("remat", "lora"))
@@ -43,12 +44,10 @@ class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig):
     """Of a pipeline: 1f1b, gpipe, zero_bubble, interleaved, interleaved:4 chunks."""
     steps: int = 480
     """Training steps; a run may go on with more."""
-    schedule_steps: int | None = None
-    """Of the learning rate's schedule; by default the steps at the first start."""
     optimizer: OptimizerSettings = preset(OPTIMIZERS, "adamw")
     """The optimizer, but for its learning rate."""
     learning_rate: float = 5e-3
-    """Peak of the schedule: linear warm-up over a tenth of it, then cosine."""
+    """Peak of the schedule; see --decay."""
     clip_norm: float = 1.0
     """Largest global norm of the gradients."""
     remat: str = "none"
@@ -68,8 +67,7 @@ class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig):
 def build(config: Config, mesh: jax.sharding.Mesh | None = None) -> jaxpar.Engine:
     """Make the engine of a config, on its own mesh or another."""
     model = dataclasses.replace(config.model, remat=config.remat)
-    rate, steps = config.learning_rate, config.schedule_steps or config.steps
-    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps)
+    schedule = config.make_schedule(config.learning_rate, config.steps)
     return jaxpar.initialize(
         model=models.make_decoder(model),
         loss_fn=models.decoder_loss,
@@ -124,9 +122,12 @@ def main(config: Config) -> None:
             total_steps=config.steps,
             save_every=config.save_every,
             evaluate=functools.partial(jaxpar.mean_loss, engine, held),
+            recovery=config.recovering(jaxpar.Recovery()),
             tokens_per_step=config.batch_size * model.seq_len,
         )
         print(f"routing  {routing_of(engine, held)}")
+    if config.decay == "range" and jax.process_index() == 0:
+        show_rate_range(run.folder)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import functools
 from typing import Any, cast
 
 import jax
-import optax
 
 import jaxpar
 from jaxpar import models
@@ -20,13 +19,15 @@ from jaxpar.launch import choose_meshes
 from jaxpar.models import PRESETS, DecoderConfig
 from jaxpar.optim import OPTIMIZERS, CommunicationConfig, OptimizerSettings
 from jaxpar.show.loss import draw_loss
+from jaxpar.show.rate_range import show_rate_range
+from jaxpar.training.rate_config import RateConfig
 
 CPU_MESH = jaxpar.MeshShape(data=2, tensor=2)
 SET_HERE = "remat", "sequence_parallel"
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig):
+class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig, RateConfig):
     """One run of the GPT."""
 
     model: DecoderConfig = preset(PRESETS, "1m", without=("lora", *SET_HERE))
@@ -43,12 +44,10 @@ class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig):
     """Of a pipeline: 1f1b, gpipe, zero_bubble, interleaved, interleaved:4 chunks."""
     steps: int = 480
     """Training steps; a run may go on with more."""
-    schedule_steps: int | None = None
-    """Of the learning rate's schedule; by default the steps at the first start."""
     optimizer: OptimizerSettings = preset(OPTIMIZERS, "adamw")
     """The optimizer, but for its learning rate."""
     learning_rate: float = 5e-3
-    """Peak of the schedule: linear warm-up over a tenth of it, then cosine."""
+    """Peak of the schedule; see --decay."""
     clip_norm: float | None = 1.0
     """Largest global norm of the gradients."""
     offload: jaxpar.Offload = dataclasses.field(default_factory=jaxpar.Offload.nothing)
@@ -77,8 +76,7 @@ def build(config: Config, mesh: jax.sharding.Mesh | None = None) -> jaxpar.Engin
     """Make the engine of a config, on its own mesh or another."""
     how = {name: getattr(config, name) for name in SET_HERE}
     model = dataclasses.replace(config.model, **how)
-    rate, steps = config.learning_rate, config.schedule_steps or config.steps
-    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps)
+    schedule = config.make_schedule(config.learning_rate, config.steps)
     return jaxpar.initialize(
         model=models.make_decoder(model),
         loss_fn=models.decoder_loss,
@@ -129,11 +127,13 @@ def main(config: Config) -> None:
             save_every=config.save_every,
             keep=config.keep,
             evaluate=functools.partial(jaxpar.mean_loss, engine, held),
-            recovery=config.recovery,
+            recovery=config.recovering(config.recovery),
             tokens_per_step=tokens_per_step(config),
         )
     if loss is not None and heldout.num_bytes and not config.pack:
         print(f"held-out {loss * len(heldout) / heldout.num_bytes:.3f} nats a byte")
+    if config.decay == "range" and jax.process_index() == 0:
+        show_rate_range(run.folder)
     if jax.process_count() > 1:
         return  # A sample needs the whole model in one process.
     given = engine.model(), heldout.read(at := len(heldout) // 2, at + 64), 400

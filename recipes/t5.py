@@ -13,7 +13,6 @@ import functools
 from typing import Any, cast
 
 import jax
-import optax
 
 import jaxpar
 from jaxpar import models
@@ -29,10 +28,12 @@ from jaxpar.data import (
 from jaxpar.models import T5_PRESETS, T5Config
 from jaxpar.optim import OPTIMIZERS, CommunicationConfig, OptimizerSettings
 from jaxpar.show.loss import draw_loss
+from jaxpar.show.rate_range import show_rate_range
+from jaxpar.training.rate_config import RateConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig):
+class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig, RateConfig):
     """One run of the T5."""
 
     model: T5Config = preset(T5_PRESETS, "1m", without=("remat", "sequence_parallel"))
@@ -51,12 +52,10 @@ class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig):
     """Of a pipeline: 1f1b, gpipe, interleaved, interleaved:4 chunks."""
     steps: int = 600
     """Training steps; a run may go on with more."""
-    schedule_steps: int | None = None
-    """Of the learning rate's schedule; by default the steps at the first start."""
     optimizer: OptimizerSettings = preset(OPTIMIZERS, "adamw")
     """The optimizer, but for its learning rate."""
     learning_rate: float = 3e-3
-    """Peak of the schedule: linear warm-up over a tenth of it, then cosine."""
+    """Peak of the schedule; see --decay."""
     clip_norm: float = 1.0
     """Largest global norm of the gradients."""
     remat: str = "none"
@@ -78,8 +77,7 @@ class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig):
 def build(config: Config, mesh: jax.sharding.Mesh | None = None) -> jaxpar.Engine:
     """Make the engine of a config, on its own mesh or another."""
     how = {"remat": config.remat, "sequence_parallel": config.sequence_parallel}
-    rate, steps = config.learning_rate, config.schedule_steps or config.steps
-    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps)
+    schedule = config.make_schedule(config.learning_rate, config.steps)
     return jaxpar.initialize(
         model=models.make_t5(dataclasses.replace(config.model, **how)),
         loss_fn=models.t5_loss,
@@ -137,8 +135,11 @@ def main(config: Config) -> None:
             save_every=config.save_every,
             keep=config.keep,
             evaluate=functools.partial(jaxpar.mean_loss, engine, held),
+            recovery=config.recovering(jaxpar.Recovery()),
             tokens_per_step=config.batch_size * (lengths.inputs + lengths.labels),
         )
+    if config.decay == "range" and jax.process_index() == 0:
+        show_rate_range(run.folder)
     with contextlib.suppress(ModuleNotFoundError):  # It needs matplotlib.
         print(f"picture  {draw_loss(run.folder).resolve()}")
 

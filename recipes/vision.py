@@ -12,7 +12,6 @@ import functools
 from typing import Any, Literal
 
 import jax
-import optax
 
 import jaxpar
 from jaxpar import models
@@ -20,13 +19,15 @@ from jaxpar.config import preset
 from jaxpar.data import Loader, PreparedImages, image_shapes, open_images
 from jaxpar.launch import choose_meshes
 from jaxpar.optim import OPTIMIZERS, CommunicationConfig, OptimizerSettings
+from jaxpar.show.rate_range import show_rate_range
+from jaxpar.training.rate_config import RateConfig
 
 ON_CPU = jaxpar.MeshShape(data=2, tensor=2)
 ADAMW = dataclasses.replace(OPTIMIZERS["adamw"], weight_decay=0.05)
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(jaxpar.StartOptions, CommunicationConfig):
+class Config(jaxpar.StartOptions, CommunicationConfig, RateConfig):
     """One run of the classifier."""
 
     family: Literal["vit", "coatnet"] = "vit"
@@ -57,12 +58,10 @@ class Config(jaxpar.StartOptions, CommunicationConfig):
     """Of a pipeline: 1f1b, gpipe, zero_bubble, interleaved, interleaved:4 chunks."""
     steps: int = 1500
     """Training steps; a run may go on with more."""
-    schedule_steps: int | None = None
-    """Of the learning rate's schedule; by default the steps at the first start."""
     optimizer: OptimizerSettings = preset({**OPTIMIZERS, "adamw": ADAMW}, "adamw")
     """The optimizer, but for its learning rate."""
     learning_rate: float = 3e-3
-    """Peak of the schedule: linear warm-up over a tenth of it, then cosine."""
+    """Peak of the schedule; see --decay."""
     eval_batch_size: int = 120
     """Held-out images at once; what does not fill a batch is left out."""
     save_every: int = 500
@@ -83,9 +82,8 @@ def model_of(config: Config) -> tuple[Any, Any, int]:
 def build(config: Config, mesh: jax.sharding.Mesh | None = None) -> jaxpar.Engine:
     """Make the engine of a config, on its own mesh or another."""
     make, model, _ = model_of(config)
-    rate, steps = config.learning_rate, config.schedule_steps or config.steps
     smooth = {"label_smoothing": config.label_smoothing}
-    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps)
+    schedule = config.make_schedule(config.learning_rate, config.steps)
     return jaxpar.initialize(
         model=make(model),
         loss_fn=functools.partial(models.classification_loss, **smooth),
@@ -139,7 +137,10 @@ def main(config: Config) -> None:
             total_steps=config.steps,
             save_every=config.save_every,
             evaluate=functools.partial(evaluate, engine, held),
+            recovery=config.recovering(jaxpar.Recovery()),
         )
+    if config.decay == "range" and jax.process_index() == 0:
+        show_rate_range(run.folder)
     share = evaluate(engine, held)["accuracy"]
     print(f"held-out {share:.2%} of {len(held) * held.batch_size:,} images are right")
 

@@ -139,7 +139,7 @@ WRONG = {
     r"first_steps=0 must be at least 1": lambda: one_cycle(0.1, 0.2, first_steps=0),
     r"second_steps=-2 must be at": lambda: one_cycle(0.1, 0.2, second_steps=-2),
     r"decay_steps=-1 must be at least 0": lambda: one_cycle(0.1, 0.2, decay_steps=-1),
-    r"decay_rate=-1\.0 must be at least 0": lambda: one_cycle(0.1, 0.2, decay_rate=-1.0),
+    r"decay_rate=-1\.0 must be at": lambda: one_cycle(0.1, 0.2, decay_rate=-1.0),
     r"decay_rate=0\.5: nothing decays": lambda: one_cycle(0.1, 0.2, decay_rate=0.5),
     r"min_momentum=1\.0 must be from 0": lambda: one_cycle_momentum(1.0),
     r"max_momentum=0\.7 must be from min_": lambda: one_cycle_momentum(0.8, 0.7),

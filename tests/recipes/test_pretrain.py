@@ -88,6 +88,18 @@ def test_rows_are_split_encoded_and_learned_without_other_flags(
 
 
 @pytest.mark.slow
+def test_range_test_suggests_rates_and_draws_them(tmp_path: Path) -> None:
+    args = [*small_run(tmp_path, 40), "--batch-size", "4", "--model", "tiny"]
+    args += ["--mesh.data", "2", "--decay", "range", "--learning-rate", "0.05"]
+    done = start(RECIPE, *args)
+    assert done.code == 0, done.text
+    (found,) = re.findall(r"range    learning rates from (\S+) to ([\d.]+)", done.text)
+    low, high = map(float, found)
+    assert 0.005 <= low <= high <= 0.5
+    assert (tmp_path / "run/lr_range.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
 def test_pipeline_trains_in_3d_and_goes_on_without_one(tmp_path: Path) -> None:
     args = [*small_run(tmp_path, STEPS), "--batch-size", "8", "--model", "tiny"]
     piped = ("--mesh.data", "2", "--mesh.pipe", "2", "--mesh.tensor", "2")
@@ -116,7 +128,16 @@ def test_help_names_every_flag_and_what_it_does(
     ended = told(monkeypatch, capsys, RECIPE, "--help")
     assert ended.code == 0
     zero, schedules = "ZeRO stage: 0, 1, 2 or 3", "interleaved:4"
-    for text in ("--zero", zero, "--schedule", schedules, "The run's folder"):
+    decays = "{cosine,linear,inverse_sqrt,wsd,range}"
+    for text in (
+        "--decay",
+        decays,
+        "--zero",
+        zero,
+        "--schedule",
+        schedules,
+        "The run's folder",
+    ):
         assert text in ended.text
 
 
