@@ -37,7 +37,7 @@ TECHNIQUES = {
     "1-bit Adam": f"{_TWO} --optimizer onebit_adam",
     "0/1 Adam": f"{_TWO} --optimizer zero_one_adam",
     "0/1 Adam, longer intervals later": f"{_TWO} --optimizer zero_one_adam "
-    "--optimizer.local-step-scaler 180",
+    "--optimizer.local-step-scaler 180 --optimizer.var-update-scaler 50",
     "local SGD": f"{_REPLICAS} --join-every 16 --join-rate 1 --join-momentum 0",
     "DiLoCo": f"{_REPLICAS} --join-every 16",
     "weights in 8 bits": f"{_FOUR} --weight-bits 8",
