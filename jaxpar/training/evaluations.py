@@ -1,8 +1,12 @@
-"""When is a run evaluated, and under which names are the numbers logged?"""
+"""When is a run evaluated, under which names, and have its losses stopped falling?"""
 
 import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from jaxpar.checkpoint.processes import from_first
+from jaxpar.training.early_stop import EarlyStop, Standing
+from jaxpar.training.run import Run
 
 Evaluation = Callable[[], float | Mapping[str, float]]
 """Returns a loss, or numbers by name; called by every process."""
@@ -17,10 +21,12 @@ class Evaluations:
     Args:
       given: an evaluation, or several by name; None for none.
       every: steps between them; None for those that are saved.
+      early_stop: when they end the run; None for never.
 
     Attributes:
       loss: of the last `run`: the first number that is called loss; None before, and
         where none is.
+      early_stop: as given.
 
     Example:
       >>> given = {"code": lambda: 1.5, "text": lambda: {"bleu": 0.25}}
@@ -32,8 +38,16 @@ class Evaluations:
     """
 
     def __init__(
-        self, given: Evaluation | Mapping[str, Evaluation] | None, every: int | None
+        self,
+        given: Evaluation | Mapping[str, Evaluation] | None,
+        every: int | None,
+        early_stop: EarlyStop | None = None,
     ):
+        if early_stop is not None and given is None:
+            raise ValueError(
+                f"patience={early_stop.patience} needs evaluate=, a function that "
+                "returns a loss."
+            )
         if every is not None and every < 1:
             raise ValueError(
                 f"eval_every={every} must be at least 1; None evaluates what is saved."
@@ -53,6 +67,9 @@ class Evaluations:
             )
         self._evaluations, self._every = by_name, every
         self.loss: float | None = None
+        self.early_stop = early_stop
+        self._loss_name: str | None = None
+        self._past: dict[int, Mapping[str, float]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._evaluations)
@@ -71,6 +88,7 @@ class Evaluations:
 
         Raises:
           TypeError: if an evaluation returns something else.
+          ValueError: if there is no loss that could stop the run early.
         """
         found = {}
         for name, evaluate in self._evaluations.items():
@@ -84,9 +102,47 @@ class Evaluations:
                         "returns a number, or a dict of numbers."
                     )
                 found[key] = float(value)
-        losses = (x for k, x in found.items() if k.rpartition("/")[2] == "loss")
-        self.loss = next(losses, None)
+        losses = (name for name in found if name.rpartition("/")[2] == "loss")
+        self._loss_name = next(losses, None)
+        self.loss = found.get(self._loss_name or "")
+        if self.early_stop and self.loss is None:
+            raise ValueError(
+                f"patience={self.early_stop.patience} needs a number called loss, but "
+                f"evaluate returns {', '.join(found)}; return the loss too."
+            )
         return found
+
+    def recall(self, run: Run, step: int) -> None:
+        """Remember what a run has logged up to a step, and nothing else."""
+        if self.early_stop:
+            self._past = dict(run.evaluated_until(step))
+
+    def remember(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Remember an evaluation that is logged, as process 0 has it."""
+        if self.early_stop and self._loss_name in numbers:
+            self._past[step] = from_first(lambda: dict(numbers))
+
+    def lacks(self, step: int) -> bool:
+        """Whether an evaluation that an early stop goes by is missing."""
+        return self.early_stop is not None and step not in self._past
+
+    def standing(self) -> Standing:
+        """How the losses stand; without a rule for an early stop, none does."""
+        name, rule = self._loss_name, self.early_stop
+        if rule is None or name is None:
+            return Standing(None, 0)
+        return rule.standing({at: x[name] for at, x in self._past.items() if name in x})
+
+    @property
+    def is_improved(self) -> bool:
+        """Whether the last one is the best, and an early stop must keep it."""
+        return self.standing().best_step == max(self._past, default=-1)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run ends early."""
+        rule = self.early_stop
+        return rule is not None and self.standing().since >= rule.patience
 
 
 def _named(name: str, value: Any) -> dict[str, Any]:

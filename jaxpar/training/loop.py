@@ -10,6 +10,7 @@ from jaxpar.engine.engine import Engine
 from jaxpar.engine.run_ahead import SkippedStepWarning
 from jaxpar.launch.exit_codes import REPLACED
 from jaxpar.launch.lease import LeaseLostError
+from jaxpar.training.early_stop import EarlyStop
 from jaxpar.training.evaluations import Evaluation, Evaluations
 from jaxpar.training.metrics import MetricsLogger
 from jaxpar.training.profile import profiled_steps
@@ -31,6 +32,7 @@ def train(  # noqa: PLR0913 - keywords, each of its own kind
     keep: int | Keep | None = 3,
     evaluate: Evaluation | Mapping[str, Evaluation] | None = None,
     eval_every: int | None = None,
+    early_stop: EarlyStop | None = None,
     writers: Sequence[MetricsWriter] = (),
     hooks: Sequence[Hook] = (),
     recovery: Recovery | None = None,
@@ -54,6 +56,9 @@ def train(  # noqa: PLR0913 - keywords, each of its own kind
         ``metrics.jsonl`` has the numbers as ``eval/loss`` or ``eval/<name>/<number>``.
         The first loss chooses the best checkpoints of `keep`.
       eval_every: steps between evaluations; None for those that are saved.
+      early_stop: ends the run, as a finished one, once that first loss has not improved
+        for some evaluations. Each step that improves it is saved, and the best one's
+        checkpoint is kept. None for that of the run's config, or never.
       writers: take the numbers too (`jaxpar.training.writers`), beside those that the
         run's config names. One that fails is left out, with a warning.
       hooks: functions of (step, metrics, engine), called on every process with the
@@ -67,15 +72,18 @@ def train(  # noqa: PLR0913 - keywords, each of its own kind
         time went. None for those of the run's config, or none.
 
     Returns:
-      The held-out loss at the last step; None without `evaluate`.
+      The held-out loss at the last step taken; None without `evaluate`.
 
     Raises:
       RunStopped: if the run ends early; scripts end with its code.
       ValueError: if `profile` is not of steps of the run, if the optimizer's warm-up
-        is longer than that, or `eval_every` is below 1 or given without `evaluate`.
+        is longer than that, `eval_every` is below 1, or it or `early_stop` is given
+        without `evaluate`, or one that returns no loss.
       TypeError: if an evaluation is not a function, or returns no numbers.
     """
-    evaluations = Evaluations(evaluate, eval_every)
+    early_stop = early_stop or run.early_stop
+    evaluations = Evaluations(evaluate, eval_every, early_stop)
+    keep = early_stop.kept(keep) if early_stop else keep
     _check_warm_up(engine, total_steps or steps)
     profiled = profiled_steps(profile or run.profile, total_steps or steps)
     rules = RunRules(

@@ -20,6 +20,7 @@ from jaxpar.checkpoint.processes import from_first, gather
 from jaxpar.launch.agreement import require_same
 from jaxpar.launch.lease import is_lease, read_holder, take_lease, use_lease
 from jaxpar.launch.worker_environment import current
+from jaxpar.training.early_stop import make_early_stop
 from jaxpar.training.options import options_of
 from jaxpar.training.origin import find_parameters
 from jaxpar.training.profile import profiled_steps
@@ -65,7 +66,8 @@ def open_run(
     Args:
       folder: for everything that the run writes; made if missing.
       config: the run's config, a dataclass of JSON values. A field "profile" is what
-        `jaxpar.train` takes under that name.
+        `jaxpar.train` takes under that name; "patience" and "min_delta" make its
+        `early_stop`.
       identity: what else must match to go on (the corpus's sha256).
       may_change: fields of the config that may differ from the last start, because they
         change no number but by rounding. `jaxpar.train` asks the engine whether that
@@ -85,7 +87,7 @@ def open_run(
     Raises:
       ValueError: if the folder holds another run, or files but no run, or is a file; if
         the processes of the run differ in config, code, data or versions; if the
-        config's "profile" is not of its "steps".
+        config's "profile" is not of its "steps", or its "patience" below 1.
       LeaseHeldError: if another process runs this run.
       PermissionError: if the folder can't be written.
       ModuleNotFoundError: if a writer's package is missing.
@@ -93,6 +95,7 @@ def open_run(
     options = options_of(config)
     writers = writers_of(config)
     profiled = profiled_steps(options.profile, getattr(config, "steps", None))
+    early_stop = make_early_stop(options.patience, options.min_delta)
     start_from = options.init_from if init_from is None else init_from
     wanted = as_json(config, identity)
     if start_from is not None:
@@ -106,7 +109,7 @@ def open_run(
     kept = {name: record["config"][name] for name in fixed}
     _say_fixed(record["config"], fixed)
     config = dataclasses.replace(config, **kept)
-    run = Run(Path(folder), record, writers, config, change, profiled)
+    run = Run(Path(folder), record, writers, config, change, profiled, early_stop)
     use_lease(Path(folder), lease).keep_for(run)
     _require_shared(Path(folder), lease)
     return run

@@ -15,6 +15,10 @@ class StartOptions:
     """Go on with settings that change the run's numbers: its rate, batch, data."""
     init_from: str | None = None
     """Begin with the parameters of another run, checkpoint or safetensors folder."""
+    min_delta: float = 0.0
+    """By how much the held-out loss must fall to count for --patience."""
+    patience: int | None = None
+    """End the run after so many evaluations without a better held-out loss."""
     profile: str | None = None
     """Steps to trace, such as 10:15, into the run's folder "profile"."""
     tensorboard: bool = False

@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from jaxpar.types import Batch, Metrics
+
 _MAD_TO_SIGMA = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 _LEAST_SPREAD = 0.01
@@ -50,6 +52,25 @@ class Recovery:
             value = getattr(self, name)
             if value < least:
                 raise ValueError(f"recovery: {name}={value} must be at least {least}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """A step that was dispatched and is not checked yet.
+
+    Attributes:
+      step: its number.
+      ordinal: number of its batch, counted over all batches that the run has drawn.
+      rows: (start, stop) of the batch in the data, counted from the start.
+      batch: the batch.
+      metrics: on the device.
+    """
+
+    step: int
+    ordinal: int
+    rows: tuple[int, int]
+    batch: Batch
+    metrics: Metrics
 
 
 class StepMonitor:

@@ -21,6 +21,7 @@ from jaxpar.checkpoint.processes import from_first
 from jaxpar.engine.engine import Engine
 from jaxpar.launch.lease import require_lease
 from jaxpar.training.changes import restore_changed, schedule_counts
+from jaxpar.training.early_stop import EarlyStop
 from jaxpar.training.metrics import read_metrics
 from jaxpar.training.origin import load_parameters
 from jaxpar.training.record import changes_numbers, read, write
@@ -43,6 +44,7 @@ class Run:
       config: the run's config, with what was fixed at the first start.
       change: whether this start may change the run's numbers.
       profile: the first and the last step to trace; None for none.
+      early_stop: when the run ends before its last step; None for never.
     """
 
     folder: Path
@@ -51,6 +53,7 @@ class Run:
     config: Any = None
     change: bool = False
     profile: tuple[int, int] | None = None
+    early_stop: EarlyStop | None = None
 
     def accept(self, engine: Engine) -> None:
         """Record what has changed since the last start.
@@ -185,6 +188,13 @@ class Run:
         path = self.folder / "metrics.jsonl"
         return from_first(lambda: _read_numbers(path, step)[-most:])
 
+    def evaluated_until(self, step: int) -> list[tuple[int, dict[str, float]]]:
+        """(step, its numbers) of evaluations logged up to a step, on every process."""
+        path = self.folder / "metrics.jsonl"
+        return [
+            (at, own) for at, own in from_first(lambda: _read_evaluated(path, step))
+        ]
+
     def rows_left_out(self, batch_rows: int) -> list[tuple[int, int]]:
         """(start, stop) rows, counted from the start, that rollbacks have left out.
 
@@ -239,6 +249,15 @@ def _read_numbers(path: Path, step: int) -> list[list[float]]:
         for each in records
         if each["step"] <= step and names[0] in each
     ]
+
+
+def _read_evaluated(path: Path, step: int) -> list[tuple[int, dict[str, float]]]:
+    records = read_metrics(path) if path.exists() else []
+    found = [
+        (each["step"], {k: x for k, x in each.items() if k.startswith("eval/")})
+        for each in records
+    ]
+    return [(at, own) for at, own in found if at <= step and own]
 
 
 def _read_events(path: Path) -> list[dict[str, Any]]:

@@ -24,33 +24,14 @@ from jaxpar.training.evaluations import Evaluations, describe
 from jaxpar.training.metrics import MetricsLogger
 from jaxpar.training.performance import Performance
 from jaxpar.training.profile import Profile
-from jaxpar.training.recovery import Recovery, StepMonitor
+from jaxpar.training.recovery import Recovery, StepMonitor, Taken
 from jaxpar.training.run import NEW_DATA, Run, digest
 from jaxpar.training.signals import RunStopped, StopSignals
 from jaxpar.training.stragglers import StragglerDetector, describe_slow
-from jaxpar.types import Batch, Metrics
+from jaxpar.types import Batch
 
 Hook = Callable[[int, Mapping[str, float], Engine], None]
 """Called with a step, its numbers and the engine."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Taken:
-    """A step that was dispatched and is not checked yet.
-
-    Attributes:
-      step: its number.
-      ordinal: number of its batch, counted over all batches that the run has drawn.
-      rows: (start, stop) of the batch in the data, counted from the start.
-      batch: the batch.
-      metrics: on the device.
-    """
-
-    step: int
-    ordinal: int
-    rows: tuple[int, int]
-    batch: Batch
-    metrics: Metrics
 
 
 class _BadNumbersError(Exception):
@@ -135,7 +116,9 @@ class RunLoop:
             start = self.run.resume(self.engine, self.data)
         if start is not None:
             self._resume_at(start)
-            self._evaluate(start)
+            found = self._evaluate(start)
+            if self._due(start)[0] and self.evaluations.lacks(start):
+                self.first_numbers = found  # A stop signal came before it.
             return start
         self.run.require_no_progress()
         with self.clock.during("restore"):
@@ -156,12 +139,15 @@ class RunLoop:
         self.first_numbers = {}
         try:
             for step in range(start + 1, self.rules.steps + 1):
+                if self.evaluations.is_over:
+                    break
                 with self.profile.step(step):
                     self._step(step, logger)
                 if self._is_due(step, self.recovery.probe_every):
                     self._probe(step)
                 self._evaluate_and_save(step, logger, signals.asked(step))
             self._wait_for_saves()
+            self._say_early_stop()
         except (_BadNumbersError, FloatingPointError) as error:
             return self._roll_back(error)
         return None
@@ -170,18 +156,14 @@ class RunLoop:
         self, step: int, logger: MetricsLogger, asked: str | None
     ) -> None:
         """Do what is due after a step, and end the run if that was asked for."""
-        is_last = step == self.rules.steps
-        is_saved = self._is_due(step, self.rules.save_every) or is_last
-        # The best checkpoints are chosen among all that are saved.
-        is_judged = is_saved and as_keep(self.rules.keep).best > 0
-        due = self.evaluations.is_due(step, is_saved=is_saved, is_last=is_last)
-        due = due or (is_judged and bool(self.evaluations))
+        due, is_saved = self._due(step)
         heldout = None
         if due or is_saved or asked:
             self._judge(logger)
         if due and not asked:  # A stop signal leaves little time.
             self._log(step, self._evaluate(step), logger)
             heldout = self.evaluations.loss
+            is_saved |= self.evaluations.is_improved or self.evaluations.is_over
         if is_saved or asked:
             # A checkpoint never has steps that the log lacks.
             logger.flush()
@@ -189,12 +171,33 @@ class RunLoop:
         if asked:
             self._stop_at(step, asked)
 
+    def _due(self, step: int) -> tuple[bool, bool]:
+        """Whether to evaluate, and whether to save, after a step."""
+        is_last = step == self.rules.steps
+        is_saved = self._is_due(step, self.rules.save_every) or is_last
+        # The best checkpoints are chosen among all that are saved.
+        is_judged = is_saved and as_keep(self.rules.keep).best > 0
+        due = self.evaluations.is_due(step, is_saved=is_saved, is_last=is_last)
+        return due or (is_judged and bool(self.evaluations)), is_saved
+
+    def _say_early_stop(self) -> None:
+        """Report that the run is over before its last step, if it is."""
+        if not self.evaluations.is_over:
+            return
+        best, since = self.evaluations.standing()
+        why = f"no better held-out loss for {since} evaluations since step {best}"
+        if self.has_compiled:
+            self._report("stopped early", self.engine.steps, why=why, best_step=best)
+        else:
+            self._say(f"has stopped early at step {self.engine.steps}: {why}")
+
     def _log(
         self, step: int, numbers: Mapping[str, float], logger: MetricsLogger
     ) -> None:
         """Log numbers, and call the hooks."""
         if numbers:
             logger.log(step, numbers)
+            self.evaluations.remember(step, numbers)
             for hook in self.rules.hooks:
                 hook(step, dict(numbers), self.engine)
 
@@ -294,6 +297,7 @@ class RunLoop:
         self.performance.read()  # What was done since the last step is not one's time.
         self.drawn, self.rows = self.run.drawn(start, self.batch_rows)
         self._leave_out()
+        self.evaluations.recall(self.run, start)
         window = self.recovery.window
         self.monitor.begin_after(self.run.numbers_before(start, window))
 
@@ -339,9 +343,7 @@ class RunLoop:
             return {}
         with self.clock.during("evaluate"):
             found = self.evaluations.run()
-        if jax.process_index() == 0:
-            said = f"held-out {describe(found)} at step {step}"
-            self.console.print(said, markup=False)
+        self._say(f"held-out {describe(found)} at step {step}")
         return found
 
     def _wait_for_saves(self) -> None:
@@ -378,8 +380,11 @@ class RunLoop:
     def _report(self, event: str, step: int, **fields: Any) -> None:
         self.run.note(event, step, **fields)
         said = ", ".join(f"{name} {value}" for name, value in fields.items())
+        self._say(f"{event} at step {step}: {said}")
+
+    def _say(self, text: str) -> None:
         if jax.process_index() == 0:
-            self.console.print(f"{event} at step {step}: {said}", markup=False)
+            self.console.print(text, markup=False)
 
     @staticmethod
     def _is_due(step: int, every: int) -> bool:
