@@ -14,12 +14,13 @@ import jax
 import jaxpar
 from jaxpar import models
 from jaxpar.config import preset
-from jaxpar.data import DataConfig, Loader, batch_shapes, rows_of
+from jaxpar.data import Loader, SuitesConfig, batch_shapes, rows_of
 from jaxpar.launch import choose_meshes
 from jaxpar.models import PRESETS, DecoderConfig
 from jaxpar.optim import OPTIMIZERS, CommunicationConfig, OptimizerSettings
 from jaxpar.show.loss import draw_loss
 from jaxpar.show.rate_range import show_rate_range
+from jaxpar.training.evaluations import mean_losses
 from jaxpar.training.rate_config import RateConfig
 
 CPU_MESH = jaxpar.MeshShape(data=2, tensor=2)
@@ -27,7 +28,7 @@ SET_HERE = "remat", "sequence_parallel"
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig, RateConfig):
+class Config(jaxpar.StartOptions, SuitesConfig, CommunicationConfig, RateConfig):
     """One run of the GPT."""
 
     model: DecoderConfig = preset(PRESETS, "1m", without=("lora", *SET_HERE))
@@ -101,16 +102,17 @@ def tokens_per_step(config: Config) -> int:
 def main(config: Config) -> None:
     """Train, evaluate and save, on one mesh and then on another; sample."""
     meshes = choose_meshes(config.mesh, config.steps, on_cpu=CPU_MESH)
-    model = config.model
-    opened = config.open_data(pack=config.pack)
-    run = jaxpar.open_run(config.out, config, {"corpus_sha256": opened.sha256})
-    corpus, heldout, tokenizer = opened.for_run(
-        run.folder, model.vocab_size, cache=config.data_cache
-    )
-    rows = functools.partial(rows_of, seq_len=model.seq_len, pack=config.pack)
+    seq_len, vocab = config.model.seq_len, config.model.vocab_size
+    found = config.open_data(pack=config.pack)
+    run = jaxpar.open_run(config.out, config, {"corpus_sha256": found.sha256})
+    data, heldout, tokenizer = found.for_run(run.folder, vocab, cache=config.data_cache)
+    rows = functools.partial(rows_of, seq_len=seq_len, pack=config.pack)
     size: Any = {"batch_size": config.batch_size}
-    loader = Loader(rows(corpus), seed=config.seed, **size)
-    held = Loader(rows(heldout), repeat=False, num_batches=config.eval_batches, **size)
+    loader = Loader(rows(data), seed=config.seed, **size)
+    held = {
+        name: Loader(rows(own), repeat=False, num_batches=config.eval_batches, **size)
+        for name, own in config.open_suites(heldout, tokenizer, vocab).items()
+    }
     print(f"corpus   {loader.source.description}")
     engine = loss = cast(Any, None)
     for mesh, steps in meshes:
@@ -126,7 +128,7 @@ def main(config: Config) -> None:
             total_steps=config.steps,
             save_every=config.save_every,
             keep=config.keep,
-            evaluate=functools.partial(jaxpar.mean_loss, engine, held),
+            evaluate=mean_losses(engine, held),
             recovery=config.recovering(config.recovery),
             tokens_per_step=tokens_per_step(config),
         )
@@ -137,7 +139,7 @@ def main(config: Config) -> None:
     if jax.process_count() > 1:
         return  # A sample needs the whole model in one process.
     given = engine.model(), heldout.read(at := len(heldout) // 2, at + 64), 400
-    text = models.continue_text(*given, config=model, tokenizer=tokenizer)
+    text = models.continue_text(*given, config=config.model, tokenizer=tokenizer)
     print(f"{' 400 tokens by the model ':─^80}\n{text}\n{'─' * 80}")
     (run.folder / "sample.txt").write_text(text, encoding="utf-8")
     with contextlib.suppress(ModuleNotFoundError):  # It needs matplotlib.

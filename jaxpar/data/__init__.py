@@ -19,6 +19,7 @@ from jaxpar.data.span_corruption import (
     span_lengths,
 )
 from jaxpar.data.stdlib import stdlib_source
+from jaxpar.data.suites import SuitesConfig
 from jaxpar.data.tokens import Tokens
 from jaxpar.data.windows import Windows
 from jaxpar.lazy import load_modules
@@ -35,6 +36,7 @@ __all__ = [
     "PreparedImages",
     "RowSource",
     "SpanCorruption",
+    "SuitesConfig",
     "Tokens",
     "Windows",
     "batch_shapes",

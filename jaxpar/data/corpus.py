@@ -142,7 +142,7 @@ def open_corpus(
         train = _read(files, kind, Path(paths[0]), 0.0, reading)[0]
         with _named_errors():
             held_files, held_kind = find_corpus(heldout)
-            _require_same_kind(held_files[0][0], held_kind, files[0][0], kind)
+            require_same_kind(held_files[0][0], held_kind, files[0][0], kind)
             held = _read(held_files, held_kind, Path(heldout[0]), 0.0, reading)[0]
     else:
         train, held = _read(files, kind, Path(paths[0]), heldout_share, reading)
@@ -159,7 +159,18 @@ def _named_errors() -> Iterator[None]:
         raise kind(f"heldout: {str(error).removeprefix('paths: ')}") from error
 
 
-def _require_same_kind(name: str, kind: str, of_data: str, kind_of_data: str) -> None:
+def require_same_kind(name: str, kind: str, of_data: str, kind_of_data: str) -> None:
+    """Check that held-out data is of the data's kind.
+
+    Args:
+      name: of a held-out file.
+      kind: its kind, as `find_corpus` names it.
+      of_data: the name of a file of the data.
+      kind_of_data: its kind.
+
+    Raises:
+      ValueError: if one is text, rows or token ids, and the other is not.
+    """
     said = [
         "token ids" if kind in (".npy", ".bin") else kind
         for kind in (kind, kind_of_data)

@@ -1,12 +1,15 @@
 """When is a run evaluated, under which names, and have its losses stopped falling?"""
 
+import functools
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxpar.checkpoint.processes import from_first
+from jaxpar.engine.engine import Engine
 from jaxpar.training.early_stop import EarlyStop, Standing
-from jaxpar.training.run import Run
+from jaxpar.training.run import Run, mean_loss
+from jaxpar.types import Batch
 
 Evaluation = Callable[[], float | Mapping[str, float]]
 """Returns a loss, or numbers by name; called by every process."""
@@ -149,6 +152,22 @@ def _named(name: str, value: Any) -> dict[str, Any]:
     parts = value if isinstance(value, Mapping) else {"loss": value}
     prefix = f"eval/{name}/" if name else "eval/"
     return {f"{prefix}{key}": x for key, x in parts.items()}
+
+
+def mean_losses(
+    engine: Engine, sets: Mapping[str, Iterable[Batch]]
+) -> dict[str, Evaluation]:
+    """Make the evaluations of several held-out sets, for `jaxpar.train`.
+
+    Args:
+      engine: the engine.
+      sets: name -> batches, as `jaxpar.mean_loss` takes them. The name "" is that of
+        the set whose loss is ``eval/loss``; the others' are ``eval/<name>/loss``.
+    """
+    return {
+        name: functools.partial(mean_loss, engine, batches)
+        for name, batches in sets.items()
+    }
 
 
 def describe(found: Mapping[str, float]) -> str:

@@ -35,6 +35,7 @@ SAME_NUMBERS = (
     "schedule",
     "sequence_parallel",
     "steps",
+    "suites",
     "tensorboard",
     "zero",
 )

@@ -57,9 +57,19 @@ def test_recipe_trains_moves_resumes_and_refuses(
     assert logged_steps(run) == list(range(1, STEPS + 1))
 
 
-def test_model_of_bytes_trains_on_bytes(args: list[str], tmp_path: Path) -> None:
-    done = start(RECIPE, *args, "--model", "tiny", "--mesh.data", "2")
+def test_model_of_bytes_trains_on_bytes_and_has_suites(
+    args: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "other.txt").write_text("Something else, in other words.\n" * 60)
+    named = [f"same={tmp_path}/heldout.txt", f"other={tmp_path}/other.txt"]
+    args += ["--model", "tiny", "--mesh.data", "2", "--suites", *named]
+    done = start(RECIPE, *args)
     assert done.code == 0, done.text
+    (found,) = re.findall(
+        rf"held-out loss (\S+), same/loss (\S+), other/loss (\S+) at step {STEPS}",
+        done.text,
+    )
+    assert found[0] == found[1] < found[2]
     assert done.text.count("a device stores") == 1
     assert not (tmp_path / "run/tokenizer.json").exists()
 

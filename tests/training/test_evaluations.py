@@ -1,9 +1,11 @@
 """When is a run evaluated, and how are the numbers called?"""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from jaxpar.training.evaluations import Evaluations
+from jaxpar.training.evaluations import Evaluations, describe, mean_losses
+from tests.runs import LENGTH, ROWS, fresh
 
 
 def test_one_loss_is_the_held_out_one():
@@ -58,3 +60,18 @@ def test_what_is_no_evaluation_is_refused():
         Evaluations(lambda: 1.0, 0)
     with pytest.raises(ValueError, match="eval_every=5 needs evaluate="):
         Evaluations(None, 5)
+
+
+def test_held_out_sets_have_their_own_losses():
+    engine, rng = fresh(), np.random.default_rng(0)
+    tokens = rng.integers(0, 9, (2, ROWS, LENGTH + 1), dtype=np.int32)
+    batches = [{"tokens": x, "boost": np.ones(ROWS, np.float32)} for x in tokens]
+    sets = {"": batches, "first": batches[:1], "second": batches[1:]}
+    given = Evaluations(mean_losses(engine, sets), None)
+    found = given.run()
+    assert list(found) == ["eval/loss", "eval/first/loss", "eval/second/loss"]
+    own = [float(engine.evaluate(batch)["loss"]) for batch in batches]
+    assert own[0] != own[1]
+    assert list(found.values()) == pytest.approx([np.mean(own), *own])
+    assert given.loss == found["eval/loss"], "the run's own set chooses the best"
+    assert describe(found).startswith(f"loss {given.loss:.6f}, first/loss ")
