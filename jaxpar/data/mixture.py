@@ -89,6 +89,22 @@ class Mixture:
     def __len__(self) -> int:
         return self._firsts[-1]
 
+    def only(self, index: int) -> "OneSource":
+        """The rows of one source, as they are in the mixture, to evaluate on.
+
+        Args:
+          index: the source's place in the list.
+
+        Raises:
+          ValueError: if there is no such source.
+        """
+        if not 0 <= index < len(self.sources):
+            raise ValueError(
+                f"index={index} must be the place of a source, from 0 to "
+                f"{len(self.sources) - 1}."
+            )
+        return OneSource(self, index)
+
     def read(self, numbers: Collection[int]) -> dict[str, np.ndarray]:
         """Read rows, of which a source's follow those of the sources before it."""
         epochs, at = np.divmod(np.array(list(numbers)), len(self))
@@ -123,21 +139,82 @@ class Mixture:
         if not repeat:
             raise ValueError(
                 "repeat=False, but a Mixture has no end, as its sources have different "
-                "ones: evaluate each source by a Loader of its own, or give "
-                "repeat=True with num_batches=."
+                "ones: evaluate each source by a Loader of its own (Mixture.only), or "
+                "give repeat=True with num_batches=."
             )
         orders = [
             rows.order(seed=seed + index, shuffle=shuffle, repeat=True).map(
-                functools.partial(self._number, index)
+                functools.partial(self.number, index)
             )
             for index, rows in enumerate(self.sources)
         ]
         return grain.MapDataset.select_from_datasets(orders, _Turns(self.weights))
 
-    def _number(self, index: int, number: int) -> int:
-        """The number here of a source's row."""
+    def number(self, index: int, number: int) -> int:
+        """The number here of a source's row.
+
+        Args:
+          index: the source's place in the list.
+          number: of the row there.
+        """
         epoch, row = divmod(number, len(self.sources[index]))
         return epoch * len(self) + self._firsts[index] + row
+
+
+class OneSource:
+    """The rows of one source of a `Mixture`, which may have an end.
+
+    They have the mixture's names, "source" among them, so that an engine that is
+    trained on the mixture evaluates on them.
+
+    Args:
+      mixture: the mixture.
+      index: the source's place in its list.
+
+    Example:
+      >>> from jaxpar.data import Loader, Tokens, Windows
+      >>> parts = [Tokens((np.full(9, k, np.uint8),), files=("a",)) for k in (6, 7)]
+      >>> mixture = Mixture([(Windows(each, seq_len=2), 1) for each in parts])
+      >>> batch = next(Loader(mixture.only(1), batch_size=2, repeat=False))
+      >>> batch["tokens"][:, 0].tolist(), batch["source"].tolist()
+      ([7, 7], [1, 1])
+    """
+
+    def __init__(self, mixture: Mixture, index: int):
+        self._mixture, self._index = mixture, index
+        self._rows = mixture.sources[index]
+
+    @property
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of one row, as the mixture's."""
+        return self._mixture.shapes
+
+    @property
+    def padding(self) -> float:
+        """Fraction of padding."""
+        return self._rows.padding
+
+    @property
+    def description(self) -> str:
+        """What the source has."""
+        return self._rows.description
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, numbers: Collection[int]) -> dict[str, np.ndarray]:
+        """Read rows by their numbers in the source."""
+        return self._mixture.read(
+            [self._mixture.number(self._index, each) for each in numbers]
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """What the source is."""
+        return {"source": self._index, **self._rows.identity()}
+
+    def order(self, *, seed: int, shuffle: bool, repeat: bool) -> grain.MapDataset[int]:
+        """The source's own order."""
+        return self._rows.order(seed=seed, shuffle=shuffle, repeat=repeat)
 
 
 class _Turns(grain.transforms.DatasetSelectionMap):

@@ -177,3 +177,38 @@ def test_description_names_the_sources():
         f"{weight} of 21 tokens, 20 windows of seq_len=1" for weight in (0.7, 0.3)
     )
     assert loader.padding == 0
+
+
+def test_one_source_has_its_rows_once_under_the_mixtures_names():
+    """Also "weights", which another source has; its place is the mixture's."""
+    mask = np.arange(11, dtype=np.uint8) % 2
+    rows = [make_rows(0, 5), make_rows(100, 10, loss_mask=mask)]
+    mixture = Mixture([(rows[0], 3), (rows[1], 1)])
+    for index, length in enumerate((5, 10)):
+        alone = mixture.only(index)
+        assert isinstance(alone, RowSource)
+        assert alone.shapes == mixture.shapes
+        assert len(alone) == length
+        batches = list(Loader(alone, batch_size=5, repeat=False))
+        found = {k: np.concatenate([b[k] for b in batches]) for k in batches[0]}
+        own = rows[index].read(range(length))
+        np.testing.assert_array_equal(found["tokens"], own["tokens"])
+        np.testing.assert_array_equal(
+            found["weights"], own.get("weights", np.ones((length, 1)))
+        )
+        assert found["source"].tolist() == [index] * length
+    assert [mixture.only(i).identity()["source"] for i in (0, 1)] == [0, 1]
+
+
+def test_one_source_goes_through_epochs_and_batches_like_any_rows():
+    loader = Loader(make_mixture((1, 1), (8, 5)).only(1), batch_size=4, seed=1)
+    tokens, source = take(loader, 5)
+    epochs = (tokens - 100).reshape(4, 5)
+    np.testing.assert_array_equal(np.sort(epochs), [range(5)] * 4)
+    assert set(source.tolist()) == {1}
+
+
+@pytest.mark.parametrize("index", [-1, 2])
+def test_source_that_is_not_there_is_refused(index):
+    with pytest.raises(ValueError, match=f"index={index} must be .* from 0 to 1"):
+        make_mixture().only(index)

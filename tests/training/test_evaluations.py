@@ -1,9 +1,14 @@
 """When is a run evaluated, and how are the numbers called?"""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
+import jaxpar
+from jaxpar.data import Loader, Mixture, Tokens, Windows
 from jaxpar.training.evaluations import Evaluations, describe, mean_losses
 from tests.runs import LENGTH, ROWS, fresh
 
@@ -75,3 +80,41 @@ def test_held_out_sets_have_their_own_losses():
     assert list(found.values()) == pytest.approx([np.mean(own), *own])
     assert given.loss == found["eval/loss"], "the run's own set chooses the best"
     assert describe(found).startswith(f"loss {given.loss:.6f}, first/loss ")
+
+
+def test_sources_of_a_mixture_have_their_own_losses():
+    """Also those with few rows in it; their shares make the mixture's loss."""
+
+    class Guess(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.value = nnx.Param(jnp.float32(2.0))
+
+    def loss_fn(model: Guess, batch: dict) -> jax.Array:
+        return ((batch["tokens"] - model.value[...]) ** 2).mean()
+
+    ids = [np.arange(33) % 7, 9 + np.arange(17) % 3]
+    text = [Tokens((each.astype(np.uint8),), files=("ids",)) for each in ids]
+    mixture = Mixture(
+        [(Windows(each, seq_len=4), w) for each, w in zip(text, (3, 1), strict=True)]
+    )
+    loader = Loader(mixture, batch_size=4)
+    engine = jaxpar.initialize(
+        model=Guess,
+        loss_fn=loss_fn,
+        optimizer=optax.sgd(0.1),
+        sample_batch=loader.sample_batch,
+        mesh=jaxpar.make_mesh(jaxpar.MeshShape(data=2), jax.devices()[:2]),
+    )
+    sets = {
+        name: Loader(mixture.only(at), batch_size=4, repeat=False)
+        for at, name in enumerate(("often", "seldom"))
+    }
+    found = Evaluations(mean_losses(engine, sets), None).run()
+    windows = [np.lib.stride_tricks.sliding_window_view(each, 5)[::4] for each in ids]
+    expected = [((each - 2.0) ** 2).mean() for each in windows]
+    assert found == pytest.approx(
+        {"eval/often/loss": expected[0], "eval/seldom/loss": expected[1]}
+    )
+    mixed = [next(loader) for _ in range(8)]
+    shares = np.average(expected, weights=(3, 1))
+    assert jaxpar.mean_loss(engine, mixed) == pytest.approx(shares)
