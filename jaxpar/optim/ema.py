@@ -15,7 +15,8 @@ class Ema(Carried):
 
     It starts as the initial parameters; after each applied step it becomes
     ``decay * average + (1 - decay) * params``, in fp32, stored as the parameters are.
-    Evaluate with it: ``engine.evaluate(batch, params=engine.state.carried["ema"])``.
+    Evaluate with it: ``engine.evaluate(batch, params=engine.state.carried["ema"])``, or
+    by `jaxpar.mean_loss` in a function that `jaxpar.train` calls.
 
     Attributes:
       decay: from 0 to below 1: the average is over about 1 / (1 - decay) steps.

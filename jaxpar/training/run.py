@@ -26,7 +26,7 @@ from jaxpar.training.metrics import read_metrics
 from jaxpar.training.origin import load_parameters
 from jaxpar.training.record import changes_numbers, read, write
 from jaxpar.training.writers import MetricsWriter
-from jaxpar.types import Batch
+from jaxpar.types import Batch, Params
 
 _EVENTS, CHECKPOINTS = "events.jsonl", "checkpoints"
 NEW_DATA = "new data"
@@ -266,17 +266,21 @@ def _read_events(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def mean_loss(engine: Engine, batches: Iterable[Batch]) -> float:
+def mean_loss(
+    engine: Engine, batches: Iterable[Batch], *, params: Params | None = None
+) -> float:
     """Evaluate on several batches: sum(total) / sum(weight) over all of them.
 
     Args:
       engine: the engine.
       batches: each as `Engine.evaluate` takes it; at least one.
+      params: other parameters, such as an average; None for the engine's.
 
     Returns:
       The mean loss.
     """
-    metrics = jax.device_get([engine.evaluate(batch) for batch in batches])
+    found = [engine.evaluate(batch, params=params) for batch in batches]
+    metrics = jax.device_get(found)
     weights = [float(each["weight"]) for each in metrics]
     totals = [
         float(each["loss"]) * weight

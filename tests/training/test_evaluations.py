@@ -13,6 +13,15 @@ from jaxpar.training.evaluations import Evaluations, describe, mean_losses
 from tests.runs import LENGTH, ROWS, fresh
 
 
+class Guess(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.value = nnx.Param(jnp.float32(2.0))
+
+
+def square_loss(model: Guess, batch: dict) -> jax.Array:
+    return ((batch["tokens"] - model.value[...]) ** 2).mean()
+
+
 def test_one_loss_is_the_held_out_one():
     found = Evaluations(lambda: jnp.float32(1.5), None)
     assert found.loss is None
@@ -84,14 +93,6 @@ def test_held_out_sets_have_their_own_losses():
 
 def test_sources_of_a_mixture_have_their_own_losses():
     """Also those with few rows in it; their shares make the mixture's loss."""
-
-    class Guess(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs):
-            self.value = nnx.Param(jnp.float32(2.0))
-
-    def loss_fn(model: Guess, batch: dict) -> jax.Array:
-        return ((batch["tokens"] - model.value[...]) ** 2).mean()
-
     ids = [np.arange(33) % 7, 9 + np.arange(17) % 3]
     text = [Tokens((each.astype(np.uint8),), files=("ids",)) for each in ids]
     mixture = Mixture(
@@ -100,7 +101,7 @@ def test_sources_of_a_mixture_have_their_own_losses():
     loader = Loader(mixture, batch_size=4)
     engine = jaxpar.initialize(
         model=Guess,
-        loss_fn=loss_fn,
+        loss_fn=square_loss,
         optimizer=optax.sgd(0.1),
         sample_batch=loader.sample_batch,
         mesh=jaxpar.make_mesh(jaxpar.MeshShape(data=2), jax.devices()[:2]),
@@ -118,3 +119,31 @@ def test_sources_of_a_mixture_have_their_own_losses():
     mixed = [next(loader) for _ in range(8)]
     shares = np.average(expected, weights=(3, 1))
     assert jaxpar.mean_loss(engine, mixed) == pytest.approx(shares)
+
+
+def test_average_of_the_parameters_is_evaluated_beside_them():
+    """By an evaluation of its own, which reads the average when it is called."""
+    tokens = np.arange(20, dtype=np.int32).reshape(4, 5)
+    engine = jaxpar.initialize(
+        model=Guess,
+        loss_fn=square_loss,
+        optimizer=optax.sgd(0.25),
+        carried=[jaxpar.Ema(0.5)],
+        sample_batch={"tokens": tokens},
+        mesh=jaxpar.make_mesh(jaxpar.MeshShape(data=2), jax.devices()[:2]),
+    )
+    held = [{"tokens": tokens}]
+
+    def average() -> float:
+        own = engine.state.carried["ema"]
+        return jaxpar.mean_loss(engine, held, params=own)
+
+    given = Evaluations({**mean_losses(engine, {"": held}), "ema": average}, None)
+    value = ema = 2.0
+    for _ in range(3):
+        engine.step({"tokens": tokens})
+        value -= 0.25 * 2 * (value - tokens.mean())
+        ema = 0.5 * ema + 0.5 * value
+        expected = [((tokens - each) ** 2).mean() for each in (value, ema)]
+        assert list(given.run().values()) == pytest.approx(expected)
+    assert list(given.run()) == ["eval/loss", "eval/ema/loss"]
