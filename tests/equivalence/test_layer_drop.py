@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,8 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.extend import core
 
 import jaxpar
-from jaxpar.jaxprs.evaluate import inner_jaxprs
 from jaxpar.model.layer_drop import LayerDrop
 from jaxpar.models import decoder_loss, make_decoder
 from tests.equivalence.looped_gpt import CONFIG, batches
@@ -64,18 +61,6 @@ def test_trains_as_on_one_device(name: str, accumulate: int) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-def gathers(jaxpr: core.Jaxpr, *, in_loop: bool, in_branch: bool) -> Iterator[bool]:
-    """Of each gather in a loop, whether it is in a branch."""
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if name == "all_gather" and in_loop:
-            yield in_branch
-        for inner in inner_jaxprs(eqn).values():
-            how = {"in_loop": in_loop or name == "scan"}
-            how["in_branch"] = in_branch or name == "cond"
-            yield from gathers(inner.jaxpr, **how)
-
-
 def test_resumed_run_draws_as_one_that_was_not_interrupted(tmp_path: Path) -> None:
     right, _ = trained(zero=3, data=4)
     engine = make_engine(zero=3, data=4)
@@ -97,14 +82,3 @@ def test_recomputed_blocks_are_left_out_alike(remat: str) -> None:
 
 def test_closed_forms_hold_with_the_share_in_the_end() -> None:
     make_engine(zero=3, data=4).verify()
-
-
-def test_nothing_is_gathered_for_a_block_that_is_left_out() -> None:
-    engine = make_engine(zero=3, data=4)
-    found = [
-        flag
-        for traced in engine.traces().values()
-        for flag in gathers(traced.jaxpr.jaxpr, in_loop=False, in_branch=False)
-    ]
-    assert found, "layers are gathered in the loop"
-    assert all(found)

@@ -113,13 +113,19 @@ def test_a_fraction_is_one(fraction) -> None:
 
 
 def test_conditionals_whose_predicate_has_a_name_are_alike() -> None:
+    """On GPUs; on CPUs, whose branches must not communicate, none is."""
+
     def branches(x: jax.Array) -> jax.Array:
         named = alike_on_all_devices(x > 0)
         y = jax.lax.cond(named, jnp.sin, jnp.cos, x)
         y = jax.lax.switch(named.astype(int), (jnp.sin, jnp.cos), y)
         return jax.lax.cond(x > 1, jnp.tan, jnp.cos, y)
 
-    jaxpr = jax.make_jaxpr(branches)(1.0).jaxpr
+    assert not branches_alike(jax.make_jaxpr(branches)(1.0).jaxpr)
+    gpu = jax.sharding.AbstractDevice("NVIDIA H200", 132, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=gpu)
+    with jax.sharding.use_abstract_mesh(mesh):
+        jaxpr = jax.make_jaxpr(branches)(1.0).jaxpr
     alike = branches_alike(jaxpr)
     conds = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
     assert [id(eqn) in alike for eqn in conds] == [True, True, False]
