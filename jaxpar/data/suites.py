@@ -72,7 +72,7 @@ def _read_suites(suites: tuple[str, ...]) -> dict[str, str]:
         name, _, path = each.partition("=")
         if not name or not path:
             raise ValueError(
-                f"suites={each!r} must be NAME=PATH, such as code=heldout/code.jsonl."
+                f"suites={each!r} must be NAME=PATH, such as 'code=heldout/code.jsonl'."
             )
         if name in found:
             raise ValueError(

@@ -34,6 +34,7 @@ MARKUP = {
 
 CALLED_DIRECTLY = (
     "jaxpar/checkpoint/exports.py",
+    "jaxpar/training/gradient_noise.py",
     "jaxpar/training/metrics.py",
     "kernels_pallas/*/*.py",
 )
