@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -175,7 +176,7 @@ def losses_of(name: str, folder: Path) -> dict[str, Any]:
         losses.append(float(engine.step(batch(number))["loss"]))
     found: dict[str, Any] = {"losses": losses}
     if name == "plain":
-        prompt = batch(0)["tokens"][:1, :32]
+        prompt = jnp.asarray(batch(0)["tokens"][:1, :32])
         config, key = config_of(technique), jax.random.key(0)
         told = generate(engine.model(), prompt, 8, config=config, key=key)
         found["generated"] = np.asarray(told)[0, -8:].tolist()
@@ -189,8 +190,8 @@ def make_engine(technique: Technique, folder: Path) -> jaxpar.Engine:
     offload = options.pop("offload", None)
     if offload is not None:
         on_disk = "disk" in offload.values()
-        where = {"path": str(folder / "offload")} if on_disk else {}
-        offload = jaxpar.Offload(**offload, **where)
+        path = str(folder / "offload") if on_disk else None
+        offload = jaxpar.Offload(**offload, path=path)
     return jaxpar.initialize(
         model=make_decoder(config_of(technique)),
         loss_fn=decoder_loss,

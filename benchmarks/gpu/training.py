@@ -124,10 +124,11 @@ def timed(session: Session, workload: Workload) -> dict[str, Any]:
     rounds, steps = (2, 2) if session.dry else (ROUNDS, STEPS)
     device = jax.devices()[0]
     before = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    last = 0.0
     for number in range(WARM):
         began = time.perf_counter()
         float(workload.step(number))
-    last = time.perf_counter() - began
+        last = time.perf_counter() - began
     steps = max(2, min(steps, round(SECONDS / rounds / last)))
     taken, times, losses = WARM, [], [0.0]
     for _ in range(rounds):
