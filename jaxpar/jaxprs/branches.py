@@ -12,6 +12,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
+from jaxpar.jaxprs.device import device_kind
+
 _MARK = "jaxpar_taken_"
 _ALIKE = "jaxpar_alike_on_all_devices"
 _NUMBER = r"\d*\.?\d+(?:e-\d+)?"
@@ -70,10 +72,8 @@ def alike_on_all_devices(predicate: jax.Array) -> jax.Array:
     CPUs this says nothing: there the collectives of a branch run in any order, and
     devices have waited for each other for ever.
     """
-    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
-    if device.device_kind == "cpu":
-        return predicate
-    return checkpoint_name(predicate, _ALIKE)
+    on_cpu = device_kind() == "cpu"
+    return predicate if on_cpu else checkpoint_name(predicate, _ALIKE)
 
 
 def branches_alike(jaxpr: core.Jaxpr) -> frozenset[int]:

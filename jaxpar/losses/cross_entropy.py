@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxpar.jaxprs.device import device_kind
 from jaxpar.losses.logits import (
     Statistics,
     hide_columns,
@@ -334,8 +335,7 @@ def _gradient(
 
 
 def _statistics(logits: jax.Array, targets: jax.Array) -> Statistics:
-    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
-    one_read = device.device_kind != "cpu"  # Which vectorises simple sums alone.
+    one_read = device_kind() != "cpu"  # Which vectorises simple sums alone.
     is_target = is_target_of(logits, targets)
     return (in_one_pass if one_read else in_two_passes)(logits, is_target)
 

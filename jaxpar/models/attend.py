@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jaxpar.jaxprs.device import device_kind
 from jaxpar.models.attention_placeholder import attention_placeholder
 from jaxpar.models.blocked_attention import PLAIN, Scoring, blocked_attention
 
@@ -66,12 +67,6 @@ def attention_implementation(
     if fits and _is_placeholder():
         return "planned"
     return "cudnn" if capability >= 8.0 and fits else "xla"
-
-
-def device_kind() -> str:
-    """The kind of device that the traced program will run on."""
-    mesh_device = jax.sharding.get_abstract_mesh().abstract_device
-    return (mesh_device or jax.devices()[0]).device_kind
 
 
 def _is_placeholder() -> bool:

@@ -14,6 +14,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
+from jaxpar.jaxprs.device import device_kind
 from jaxpar.mesh import BATCH_AXES, EXPERT
 
 Tree = TypeVar("Tree")
@@ -95,7 +96,7 @@ def gather_over_experts(x: jax.Array) -> jax.Array:
     if not bound_axes((EXPERT,)):
         return x
     # Its gradient is a sum over the axis, which XLA:CPU aborts on in bf16.
-    wide = x.astype(jnp.float32) if _is_half(x) and _on_cpu() else x
+    wide = x.astype(jnp.float32) if _is_half(x) and device_kind() == "cpu" else x
     return jax.lax.all_gather(wide, EXPERT, axis=0, tiled=True).astype(x.dtype)
 
 
@@ -116,11 +117,6 @@ def bound_axes(names: Sequence[str]) -> tuple[str, ...]:
 
 def _is_half(x: jax.Array) -> bool:
     return x.dtype in (jnp.bfloat16, jnp.float16)
-
-
-def _on_cpu() -> bool:
-    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
-    return device.device_kind == "cpu"
 
 
 def _size(name: str) -> int:

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jaxpar.jaxprs.branches import expected
+from jaxpar.jaxprs.device import device_kind
 from jaxpar.mesh import TENSOR
-from jaxpar.models.attend import device_kind
 from jaxpar.models.experts.slots import Tiles
 from jaxpar.sharding.collectives import wire_dtype
 
