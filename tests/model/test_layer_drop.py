@@ -87,13 +87,13 @@ def test_an_evaluation_has_all_blocks() -> None:
     assert found == pytest.approx(1 + weight.sum(0).mean(), rel=1e-5)
 
 
-def test_mean_share_is_that_of_the_paper() -> None:
-    """Its steps take 24 % less time, with what is not layers; here layers alone."""
+def test_mean_share_over_the_schedule_of_the_paper() -> None:
+    """Its steps take 24 % less time; these are layers alone, without the rest."""
     drop = LayerDrop(theta=0.5, gamma=0.001)
     shares = [float(drop.mean_share(t, 12)) for t in range(0, 100_000, 500)]
     assert shares[0] == 1
     assert shares[-1] == pytest.approx(1 - 13 / 24 * 0.5)
-    assert np.mean(shares) == pytest.approx(0.73, abs=0.01)
+    assert np.mean(shares) == pytest.approx(0.7326, abs=1e-4)
 
 
 @pytest.mark.parametrize("theta", [0.0, -0.5, 1.01])

@@ -153,7 +153,7 @@ def _has_limits(given: Arrays) -> bool:
     Where they do, CUDA 13.0's assembler gives the registers of held heads of 64 to the
     weights, and never restores them: keys if there are any limits, queries and do if
     there are segments. Their matmuls read shared memory
-    (tests/kernels_pallas/test_machine_code.py).
+    (tests/compiled/test_kernels.py).
     """
     return "lens" in given or "segments_q" in given
 
