@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,46 +83,55 @@ def heldout(flags: list[str]) -> float:
     return float(found[0])
 
 
-def known() -> dict[str, float]:
-    """Losses of earlier runs, by their flags."""
-    path = RESULTS / f"{NAME}.json"
+def known(name: str) -> dict[str, float]:
+    """Losses of earlier runs of a benchmark, by their flags."""
+    path = RESULTS / f"{name}.json"
     return json.loads(path.read_text())["measured"]["runs"] if path.is_file() else {}
 
 
-def main(config: Config) -> None:
-    """Run, print and record."""
-    unknown = set(config.only) - set(TECHNIQUES)
+def compared(
+    benchmark: str, techniques: Mapping[str, str], config: Any, *, plain: str
+) -> None:
+    """Run, print and record.
+
+    Args:
+      benchmark: its name.
+      techniques: name -> the recipe's flags.
+      config: which runs, as `Config`.
+      plain: the one that the others are compared with.
+    """
+    unknown = set(config.only) - set(techniques)
     if unknown:
-        names = ", ".join(TECHNIQUES)
+        names = ", ".join(techniques)
         raise SystemExit(f"--only {', '.join(unknown)}: must be among {names}.")
-    console, runs = Console(), known()
+    console, runs = Console(), known(benchmark)
     of_name: dict[str, list[float]] = {}
-    for name in config.only or TECHNIQUES:
+    for name in config.only or techniques:
         for seed in range(config.seeds):
             text = (
                 f"--steps {config.steps} --learning-rate {config.rate:g} "
-                f"--seed {seed} {TECHNIQUES[name]}"
+                f"--seed {seed} {techniques[name]}"
             )
             if text not in runs:
                 runs[text] = heldout(text.split())
-                write_result(NAME, {"runs": runs})
+                write_result(benchmark, {"runs": runs})
             of_name.setdefault(name, []).append(runs[text])
             console.print(f"{name}, seed {seed}: {runs[text]:.3f}", soft_wrap=True)
-    console.print(table(of_name, config))
+    console.print(table(of_name, config.rate, plain))
 
 
-def table(of_name: dict[str, list[float]], config: Config) -> Any:
-    """Means over seeds, beside AdamW's."""
-    found = Table("", "mean", "lowest to highest", "beside AdamW")
-    found.title = f"held out, nats a byte; peak rate {config.rate:g}"
-    plain = statistics.mean(of_name["AdamW"]) if "AdamW" in of_name else None
+def table(of_name: dict[str, list[float]], rate: float, plain: str) -> Any:
+    """Means over seeds, beside those of `plain`."""
+    found = Table("", "mean", "lowest to highest", f"beside {plain}")
+    found.title = f"held out, nats a byte; peak rate {rate:g}"
+    its = statistics.mean(of_name[plain]) if plain in of_name else None
     for name, losses in of_name.items():
         mean = statistics.mean(losses)
-        beside = "" if plain is None else f"{mean / plain - 1:+.1%}"
+        beside = "" if its is None else f"{mean / its - 1:+.1%}"
         spread = f"{min(losses):.3f} to {max(losses):.3f}"
         found.add_row(name, f"{mean:.3f}", spread, beside)
     return found
 
 
 if __name__ == "__main__":
-    main(parse(Config, __doc__))
+    compared(NAME, TECHNIQUES, parse(Config, __doc__), plain="AdamW")

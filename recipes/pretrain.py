@@ -42,7 +42,7 @@ class Config(jaxpar.StartOptions, SuitesConfig, CommunicationConfig, RateConfig)
     accumulate: int = 1
     """Micro-batches a step; a pipeline keeps its stages busy with many."""
     schedule: str = "1f1b"
-    """Of a pipeline: 1f1b, gpipe, zero_bubble, interleaved, interleaved:4 chunks."""
+    """1f1b, gpipe, zero_bubble, interleaved, interleaved:4, pipedream_2bw, pipemare."""
     steps: int = 480
     """Training steps; a run may go on with more."""
     optimizer: OptimizerSettings = preset(OPTIMIZERS, "adamw")

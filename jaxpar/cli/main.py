@@ -36,7 +36,8 @@ class ShowSchedule:
     a tick lasts as long as its slowest stage.
 
     Attributes:
-      name: gpipe, 1f1b, interleaved or zero_bubble.
+      name: gpipe, 1f1b, interleaved or zero_bubble; or pipedream_2bw or pipemare, of
+        which a step in the steady state is shown.
       stages: devices on the pipe axis.
       microbatches: micro-batches a step.
       chunks: chunks of blocks on each stage, for interleaved; 2 if not given.

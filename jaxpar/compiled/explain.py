@@ -161,9 +161,12 @@ class Explanation:
         stored = dict.fromkeys((*_PARTS, "other"), 0)
         parameters = 0
         for leaf in self.leaves:
-            part = leaf.name.partition("/")[0]
+            part, _, path = leaf.name.partition("/")
             part = part if part in _PARTS else "other"
-            stored[part] += leaf.bytes_per_device + leaf.host_bytes_per_device
+            held = leaf.bytes_per_device + leaf.host_bytes_per_device
+            if part == "carried":
+                part = f"carried/{path.partition('/')[0]}"
+            stored[part] = stored.get(part, 0) + held
             is_copy = leaf.name.startswith(COPIES)
             is_weight = part in ("params", "frozen") and not is_copy
             parameters += math.prod(leaf.shape) if is_weight else 0

@@ -195,7 +195,7 @@ def check_carried_reads(
         held = abstract.carried[part.name]
         traced = jax.make_jaxpr(
             lambda params, held, yes, part=part: part.after(
-                held, Stepped(params, yes, yes, held)
+                held, Stepped(params, params, yes, yes, yes, {part.name: held})
             )
         )(abstract.params, held, yes).jaxpr
         read = {id(x) for eqn in traced.eqns for x in eqn.invars}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 
 from jaxpar.compiled.budget import (
     Budget,
@@ -247,6 +248,8 @@ class CompiledStep(abc.ABC):
         others, dtypes = [leaf for leaf, _ in frozen], [dtype for _, dtype in frozen]
         moved = spec.execution.communicated_shardings(others)
         named = list(zip(moved, dtypes, strict=True))
+        again = [(leaf, jnp.dtype(jnp.float32)) for leaf in communicated]
+        named += again * (spec.execution.versions - 1)
         reduction = self.seen.update.reduction
         return closed_form_budget(*given, named, reduction, spec.without_gradient)
 

@@ -23,6 +23,7 @@ from jaxpar.engine.state_view import (
     make_view,
 )
 from jaxpar.model.bridge import Network
+from jaxpar.pipeline.execution import Execution
 from jaxpar.sharding.memory_kinds import moved_to_device
 from jaxpar.step.state import TrainState
 from jaxpar.step.update import HostUpdate, StoresApart, Update
@@ -154,9 +155,9 @@ class Engine(SavedState):
 
         Raises:
           ValueError: as `step`, or if a part of the state is on disk, or updates are
-            a step late.
+            late.
         """
-        _require_pure(self.placement.update)
+        _require_pure(self.placement.update, self.loss(loss).spec.execution)
         with self._alone("train_step"):
             own, placed = self.loss(loss), self._put(batch, loss)
             ours = set(map(id, self._leaves))
@@ -242,7 +243,7 @@ class Engine(SavedState):
         return self.loss(loss).batch_spec.put(batch)
 
 
-def _require_pure(update: Update) -> None:
+def _require_pure(update: Update, execution: Execution) -> None:
     """Raise for an update whose steps are no function of the state alone.
 
     Raises:
@@ -257,4 +258,9 @@ def _require_pure(update: Update) -> None:
         raise ValueError(
             "train_step: with Offload(delayed=True) a step applies the gradients of "
             "the engine's last one; call engine.step(batch)."
+        )
+    if execution.delay:
+        raise ValueError(
+            "train_step: with an asynchronous schedule a step ends a batch that the "
+            "engine was given before; call engine.step(batch)."
         )

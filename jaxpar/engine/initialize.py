@@ -21,6 +21,7 @@ from jaxpar.model.bridge import UnderAxisRules, make_network
 from jaxpar.model.trainable import Trainable
 from jaxpar.offload import Offload
 from jaxpar.optim.make_update import Optimizer
+from jaxpar.pipeline.schedules.asynchronous import Asynchronous
 from jaxpar.pipeline.schedules.table import Schedule
 from jaxpar.progress import waiting
 from jaxpar.sharding.rules import Rules
@@ -42,7 +43,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     zero: int | ZeroPlusPlus = 1,
     precision: str | Precision = "fp32",
     accumulate: int | Mapping[str, int] = 1,
-    schedule: str | Schedule = "1f1b",
+    schedule: str | Schedule | Asynchronous = "1f1b",
     clip_norm: float | Mapping[str, float | None] | None = None,
     carried: Sequence[Carried] | Mapping[str, Sequence[Carried]] = (),
     trainable: Trainable | None = None,
@@ -87,7 +88,9 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
         fp32, so cast them in loss_fn.
       accumulate: micro-batches a step.
       schedule: the pipeline schedule, if pipe > 1: "1f1b", "gpipe", "zero_bubble",
-        "interleaved" (":4" for four chunks a stage), or a `jaxpar.Schedule`.
+        "interleaved" (":4" for four chunks a stage), or a `jaxpar.Schedule`; or
+        asynchronous, with gradients of older parameters: "pipedream_2bw", "pipemare",
+        a `jaxpar.pipeline.PipeMare` (docs/pipelines.md).
       clip_norm: the largest global norm of the gradients; None for no clipping.
       carried: what else the state keeps and a step updates, as ``[jaxpar.Ema(0.999)]``.
       trainable: path patterns of the parameters to train (``["*/lora_a"]``), or types

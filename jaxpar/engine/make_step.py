@@ -215,7 +215,12 @@ def _placement(
     update = with_coded_gradients(update, partition)
     reduced = execution.communicated_shardings(partition.on_shard)
     reduction = choose_reduction(update.reduction, partition, reduced)
-    parts = (*parts, *reduction_parts(reduction, reduced))
+    like, batch = traced.abstract.weights, own.batch_spec.structs()
+    parts = (
+        *parts,
+        *reduction_parts(reduction, reduced),
+        *execution.parts(partition, own.loss, like, batch, update),
+    )
     complete = functools.partial(with_shard_parts, carried=parts, mesh=mesh)
     abstract = jax.eval_shape(complete, traced.abstract)
     stored = abstract, leaves, partition.zero, update, parts, former
@@ -343,4 +348,10 @@ def _train_step(
     gradients = spec.execution.make_gradients(partition, loss, like, spec.accumulate)
     scales = spec.precision.scales_loss
     given = gradients, placement.update, placement.carried
-    return make_train_step(*given, clip_norm=clip_norm, scales_loss=scales)
+    return make_train_step(
+        *given,
+        clip_norm=clip_norm,
+        scales_loss=scales,
+        pace=spec.execution.pace,
+        took_batch=spec.execution.took_batch,
+    )

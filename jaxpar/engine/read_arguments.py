@@ -14,6 +14,7 @@ from jaxpar.mesh import PIPE
 from jaxpar.model.trainable import Trainable
 from jaxpar.offload.streamed_optimizer import offloaded
 from jaxpar.optim.make_update import Optimizer, make_update
+from jaxpar.pipeline.schedules.asynchronous import Asynchronous
 from jaxpar.pipeline.schedules.table import Schedule
 from jaxpar.sharding.rules import Rules
 from jaxpar.sharding.zero import ZeroStage
@@ -30,7 +31,7 @@ class RunSpec:
     mesh: Mesh
     zero: ZeroStage
     precision: Precision
-    schedule: str | Schedule
+    schedule: str | Schedule | Asynchronous
     rules: Rules
     coupled_batch: bool
     check_loss: bool

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -26,6 +27,8 @@ from jaxpar.engine.host_programs import (
 )
 from jaxpar.engine.placement import Placement
 from jaxpar.mesh import on_abstract_mesh
+from jaxpar.pipeline.execution import Execution
+from jaxpar.pipeline.in_flight import PART as IN_FLIGHT
 from jaxpar.sharding.memory_kinds import to_host
 from jaxpar.step.reduction_part import PART
 from jaxpar.step.state import TrainState
@@ -51,6 +54,59 @@ class OneJit(StepProgram):
     def traces(self, leaves: list[Any], batch: Batch) -> dict[str, jax.stages.Traced]:
         """See `StepProgram`."""
         return {"step": self.step.trace(leaves, batch)}
+
+
+@dataclasses.dataclass(frozen=True)
+class UnderWay(OneJit):
+    """A step of an asynchronous schedule, which leaves batches under way.
+
+    Attributes:
+      structure: of the state.
+      execution: its `Execution.delay` and `Execution.synchronous_steps`.
+      empty_batch: makes a batch's arrays, of any values.
+    """
+
+    structure: Any
+    execution: Execution
+    empty_batch: jax.stages.Wrapped
+
+    def __call__(self, leaves: list[jax.Array], batch: Batch) -> Any:
+        """See `StepProgram`; waits in a step that ends before the next one begins."""
+        number = self._state(leaves).step
+        if not self.execution.synchronous_steps:
+            return self.step(leaves, batch)
+        is_early = int(number) < self.execution.synchronous_steps
+        found = self.step(leaves, batch)
+        return self._drained(found[0]) if is_early else found
+
+    def settled(self, leaves: list[jax.Array]) -> list[jax.Array]:
+        """See `StepProgram`."""
+        there = self._state(leaves).carried[IN_FLIGHT].is_there
+        if not there.addressable_data(0).any():
+            return leaves
+        return self._drained(leaves)[0]
+
+    def _drained(self, leaves: list[jax.Array]) -> Stepped:
+        """End what is under way, in steps without a batch that are not counted."""
+        number = jnp.copy(self._state(leaves).step)
+        found: Any = None
+        for _ in range(self.execution.delay):
+            found = self.step(self._without_batch(leaves), self.empty_batch())
+            leaves = found[0]
+        state = dataclasses.replace(self._state(leaves), step=number)
+        return jax.tree.leaves(state), *found[1:]
+
+    def _without_batch(self, leaves: list[jax.Array]) -> list[jax.Array]:
+        state = self._state(leaves)
+        flight = state.carried[IN_FLIGHT]
+        place = flight.enters.sharding
+        no = jax.jit(jnp.zeros_like, out_shardings=place)(flight.enters)
+        flight = dataclasses.replace(flight, enters=no)
+        carried = state.carried | {IN_FLIGHT: flight}
+        return jax.tree.leaves(dataclasses.replace(state, carried=carried))
+
+    def _state(self, leaves: list[jax.Array]) -> TrainState:
+        return jax.tree.unflatten(self.structure, leaves)
 
 
 def make_step_program(
@@ -82,7 +138,12 @@ def make_step_program(
     )
     taken = (stored, batch_spec.shardings)
     if not isinstance(update, HostUpdate):
-        return OneJit(stepping(flat.step, in_shardings=taken))
+        jit = stepping(flat.step, in_shardings=taken)
+        if not spec.execution.delay:
+            return OneJit(jit)
+        empty = functools.partial(_zeros, batch_spec.structs())
+        made = jax.jit(empty, out_shardings=batch_spec.shardings)
+        return UnderWay(jit, structure, spec.execution, made)
     places = _places_of_reduced(placement, update)
     plain = HostBetween(
         jitted(flat.gradients, in_shardings=taken, out_shardings=places),
@@ -159,6 +220,10 @@ class _FlatStep:
         return jax.tree.leaves(new), metrics, watched
 
 
+def _zeros(structs: Batch) -> Batch:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
+
+
 def _places_of_reduced(placement: Placement, update: HostUpdate) -> Any:
     """The shardings of what the first program returns."""
     replicated = NamedSharding(placement.mesh, P())
@@ -167,9 +232,14 @@ def _places_of_reduced(placement: Placement, update: HostUpdate) -> Any:
         norm=replicated,
         finite=replicated,
         applied=replicated,
+        skipped=replicated,
         scale=replicated,
         factor=replicated,
         model_state=placement.packed_shardings.model_state,
         results=replicated,
-        carry=placement.packed_shardings.carried.get(PART, ()),
+        carry={
+            name: part
+            for name, part in placement.packed_shardings.carried.items()
+            if name == PART
+        },
     )

@@ -15,20 +15,31 @@ from jax.sharding import Mesh
 from jaxpar.mesh import PIPE
 from jaxpar.model.bridge import Network
 from jaxpar.model.network import PipelineNetwork
+from jaxpar.pipeline.asynchronous import AsynchronousPipeline
+from jaxpar.pipeline.between_steps import NothingBetweenSteps
 from jaxpar.pipeline.block_cost import BlockWork, check_split
 from jaxpar.pipeline.gradients import Pipeline
-from jaxpar.pipeline.schedules.catalog import chunks_of, make_schedule, with_chunks
+from jaxpar.pipeline.schedules.asynchronous import Asynchronous
+from jaxpar.pipeline.schedules.catalog import (
+    asynchronous,
+    chunks_of,
+    make_schedule,
+    with_chunks,
+)
 from jaxpar.pipeline.schedules.table import Schedule, check_schedule
 from jaxpar.pipeline.stages import Division, divide
 from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.rules import Spec
 from jaxpar.sharding.zero import ZeroStage, shard_leaves
+from jaxpar.step.carried import Carried
 from jaxpar.step.evaluation import make_evaluation, make_forward
 from jaxpar.step.gradients import make_gradients
 from jaxpar.step.loss import Loss, Sums
 from jaxpar.step.partition import Partition
+from jaxpar.step.train_step import Pace
+from jaxpar.step.update import Update
 from jaxpar.tree import named_leaves, num_elements
-from jaxpar.types import Params, PyTree
+from jaxpar.types import Batch, Params, PyTree
 
 MOST_UNEVEN = 1.25
 """Parameters of blocks on a stage, by those of an even division, without asking."""
@@ -37,6 +48,41 @@ MOST_UNEVEN = 1.25
 @runtime_checkable
 class Execution(Protocol):
     """How a model is run over the pipe axis."""
+
+    @property
+    def delay(self) -> int:
+        """See `NothingBetweenSteps`."""
+        ...
+
+    @property
+    def synchronous_steps(self) -> int:
+        """See `NothingBetweenSteps`."""
+        ...
+
+    @property
+    def versions(self) -> int:
+        """See `NothingBetweenSteps`."""
+        ...
+
+    @property
+    def pace(self) -> Pace | None:
+        """See `NothingBetweenSteps`."""
+        ...
+
+    def parts(
+        self,
+        partition: Partition,
+        loss: Loss,
+        like: tuple[Params, Params],
+        batch: Batch,
+        update: Update,
+    ) -> tuple[Carried, ...]:
+        """See `NothingBetweenSteps`."""
+        ...
+
+    def took_batch(self, carry: Mapping[str, PyTree]) -> jax.Array | bool:
+        """See `NothingBetweenSteps`."""
+        ...
 
     def shard_leaves(
         self,
@@ -131,7 +177,7 @@ class Execution(Protocol):
 def make_execution(
     network: Network,
     mesh: Mesh,
-    schedule: str | Schedule,
+    schedule: str | Schedule | Asynchronous,
     accumulate: int,
     block: BlockWork | None,
 ) -> Execution:
@@ -162,6 +208,9 @@ def make_execution(
             "model=jaxpar.PipelineModel(embed=..., sections=[(block, count)], "
             "head=...), or use pipe=1."
         )
+    if (late := asynchronous(schedule)) is not None:
+        return _asynchronous(network, late, num_stages, accumulate, block)
+    assert not isinstance(schedule, Asynchronous), "returned above"
     counts = {section.name: section.num_blocks for section in network.sections}
     chunks = chunks_of(schedule, len(counts))
     division = divide(counts, num_stages, chunks)
@@ -172,6 +221,38 @@ def make_execution(
     if made.splits_backward and isinstance(schedule, str):
         check_split(made, block.deferred)
     return Pipeline(network, made, division, block)
+
+
+def _asynchronous(
+    network: PipelineNetwork,
+    kind: Asynchronous,
+    num_stages: int,
+    accumulate: int,
+    block: BlockWork | None,
+) -> AsynchronousPipeline:
+    """A schedule whose batches are under way between steps.
+
+    Raises:
+      ValueError: if it can't run the model.
+    """
+    if len(network.sections) > 1:
+        raise ValueError(
+            f"schedule={kind.name!r} runs models of one section of blocks, and this "
+            f"one has {len(network.sections)}; use schedule='1f1b'."
+        )
+    _, state = jax.eval_shape(network.init, jax.random.key(0))
+    if jax.tree.leaves(state):
+        raise ValueError(
+            f"schedule={kind.name!r}: the model has mutable state "
+            f"({next(iter(named_leaves(state)))}), which batches that overlap would "
+            "change out of order; use schedule='1f1b'."
+        )
+    counts = {section.name: section.num_blocks for section in network.sections}
+    division = divide(counts, num_stages, 1)
+    _check_division(network, division, 1)
+    assert block is not None, "traced if there are several stages"
+    table = kind.table(num_stages, accumulate)
+    return AsynchronousPipeline(network, table, division, block, kind)
 
 
 def _check_division(network: PipelineNetwork, division: Division, chunks: int) -> None:
@@ -240,7 +321,7 @@ def _check_hidden(network: PipelineNetwork, num_stages: int) -> None:
                 )
 
 
-class OneStage:
+class OneStage(NothingBetweenSteps):
     """No pipeline: the loss function runs as it is."""
 
     bubble = 0.0

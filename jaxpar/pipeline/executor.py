@@ -28,11 +28,12 @@ from jaxpar.pipeline.sections import Sections
 from jaxpar.pipeline.slots import Buffers, Slots
 from jaxpar.pipeline.stage_functions import HeadParams, StageFunctions
 from jaxpar.pipeline.tick_table import TickRows, TickTable
+from jaxpar.pipeline.versions import OneBatch
 from jaxpar.step.inputs import Inputs
 from jaxpar.step.loss import Sums
 from jaxpar.step.row_draws import ShardKey
 from jaxpar.step.weighted import merged, of_no_examples
-from jaxpar.types import Params, PyTree
+from jaxpar.types import Leaf, Params, PyTree
 
 
 def run_schedule(
@@ -60,7 +61,7 @@ def run_schedule(
       state after the last micro-batch.
     """
     sections = sections.of_step(variables, inputs, key)
-    executor = _Executor(sections, *variables, inputs, key, scale)
+    executor = Executor(sections, *variables, inputs, key, scale)
     carry = executor.initial(table)
     carry, _ = jax.lax.scan(executor.tick, carry, _as_arrays(table.rows))
     assert carry.blocks is not None, "made for training"
@@ -84,7 +85,7 @@ def run_forwards(
       The losses' and metrics' sums over micro-batches.
     """
     sections = sections.of_step(variables, inputs, key)
-    executor = _Executor(sections, *variables, inputs, key, jnp.float32(1))
+    executor = Executor(sections, *variables, inputs, key, jnp.float32(1))
     carry = executor.initial(table, training=False)
     carry, _ = jax.lax.scan(executor.forward_tick, carry, _as_arrays(table.rows))
     return carry.sums
@@ -92,8 +93,8 @@ def run_forwards(
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Carry:
-    """The scan's carry.
+class Carry:
+    """The scan's carry; of several batches where `OneBatch` says so.
 
     Attributes:
       buffers: the stages' buffers.
@@ -108,7 +109,7 @@ class _Carry:
     """
 
     buffers: Buffers
-    weights: jax.Array
+    weights: Leaf
     sums: Sums
     embed: Params | None
     blocks: tuple[Params, Params] | None
@@ -118,8 +119,13 @@ class _Carry:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Executor:
-    """One step's arguments, and its ticks."""
+class Executor:
+    """One step's arguments, and its ticks.
+
+    Attributes:
+      versions: which parameters a piece of work uses, and where its results are added.
+      others: versions of the parameters besides `params`.
+    """
 
     sections: Sections
     params: Params
@@ -127,6 +133,8 @@ class _Executor:
     inputs: Inputs
     key: ShardKey
     scale: jax.Array
+    versions: OneBatch = dataclasses.field(default_factory=OneBatch)
+    others: tuple[Params, ...] = ()
 
     @property
     def functions(self) -> StageFunctions:
@@ -136,24 +144,34 @@ class _Executor:
     @functools.cached_property
     def slots(self) -> Slots:
         """The stages' forwards, backwards and sends."""
-        blocks, between = (
-            {name: self.params[name] for name in names} for names in self.sections.names
+        stacked, joints = self.sections.names
+        blocks = tuple(
+            {name: params[name] for name in stacked}
+            for params in (self.params, *self.others)
         )
+        between = {name: self.params[name] for name in joints}
         given = self.sections, blocks, between, self.inputs, self.key
         num_stages = self.sections.division.num_stages
-        return Slots(*given, on_each_stage(self.state, self.sections.names, num_stages))
+        state = on_each_stage(self.state, self.sections.names, num_stages)
+        return Slots(*given, state, self.versions)
+
+    def head_params(self, index: jax.Array) -> HeadParams:
+        """A micro-batch's: the head's own, and those tied to the embedding."""
+        tied = self.functions.network.tied
+        every = (self.params, *self.others)
+        heads = tuple((own["head"], tied(own["embed"])) for own in every)
+        return self.versions.forward(heads, index)
 
     @property
-    def head_params(self) -> HeadParams:
-        """The head's own parameters, and those tied to the embedding."""
-        return self.params["head"], self.functions.network.tied(self.params["embed"])
+    def _embeds(self) -> tuple[Params, ...]:
+        return tuple(own["embed"] for own in (self.params, *self.others))
 
-    def initial(self, table: TickTable, *, training: bool = True) -> _Carry:
+    def initial(self, table: TickTable, *, training: bool = True) -> Carry:
         """Empty buffers and zero sums."""
         first, slots = jnp.int32(0), self.slots
         hidden = self.sections.last(self.sections.structs)
         ends = {part: self.state.get(part, {}) for part in ("embed", "head")}
-        head = self.head_params, ends["head"]
+        head = self.head_params(first), ends["head"]
         given = head, hidden, self.inputs, first, self.key
         sums, _ = jax.eval_shape(self.functions.head, *given)
         zeros: dict[str, Any] = {"embed": None, "blocks": None, "head": None}
@@ -161,24 +179,24 @@ class _Executor:
             each = (self.sections.division.num_stages,)
             trained = self.sections.trained
             apart = {part: self.params[part] for part in ("embed", "head")}
-            zeros = jax.tree.map(_fp32_zeros, trained(apart))
+            zeros = self.versions.zeros(trained(apart))
             zeros["blocks"] = (
-                jax.tree.map(_fp32_zeros, trained(slots.blocks)),
+                self.versions.zeros(trained(slots.blocks[0]), axis=1),
                 jax.tree.map(
                     lambda x: over_pipe(jnp.zeros(each + x.shape)),
                     trained(slots.between),
                 ),
             )
-        return _Carry(
+        return Carry(
             buffers=slots.empty_buffers(table, training=training),
-            weights=jnp.zeros(self.functions.accumulate, jnp.float32),
-            sums=of_no_examples(sums),
+            weights=jnp.zeros(self.versions.num_weights(self.functions.accumulate)),
+            sums=self.versions.no_losses(of_no_examples(sums)),
             ends=ends,
             seen=self._of_microbatches(ends["embed"]) if training else None,
             **zeros,
         )
 
-    def tick(self, carry: _Carry, row: TickRows) -> tuple[_Carry, None]:
+    def tick(self, carry: Carry, row: TickRows) -> tuple[Carry, None]:
         """A tick of a training step."""
         grads = carry.blocks
         assert grads is not None, "made for training"
@@ -197,14 +215,14 @@ class _Executor:
             carry, buffers=buffers, embed=embed, blocks=blocks
         ), None
 
-    def forward_tick(self, carry: _Carry, row: TickRows) -> tuple[_Carry, None]:
+    def forward_tick(self, carry: Carry, row: TickRows) -> tuple[Carry, None]:
         """A tick of an evaluation, which leaves the mutable state as it is."""
         entered, _ = self._embedded(carry, row)
         out, buffers = self.slots.forwards(carry.buffers, entered, row)
         buffers = dataclasses.replace(buffers, state=carry.buffers.state)
 
         def loss() -> Sums:
-            head = self.head_params, carry.ends["head"]
+            head = self.head_params(row.head), carry.ends["head"]
             given = head, self._last(out), self.inputs, row.head, self.key
             return self.functions.head(*given)[0]
 
@@ -215,12 +233,13 @@ class _Executor:
         buffers = self.slots.send(buffers, out, None, row)
         return dataclasses.replace(carry, buffers=buffers, sums=sums), None
 
-    def _embedded(self, carry: _Carry, row: TickRows) -> tuple[PyTree, PyTree]:
+    def _embedded(self, carry: Carry, row: TickRows) -> tuple[PyTree, PyTree]:
         """The hidden state of the micro-batch that enters; the embedding's state."""
         before = carry.ends["embed"]
 
         def embed() -> tuple[PyTree, PyTree]:
-            given = (self.params["embed"], before), self.inputs, row.embed, self.key
+            params = self.versions.forward(self._embeds, row.embed)
+            given = (params, before), self.inputs, row.embed, self.key
             hidden, state = self.functions.embed(*given)
             # A branch that ends in a sharding constraint, as that of sequence
             # parallelism does, aborts XLA 0.11.2 ("inconsistent conditional sharding").
@@ -231,11 +250,9 @@ class _Executor:
 
         return jax.lax.cond(row.embed != IDLE, embed, nothing)
 
-    def _losses(
-        self, carry: _Carry, out: PyTree, row: TickRows
-    ) -> tuple[_Carry, PyTree]:
+    def _losses(self, carry: Carry, out: PyTree, row: TickRows) -> tuple[Carry, PyTree]:
         """Add the loss of the micro-batch that leaves; also its hidden's cotangent."""
-        params, frozen = self.functions.parted_head(self.head_params)
+        params, frozen = self.functions.parted_head(self.head_params(row.head))
         before = carry.ends["head"]
 
         def loss() -> tuple:
@@ -264,49 +281,58 @@ class _Executor:
         embed = carry.embed
         for path, grad in tied.items():
             names = self.functions.network.tied_paths[path].split("/")
-            embed = _add_at(embed, names, grad)
-        index = jnp.where(row.head == IDLE, self.functions.accumulate, row.head)
+            embed = self._added_at(embed, names, grad, row.head)
+        index = jnp.where(row.head == IDLE, len(carry.weights), row.head)
         after = dataclasses.replace(
             carry,
-            sums=merged(carry.sums, sums),
+            sums=self.versions.merged(carry.sums, sums, row.head),
             weights=carry.weights.at[index].set(sums.loss.weight, mode="drop"),
             embed=embed,
-            head=jax.tree.map(jnp.add, carry.head, own),
+            head=self.versions.added(carry.head, own, row.head),
             ends=carry.ends | {"head": state},
         )
         return after, cotangent
 
-    def _embed_backward(
-        self, carry: _Carry, sent_back: PyTree, row: TickRows
-    ) -> Params:
+    def _embed_backward(self, carry: Carry, sent_back: PyTree, row: TickRows) -> Params:
         """Add the embedding's gradient for the first stage's cotangent."""
-        trained, frozen = self.functions.parted("embed", self.params["embed"])
+        index = row.embed_backward
+        own = self.versions.backward(self._embeds, index)
+        trained, frozen = self.functions.parted("embed", own)
         if not jax.tree.leaves(trained):
             return carry.embed
 
         def run() -> Params:
             cotangent = self.first_of(self.sections.first(sent_back))
-            seen = take(carry.seen, row.embed_backward)
+            seen = take(carry.seen, index)
 
             def embed(params: Params) -> PyTree:
                 variables = tree.merged(params, frozen), seen
-                given = self.inputs, row.embed_backward, self.key
+                given = self.inputs, index, self.key
                 return self.functions.embed(variables, *given)[0]
 
             _, pull = jax.vjp(embed, trained)
             (grads,) = pull(cotangent)
-            weight = carry.weights[row.embed_backward]
+            weight = carry.weights[index]
             return jax.tree.map(lambda x: x.astype(jnp.float32) * weight, grads)
 
-        zeros = jax.tree.map(jnp.zeros_like, carry.embed)
-        grads = jax.lax.cond(row.embed_backward != IDLE, run, lambda: zeros)
-        return jax.tree.map(jnp.add, carry.embed, grads)
+        zeros = jax.tree.map(_fp32_zeros, trained)
+        grads = jax.lax.cond(index != IDLE, run, lambda: zeros)
+        return self.versions.added(carry.embed, grads, index)
 
-    def state_after(self, carry: _Carry) -> PyTree:
+    def state_after(self, carry: Carry) -> PyTree:
         """The mutable state as `run_schedule` was given it, after the last tick."""
         num_stages = self.sections.division.num_stages
         given = carry.buffers.state, self.sections.names, num_stages
         return with_leaves(carry.ends | of_all_stages(*given, self.first_of))
+
+    def _added_at(
+        self, sums: PyTree, path: Sequence[str], grad: jax.Array, index: jax.Array
+    ) -> PyTree:
+        """Add to one leaf of a nested dict."""
+        if not path:
+            return self.versions.added(sums, grad, index)
+        own = self._added_at(sums[path[0]], path[1:], grad, index)
+        return {**sums, path[0]: own}
 
     def _of_microbatches(self, state: PyTree) -> PyTree:
         """A place for each micro-batch."""
@@ -331,10 +357,3 @@ def _as_arrays(rows: TickRows) -> TickRows:
 
 def _fp32_zeros(x: jax.Array) -> jax.Array:
     return jnp.zeros_like(x, dtype=jnp.float32)
-
-
-def _add_at(params: Params, path: Sequence[str], grad: jax.Array) -> Params:
-    """Add to one leaf of a nested dict."""
-    if not path:
-        return params + grad
-    return {**params, path[0]: _add_at(params[path[0]], path[1:], grad)}

@@ -10,6 +10,7 @@ import jax
 from jaxpar import tree
 from jaxpar.mesh import PIPE
 from jaxpar.model.network import PipelineNetwork
+from jaxpar.pipeline.between_steps import NothingBetweenSteps
 from jaxpar.pipeline.block_cost import (
     BlockWork,
     cost_of,
@@ -35,7 +36,7 @@ from jaxpar.types import Params, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
-class Pipeline:
+class Pipeline(NothingBetweenSteps):
     """A schedule over stages.
 
     Attributes:
@@ -98,15 +99,21 @@ class Pipeline:
             grads = [grad * inverse for grad in jax.tree.leaves(grads)]
             given = leaf_shardings, grads, carry, scale
             reduced, carry = partition.reduced_once(*given)
-            stored = [
-                stages.from_stages(own, view)
-                if (stages := self.division.of(own.name))
-                else view
-                for own, view in zip(partition.on_shard, reduced, strict=True)
-            ]
+            stored = self.in_stored_order(partition, reduced)
             return stored, sums, stored_state(self.division, state), carry
 
         return gradients_on_shards(partition, jax.tree.structure(like[0]), body)
+
+    def in_stored_order(
+        self, partition: Partition, reduced: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """Reduced gradients, whose blocks are in the stages' order."""
+        return [
+            stages.from_stages(own, view)
+            if (stages := self.division.of(own.name))
+            else view
+            for own, view in zip(partition.on_shard, reduced, strict=True)
+        ]
 
     def make_forward(
         self,
@@ -164,11 +171,7 @@ class Pipeline:
         embeds = any(name.startswith("embed/") for name in trained)
         first = "and its first " if embeds or not frozen else ""
         lines = [
-            f"pipe: {own.name}: {own.num_microbatches} micro-batches on "
-            f"{own.num_stages} stages take {own.num_ticks} ticks, "
-            f"{self.bubble:.1%} of the time bubble (a backward "
-            "counts as two forwards); a stage stores up to "
-            f"{kept(own).inputs.max()} inputs.",
+            *self._schedule_lines(),
             "pipe: every tick sends an activation forwards and a cotangent back; every "
             f"micro-batch all-reduces its last {first}hidden state over pipe, "
             "and two more over the axes that split its vocabulary.",
@@ -203,6 +206,22 @@ class Pipeline:
                 "reduces its gradients, once a step, as at ZeRO 1, and holds both."
             )
         return tuple(lines)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a backward runs its blocks again."""
+        return self.network.remat != "none"
+
+    def _schedule_lines(self) -> tuple[str, ...]:
+        """The schedule's time, and what it stores."""
+        own = self.schedule
+        return (
+            f"pipe: {own.name}: {own.num_microbatches} micro-batches on "
+            f"{own.num_stages} stages take {own.num_ticks} ticks, "
+            f"{self.bubble:.1%} of the time bubble (a backward "
+            "counts as two forwards); a stage stores up to "
+            f"{kept(own).inputs.max()} inputs.",
+        )
 
     def _idle_line(
         self,
@@ -247,7 +266,7 @@ class Pipeline:
         What a policy between "none" and "full" saves is not subtracted.
         """
         del counted
-        if self.network.remat == "none":
+        if not self.recomputes:
             return model
         times = self.network.num_blocks * self.schedule.num_microbatches * shards
         return model + times * self.block.flops
@@ -264,7 +283,7 @@ class Pipeline:
             draws=partition.draws,
             trained=frozenset(leaf.name for leaf in partition.leaves),
         )
-        keeps = self.network.remat == "none"
+        keeps = not self.recomputes
         splits = self.schedule.splits_backward
         return Sections(functions, self.division, keeps=keeps, splits=splits)
 

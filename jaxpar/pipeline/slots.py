@@ -26,6 +26,7 @@ from jaxpar.pipeline.schedules.table import IDLE
 from jaxpar.pipeline.sections import Sections
 from jaxpar.pipeline.stages import Division
 from jaxpar.pipeline.tick_table import TickRows, TickTable
+from jaxpar.pipeline.versions import OneBatch
 from jaxpar.step.inputs import Inputs
 from jaxpar.step.row_draws import ShardKey
 from jaxpar.types import Params, PyTree
@@ -60,19 +61,21 @@ class Slots:
 
     Attributes:
       sections: the forwards and backwards of chunks.
-      blocks: section -> its blocks' parameters, [P v n, ...].
+      blocks: versions of section -> its blocks' parameters, [P v n, ...].
       between: part between two sections -> its parameters.
       inputs: this data shard's rows.
       key: the step's key.
       state: the mutable state before the step, as in `Buffers`.
+      versions: which parameters a slot uses, and where its gradients are added.
     """
 
     sections: Sections
-    blocks: Params
+    blocks: tuple[Params, ...]
     between: Params
     inputs: Inputs
     key: ShardKey
     state: PyTree = dataclasses.field(default_factory=dict)
+    versions: OneBatch = dataclasses.field(default_factory=OneBatch)
 
     def empty_buffers(self, table: TickTable, *, training: bool) -> Buffers:
         """Make the buffers of a schedule.
@@ -121,7 +124,7 @@ class Slots:
           state.
         """
 
-        def forward(own: tuple, blocks: Params, shared: tuple) -> tuple:
+        def forward(own: tuple, blocks: tuple, shared: tuple) -> tuple:
             stage, buffers, row = own
             entered, between, inputs, key = shared
             index, chunk, place = row.forward, row.forward_chunk, row.forward_place
@@ -133,7 +136,8 @@ class Slots:
             work = self._work(stage, chunk, inputs, index, key, seen)
 
             def run() -> tuple[PyTree, PyTree, PyTree]:
-                params = self.sections.chunk_of({**blocks, **between}, chunk)
+                params = self.versions.forward(blocks, index)
+                params = self.sections.chunk_of({**params, **between}, chunk)
                 return self.sections.forward(params, hidden, work)
 
             out, kept, state = _if_busy(index, run)
@@ -181,7 +185,8 @@ class Slots:
             leaves = jnp.where(stage == self._division.num_stages - 1, head_place, IDLE)
             cotangents = put(buffers.cotangents, cotangent, leaves)
             index, chunk = row.backward, row.backward_chunk
-            params = self.sections.chunk_of({**blocks, **between}, chunk)
+            params = self.versions.backward(blocks, index)
+            params = self.sections.chunk_of({**params, **between}, chunk)
             grads = {**grads, **grads_between}
             seen = take(buffers.seen, row.backward_kept)
             work = self._work(stage, chunk, inputs, index, key, seen)
@@ -196,7 +201,8 @@ class Slots:
                 index, lambda: self.sections.backward(params, *given, work)
             )
             made = _weighed(made, weights, index)
-            grads = self.sections.add_chunk(grads, made, chunk)
+            add = self.versions.added_chunk
+            grads = add(self.sections, grads, made, chunk, index)
             waiting, products = take_before(
                 buffers.products, list(row.weight_place), products
             )
@@ -207,7 +213,7 @@ class Slots:
                 late_work = self._work(stage, chunk, inputs, index, key, seen)
                 late = self._late(own, sent_back, index, params, late_work)
                 late = _weighed(late, weights, index)
-                grads = self.sections.add_chunk(grads, late, chunk)
+                grads = add(self.sections, grads, late, chunk, index)
             products = put(buffers.products, products, row.products_place)
             buffers = dataclasses.replace(
                 buffers, cotangents=cotangents, products=products
@@ -304,13 +310,13 @@ class Slots:
           A forward's residuals, deferred weight gradients' inputs, a forward's state.
         """
 
-        def run(own: tuple, blocks: Params, shared: tuple) -> tuple:
+        def run(own: tuple, blocks: tuple, shared: tuple) -> tuple:
             stage, state = own
             hidden, between, inputs, key = shared
             first = jnp.int32(0)
             seen = self.sections.chunk_of(state, first)
             work = self._work(stage, first, inputs, first, key, seen)
-            params = self.sections.chunk_of({**blocks, **between}, first)
+            params = self.sections.chunk_of({**blocks[0], **between}, first)
             out, kept, _ = self.sections.forward(params, hidden, work)
             _, _, products = self.sections.backward(params, hidden, kept, out, work)
             return (kept, products, seen), None

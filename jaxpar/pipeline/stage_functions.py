@@ -18,7 +18,7 @@ from jaxpar.model.network import PipelineNetwork
 from jaxpar.model.proxies import Call, ModelProxy, inputs_of
 from jaxpar.model.section import SectionNetwork
 from jaxpar.pipeline.stages import Stages
-from jaxpar.step.inputs import Inputs, microbatch_rows, num_rows, twice_the_rows
+from jaxpar.step.inputs import Inputs, num_rows, twice_the_rows
 from jaxpar.step.loss import Loss, Sums, loss_sums
 from jaxpar.step.row_draws import BatchRows, Draws, ShardKey
 from jaxpar.types import Params, PyTree
@@ -70,7 +70,7 @@ class StageFunctions:
 
     def rows(self, inputs: Inputs, index: jax.Array) -> Inputs:
         """Select a micro-batch."""
-        return microbatch_rows(inputs, index, self.accumulate)
+        return inputs.microbatch(index, self.accumulate)
 
     def embed(
         self, variables: Variables, inputs: Inputs, index: jax.Array, key: ShardKey

@@ -11,7 +11,7 @@ restored parameters, with a warning.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -30,16 +30,21 @@ class Stepped:
 
     Attributes:
       params: the parameters after the step, fp32, by name.
+      before: those before it.
       finite: whether all gradients were finite; a boolean scalar.
       applied: whether the step was applied; a boolean scalar. A step that was not
         applied has the parameters of before.
-      carry: what the step's reduction carried (`jaxpar.step.reduction`).
+      skipped: whether it was to be applied and was not; a boolean scalar.
+      carry: name of a part -> what the computation of gradients made of it
+        (`Carried.in_gradients`).
     """
 
     params: Params
+    before: Params
     finite: jax.Array
     applied: jax.Array
-    carry: PyTree = ()
+    skipped: jax.Array
+    carry: Mapping[str, PyTree] = dataclasses.field(default_factory=dict)
 
 
 @runtime_checkable
@@ -50,11 +55,14 @@ class Carried(Protocol):
       name: the key in ``state.carried``.
       per_shard: whether every data shard has its own.
       saved: whether checkpoints hold it; if not, it starts anew at a restore.
+      in_gradients: whether the computation of gradients reads it. If it is per shard
+        too, that also makes what follows it: `Stepped.carry`.
     """
 
     name: str
     per_shard: bool = False
     saved: bool = True
+    in_gradients: bool = False
 
     def init(self, params: Params) -> PyTree:
         """Make the part for the initial parameters, fp32; traceable.

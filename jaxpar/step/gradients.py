@@ -19,7 +19,7 @@ from jaxpar.step.halves import in_halves
 from jaxpar.step.inputs import Inputs, microbatch_rows, with_keys
 from jaxpar.step.loss import Loss, Sums, make_loss
 from jaxpar.step.partition import Partition
-from jaxpar.step.reduction_part import of_own_part
+from jaxpar.step.reduction_part import PART, of_own_part
 from jaxpar.step.row_draws import OwnRows
 from jaxpar.step.weighted import merged, of_no_examples
 from jaxpar.types import Params, PyTree
@@ -87,7 +87,10 @@ def make_gradients(
 
 
 def gradients_on_shards(
-    partition: Partition, structure: Any, body: Callable[..., tuple]
+    partition: Partition,
+    structure: Any,
+    body: Callable[..., tuple],
+    part: str = PART,
 ) -> Callable[..., tuple[Params, Sums, PyTree, PyTree]]:
     """Run ``body(shards, inputs, model_state, key, scale, carry)`` on every shard.
 
@@ -96,6 +99,7 @@ def gradients_on_shards(
       structure: of the trained parameters.
       body: is given views, and what this shard carries. It returns gradients as the
         reduction does, sums over all data, the model's state, and what is carried.
+      part: the part of ``TrainState.carried`` that it takes and gives.
 
     Returns:
       The same as `make_gradients`.
@@ -117,13 +121,15 @@ def gradients_on_shards(
 
     def gradients(weights, model_state, inputs, key, scale, carry):
         shards, inputs = partition.local_views(weights), with_keys(inputs, key)
-        grads, *rest = run(shards, inputs, model_state, key, scale, carry)
+        own = carry.get(part, ())
+        grads, *rest, own = run(shards, inputs, model_state, key, scale, own)
         pairs = enumerate(zip(leaves, grads, strict=True))
         grads = [
             pair[1] if number in elsewhere else reduction.as_gradient(*pair)
             for number, pair in pairs
         ]
-        return jax.tree.unflatten(structure, grads), *rest
+        after = {part: own} if part in carry else {}
+        return jax.tree.unflatten(structure, grads), *rest, after
 
     return gradients
 

@@ -102,6 +102,10 @@ class Inputs:
     batch: Batch
     step: Any
 
+    def microbatch(self, index: jax.Array | int, accumulate: int) -> "Inputs":
+        """Select a micro-batch, see `microbatch_rows`."""
+        return microbatch_rows(self, index, accumulate)
+
 
 def make_inputs(batch: Batch, step: Any) -> Inputs:
     """Combine a batch and a step's number (an array or its shape)."""

@@ -55,7 +55,7 @@ def init_loss_scale() -> LossScale:
 
 
 def update_loss_scale(
-    state: LossScale, *, finite: jax.Array, applied: jax.Array, scales_loss: bool
+    state: LossScale, *, finite: jax.Array, skipped: jax.Array, scales_loss: bool
 ) -> LossScale:
     """The state after a step.
 
@@ -66,7 +66,7 @@ def update_loss_scale(
     Args:
       state: the state before.
       finite: whether all gradients were finite; a boolean scalar.
-      applied: whether the step was applied; a boolean scalar.
+      skipped: whether the step was to be applied and was not; a boolean scalar.
       scales_loss: whether the precision scales its loss.
 
     Returns:
@@ -75,7 +75,7 @@ def update_loss_scale(
     counted = dataclasses.replace(
         state,
         iteration=state.iteration + 1,
-        skipped=state.skipped + jnp.where(applied, 0, 1),
+        skipped=state.skipped + jnp.where(skipped, 1, 0),
     )
     if not scales_loss:
         return counted
@@ -115,7 +115,7 @@ class LossScaler(Carried):
         return update_loss_scale(
             part,
             finite=stepped.finite,
-            applied=stepped.applied,
+            skipped=stepped.skipped,
             scales_loss=self.scales_loss,
         )
 

@@ -33,6 +33,7 @@ class ReductionPart(Carried):
     saved: bool
     name: str = PART
     per_shard: bool = True
+    in_gradients: bool = True
 
     def init(self, params: Params) -> PyTree:
         """See `Reduction.init`."""
@@ -61,7 +62,7 @@ class ReductionPart(Carried):
 
     def after(self, part: PyTree, stepped: Stepped) -> PyTree:
         """What the step's reduction carried, if the step was applied."""
-        return optax.tree.where(stepped.applied, stepped.carry, part)
+        return optax.tree.where(stepped.applied, stepped.carry[self.name], part)
 
 
 def reduction_parts(

@@ -98,8 +98,13 @@ def make_init(
 def with_shard_parts(
     state: TrainState, carried: Sequence[Carried], mesh: Mesh
 ) -> TrainState:
-    """Add what every data shard carries to what `make_init` made; traceable."""
-    parts = init_shard_parts(carried, state.params, mesh)
+    """Add the parts that `make_init` has not made; traceable.
+
+    They are those of every data shard, and of the schedule, known after the model's.
+    """
+    missing = [part for part in carried if part.name not in state.carried]
+    parts = init_logical_parts(missing, state.params)
+    parts |= init_shard_parts(missing, state.params, mesh)
     return dataclasses.replace(state, carried=state.carried | parts)
 
 

@@ -6,7 +6,8 @@ functions called here, not this file.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +22,10 @@ from jaxpar.step.reduction import clip_factor
 from jaxpar.step.reduction_part import PART
 from jaxpar.step.state import TrainState
 from jaxpar.step.update import Update
-from jaxpar.types import Batch, Metrics, PyTree
+from jaxpar.types import Batch, Metrics, Params, PyTree
+
+Pace = Callable[[Params, Params, jax.Array], Params]
+"""``(params before, after, step) -> params after``, nearer to those before."""
 
 UPDATE_SCOPE = "update"
 """The named scope of what follows the gradients."""
@@ -37,6 +41,7 @@ class Reduced:
       norm: their global norm, without the scale.
       finite: whether it is finite.
       applied: whether the step is applied.
+      skipped: whether it was to be applied, and is not.
       scale: the loss scale.
       factor: what the update multiplies the gradients by.
       model_state: the model's new state.
@@ -50,6 +55,7 @@ class Reduced:
     norm: Any
     finite: Any
     applied: Any
+    skipped: Any
     scale: Any
     factor: Any
     model_state: PyTree
@@ -90,6 +96,8 @@ def make_train_step(
     *,
     clip_norm: float | None,
     scales_loss: bool,
+    pace: Pace | None = None,
+    took_batch: Callable[[Mapping[str, PyTree]], Any] = lambda carry: True,
 ) -> TrainStep:
     """Make the pure functions of a step.
 
@@ -103,6 +111,9 @@ def make_train_step(
       clip_norm: the largest global norm of the gradients; None for no clipping, or
         if the update's reduction clips itself.
       scales_loss: whether the loss is scaled dynamically.
+      pace: slows an update down; None for not at all.
+      took_batch: whether the gradients are of a batch, by what they carried; one step
+        of an asynchronous schedule may end no batch.
 
     Returns:
       The step; its metrics are loss, grad_norm (before clipping), skipped (steps so
@@ -116,29 +127,32 @@ def make_train_step(
             scale = state.carried["loss_scale"].scale
         # Another loss's update may store what this one does not train on the host.
         weights = update.local_params(state.params), to_device(state.frozen)
-        inputs, carry = make_inputs(batch, state.step), state.carried.get(PART, ())
+        inputs = make_inputs(batch, state.step)
+        carry = {p.name: state.carried[p.name] for p in carried if p.in_gradients}
         given = weights, state.model_state, inputs, key, scale, carry
         grads, sums, model_state, carry = gradients(*given)
         grads = update.pack_grads(grads)
-        norm = update.reduction.carried_norm(carry)
+        norm = update.reduction.carried_norm(carry.get(PART, ()))
         norm = update.norm(grads) / scale if norm is None else norm
         finite = jnp.isfinite(norm)
-        applied = finite & (sums.loss.weight > 0)
+        takes = took_batch(carry)
+        applied = finite & (sums.loss.weight > 0) & takes
+        skipped = takes & ~applied
         results = sums.results()
         most = None if update.reduction.clips_itself else clip_norm
         factor = clip_factor(norm, most) / scale
-        known = norm, finite, applied, scale, factor
+        known = norm, finite, applied, skipped, scale, factor
         return Reduced(grads, *known, model_state, results, carry)
 
+    optimized = functools.partial(_optimized, update, pace)
+
     def applied(state: TrainState, own: Reduced) -> TrainState:
-        params, opt_state, _ = _optimized(update, state, own)
+        params, opt_state, _ = optimized(state, own)
         return dataclasses.replace(state, params=params, opt_state=opt_state)
 
     def updated(state: TrainState, before: Reduced) -> tuple[TrainState, Metrics]:
-        params, opt_state, reported = _optimized(update, state, before.late or before)
-        logical, _ = update.unpack(params, opt_state)
-        known = before.finite, before.applied, before.carry
-        stepped = Stepped(to_device(logical), *known)
+        params, opt_state, reported = optimized(state, before.late or before)
+        stepped = _stepped(update, state, before, params, opt_state)
         parts = {p.name: p.after(state.carried[p.name], stepped) for p in carried}
         new = dataclasses.replace(
             state,
@@ -150,20 +164,35 @@ def make_train_step(
             opt_state=opt_state,
             carried=parts,
         )
-        counters = {
-            "grad_norm": before.norm,
-            "skipped": parts["loss_scale"].skipped,
-            "loss_scale": before.scale,
-        }
-        return new, before.results | counters | reported
+        return new, before.results | _counters(before, parts) | reported
 
     scope = jax.named_scope(UPDATE_SCOPE)
     return TrainStep(reduced, scope(updated), scope(applied))
 
 
 def _optimized(
-    update: Update, state: TrainState, own: Reduced
+    update: Update, pace: Pace | None, state: TrainState, own: Reduced
 ) -> tuple[PyTree, PyTree, Metrics]:
     """What the optimizer makes of a state: parameters, its own state, and metrics."""
     given = own.grads, state.params, state.opt_state
-    return update.apply(*given, **own.for_update)
+    params, opt_state, reported = update.apply(*given, **own.for_update)
+    if pace is not None:
+        before, _ = update.unpack(state.params, state.opt_state)
+        after, unpacked = update.unpack(params, opt_state)
+        params, _ = update.pack(pace(before, after, state.step), unpacked)
+    return params, opt_state, reported
+
+
+def _counters(own: Reduced, parts: Mapping[str, Any]) -> Metrics:
+    skipped = parts["loss_scale"].skipped
+    return {"grad_norm": own.norm, "skipped": skipped, "loss_scale": own.scale}
+
+
+def _stepped(
+    update: Update, state: TrainState, own: Reduced, params: PyTree, opt_state: PyTree
+) -> Stepped:
+    """What a step did, as its carried parts see it."""
+    before, _ = update.unpack(state.params, state.opt_state)
+    after, _ = update.unpack(params, opt_state)
+    known = own.finite, own.applied, own.skipped, own.carry
+    return Stepped(to_device(after), to_device(before), *known)

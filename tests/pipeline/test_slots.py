@@ -32,7 +32,8 @@ def make_slots(stages=2, chunks=1, *, keeps=False, splits=False, blocks=2) -> Sl
     own = make_sections(cut(blocks, stages, chunks), keeps=keeps, splits=splits)
     params = make_params(blocks)
     blocks_alone = {"blocks": params["blocks"]}
-    return Slots(own.of_step((params, {}), INPUTS, KEY), blocks_alone, {}, INPUTS, KEY)
+    own = own.of_step((params, {}), INPUTS, KEY)
+    return Slots(own, (blocks_alone,), {}, INPUTS, KEY)
 
 
 def make_row(stages: int, **fields) -> TickRows:

@@ -43,7 +43,7 @@ def test_gradients_times_the_scale_equal_plain_jax(shape, zero, coupled, accumul
     def run(params: Any, batch: Any) -> Any:
         with on_abstract_mesh(partition.mesh):
             given = {}, make_inputs(batch, jnp.int32(0)), jax.random.key(0)
-            return gradients((params, {}), *given, jnp.float32(8.0), ())
+            return gradients((params, {}), *given, jnp.float32(8.0), {})
 
     grads, sums, _, _ = run(params, BATCH)
     loss, right = jax.value_and_grad(plain_loss)(params, X, MASK)
@@ -57,7 +57,7 @@ def test_batch_without_weight_has_gradients_of_zero():
     partition, params = make_partition(MeshShape(data=1), 0)
     gradients = make_gradients(partition, LOSS, (params, {}), 1)
     inputs = make_inputs(BATCH | {"mask": np.zeros(ROWS, np.float32)}, jnp.int32(0))
-    given = {}, inputs, jax.random.key(0), jnp.float32(1), ()
+    given = {}, inputs, jax.random.key(0), jnp.float32(1), {}
     grads, *_ = jax.jit(gradients)((params, {}), *given)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(grads))
 

@@ -66,7 +66,7 @@ def scan_of(window):
 
     def step(state, overflow):
         finite = ~overflow
-        new = update_loss_scale(state, finite=finite, applied=finite, scales_loss=True)
+        new = update_loss_scale(state, finite=finite, skipped=~finite, scales_loss=True)
         return new, new
 
     return jax.jit(lambda state, overflows: jax.lax.scan(step, state, overflows)[1])
@@ -145,7 +145,7 @@ def test_skipped_counts_steps_that_were_not_applied():
         state = update_loss_scale(
             state,
             finite=jnp.bool_(finite),
-            applied=jnp.bool_(applied),
+            skipped=jnp.bool_(not applied),
             scales_loss=True,
         )
     assert int(state.skipped) == 2
@@ -155,7 +155,7 @@ def test_skipped_counts_steps_that_were_not_applied():
 def test_without_scaling_only_the_counters_move():
     state, overflow = init_loss_scale(), jnp.bool_(False)
     after = update_loss_scale(
-        state, finite=overflow, applied=overflow, scales_loss=False
+        state, finite=overflow, skipped=~overflow, scales_loss=False
     )
     moved = {"iteration": jnp.int32(1), "skipped": jnp.int32(1)}
     assert jax.tree.all(

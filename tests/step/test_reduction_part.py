@@ -36,7 +36,8 @@ def test_carried_arrays_are_sharded_as_the_views_of_their_leaves():
 @pytest.mark.parametrize("applied", [True, False])
 def test_what_is_carried_changes_with_steps_that_are_applied(applied):
     (part,) = reduction_parts(Int8Reduction(), [KEPT])
-    happened = {"finite": jnp.bool_(True), "applied": jnp.bool_(applied)}
-    stepped = Stepped({}, **happened, carry={"b": jnp.ones(6)})
+    yes, applied_or_not = jnp.bool_(True), jnp.bool_(applied)
+    happened = {"finite": yes, "applied": applied_or_not, "skipped": ~applied_or_not}
+    stepped = Stepped({}, {}, **happened, carry={part.name: {"b": jnp.ones(6)}})
     after = part.after({"b": jnp.zeros(6)}, stepped)
     assert float(after["b"][0]) == applied

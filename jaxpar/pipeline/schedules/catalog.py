@@ -2,6 +2,11 @@
 
 from collections.abc import Callable
 
+from jaxpar.pipeline.schedules.asynchronous import (
+    Asynchronous,
+    PipeDream2BW,
+    PipeMare,
+)
 from jaxpar.pipeline.schedules.gpipe import make_gpipe
 from jaxpar.pipeline.schedules.interleaved import (
     make_1f1b,
@@ -21,17 +26,24 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 """Name -> ``(num_stages, num_microbatches) -> Schedule``; "interleaved" also takes the
 number of chunks."""
 
+ASYNCHRONOUS: dict[str, Asynchronous] = {
+    "pipedream_2bw": PipeDream2BW(),
+    "pipemare": PipeMare(),
+}
+"""Those whose gradients are of older parameters; no search chooses one."""
+
 DEFAULT_CHUNKS = 2
 
 
 def make_schedule(
-    schedule: str | Schedule, num_stages: int, num_microbatches: int
+    schedule: str | Schedule | Asynchronous, num_stages: int, num_microbatches: int
 ) -> Schedule:
     """Make a schedule by name, or check a given one.
 
     Args:
-      schedule: a name of `SCHEDULES`, "interleaved:4" for another number of chunks a
-        stage than 2, or a table of the user's own.
+      schedule: a name of `SCHEDULES` or `ASYNCHRONOUS`, "interleaved:4" for another
+        number of chunks a stage than 2, an asynchronous schedule with settings of its
+        own, or a table of the user's own.
       num_stages: P, at least 1.
       num_microbatches: M, at least 1.
 
@@ -51,20 +63,19 @@ def make_schedule(
         if number < 1:
             raise ValueError(f"{argument}={number} must be at least 1.")
     if isinstance(schedule, Schedule):
-        made_for = (schedule.num_stages, schedule.num_microbatches)
-        if made_for != (num_stages, num_microbatches):
-            raise ValueError(
-                f"schedule={schedule.name!r} is made for {made_for[0]} stages and "
-                f"{made_for[1]} micro-batches, but pipe={num_stages} and accumulate="
-                f"{num_microbatches}; make it for these."
-            )
-        check_schedule(schedule)
+        _check_table(schedule, num_stages, num_microbatches)
         return schedule
+    if (late := asynchronous(schedule)) is not None:
+        if num_stages == 1:  # Nothing is under way between steps.
+            return make_1f1b(num_stages, num_microbatches)
+        return late.table(num_stages, num_microbatches)
+    assert isinstance(schedule, str), "no other kind is left"
     name, _, chunks = schedule.partition(":")
     if name not in SCHEDULES:
+        names = [*SCHEDULES, *ASYNCHRONOUS]
         raise ValueError(
             f"schedule={schedule!r} must be one of "
-            f"{', '.join(map(repr, SCHEDULES))}.{near_match(name, list(SCHEDULES))}"
+            f"{', '.join(map(repr, names))}.{near_match(name, names)}"
         )
     if name != "interleaved":
         if chunks:
@@ -80,6 +91,25 @@ def make_schedule(
         )
     num_chunks = int(chunks or DEFAULT_CHUNKS)
     return make_interleaved(num_stages, num_microbatches, num_chunks)
+
+
+def _check_table(schedule: Schedule, num_stages: int, num_microbatches: int) -> None:
+    """Raise for a table that is not valid, or made for other numbers."""
+    made_for = (schedule.num_stages, schedule.num_microbatches)
+    if made_for != (num_stages, num_microbatches):
+        raise ValueError(
+            f"schedule={schedule.name!r} is made for {made_for[0]} stages and "
+            f"{made_for[1]} micro-batches, but pipe={num_stages} and accumulate="
+            f"{num_microbatches}; make it for these."
+        )
+    check_schedule(schedule)
+
+
+def asynchronous(schedule: str | Schedule | Asynchronous) -> Asynchronous | None:
+    """The asynchronous schedule that is meant; None for another."""
+    if isinstance(schedule, str):
+        return ASYNCHRONOUS.get(schedule)
+    return schedule if isinstance(schedule, Asynchronous) else None
 
 
 def chunks_of(schedule: str | Schedule, num_sections: int) -> int:

@@ -31,6 +31,9 @@ class Schedule:
         gradients, unless there are `weight` slots.
       weight: integers [ticks, P, w, 2]: weight gradients, after the backward of the
         same tick; w is 0 if the backward is not split.
+      delay: 0 if the table is all of a step. Otherwise it is one step of many alike,
+        and names micro-batches of this batch and of as many before, D: number b M + m
+        is micro-batch m of batch b, of which the oldest, 0, ends in this step.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Schedule:
     forward: np.ndarray
     backward: np.ndarray
     weight: np.ndarray
+    delay: int = 0
 
     @property
     def num_ticks(self) -> int:
@@ -117,7 +121,8 @@ def check_schedule(schedule: Schedule) -> Times:
     """Validate a schedule.
 
     Args:
-      schedule: a table, by one of the builders or the user's own.
+      schedule: a table, by one of the builders or the user's own. Of one with a delay
+        that of some steps is validated.
 
     Returns:
       The tick of each piece of work.
@@ -127,6 +132,8 @@ def check_schedule(schedule: Schedule) -> Times:
         before it is available.
     """
     _check_shapes(schedule)
+    if schedule.delay:
+        schedule = unrolled(schedule, 2 * schedule.delay + 2)
     forward = _ticks(schedule, "forward", schedule.forward[:, :, None])
     backward = _ticks(schedule, "backward", schedule.backward[:, :, None])
     weight = backward
@@ -149,6 +156,39 @@ def check_schedule(schedule: Schedule) -> Times:
                 f"move it to tick {earliest[m, g]} or later."
             )
     return times
+
+
+def unrolled(schedule: Schedule, num_steps: int) -> Schedule:
+    """What a schedule with a delay does in some steps, from the first to the last.
+
+    Args:
+      schedule: a step of many alike.
+      num_steps: batches.
+
+    Returns:
+      A schedule of all their micro-batches, also of the ticks in which the pipeline
+      fills and drains.
+    """
+    M = schedule.num_microbatches
+    starts = M * (np.arange(num_steps + schedule.delay) - schedule.delay)
+
+    def repeated(table: np.ndarray) -> np.ndarray:
+        numbers = np.concatenate([table[..., 0] + first for first in starts])
+        chunks = np.concatenate([table[..., 1]] * len(starts))
+        there = (numbers >= 0) & (numbers < num_steps * M) & (chunks != IDLE)
+        return np.where(there[..., None], np.stack([numbers, chunks], -1), IDLE)
+
+    tables = [repeated(getattr(schedule, name)) for name in _TABLES]
+    busy = np.flatnonzero(
+        (tables[0] != IDLE).any((1, 2)) | (tables[1] != IDLE).any((1, 2))
+    )
+    tables = [table[busy[0] : busy[-1] + 1] for table in tables]
+    numbers = schedule.num_stages, num_steps * M, schedule.num_chunks
+    forward, backward, weight = tables
+    return Schedule(schedule.name, *numbers, forward, backward, weight)
+
+
+_TABLES = ("forward", "backward", "weight")
 
 
 def _check_shapes(schedule: Schedule) -> None:
@@ -208,6 +248,8 @@ def kept(schedule: Schedule) -> Kept:
     Returns:
       The peaks by stage.
     """
+    if schedule.delay:
+        schedule = unrolled(schedule, 2 * schedule.delay + 2)
     times = check_schedule(schedule)
 
     def peaks(begin: np.ndarray, end: np.ndarray) -> np.ndarray:

@@ -56,10 +56,10 @@ def test_chunks_follow_the_name_of_interleaved(chunks):
         (
             "1f1c",
             r"schedule='1f1c' must be one of 'gpipe', '1f1b', 'interleaved', "
-            r"'zero_bubble'\. Did you mean '1f1b'\?",
+            r"'zero_bubble', 'pipedream_2bw', 'pipemare'\. Did you mean '1f1b'\?",
         ),
         ("interleave:4", r"schedule='interleave:4' .* Did you mean 'interleaved'\?"),
-        ("", r"schedule='' must be one of .*'zero_bubble'\.$"),
+        ("", r"schedule='' must be one of .*'zero_bubble', .*'pipemare'\.$"),
         (
             "gpipe:2",
             r"schedule='gpipe:2': only 'interleaved' has chunks; use 'gpipe', or "

@@ -1,0 +1,368 @@
+"""How does an asynchronous schedule compute gradients and moderate updates?
+
+Its step runs the ticks of one steady step: the oldest batch under way ends, whose
+gradients the step returns, and its own batch enters.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar import tree
+from jaxpar.mesh import on_abstract_mesh, rows_spec
+from jaxpar.model.model_state import Variables
+from jaxpar.pipeline.asynchronous_checks import check_asynchronous
+from jaxpar.pipeline.executor import Carry, Executor
+from jaxpar.pipeline.gradients import Pipeline
+from jaxpar.pipeline.in_flight import (
+    PART,
+    Flight,
+    InFlight,
+    MeanUpdate,
+    ParamsBefore,
+    by_leaf,
+    num_places,
+    steady_table,
+)
+from jaxpar.pipeline.schedules.asynchronous import Asynchronous, PipeMare
+from jaxpar.pipeline.schedules.table import kept
+from jaxpar.pipeline.sections import Sections
+from jaxpar.pipeline.tick_table import TickRows, TickTable
+from jaxpar.pipeline.versions import Corrected, OneBatch, SeveralBatches, Stashed
+from jaxpar.pipeline.window import Window, WindowKey
+from jaxpar.step.carried import Carried
+from jaxpar.step.gradients import gradients_on_shards
+from jaxpar.step.inputs import make_inputs
+from jaxpar.step.loss import Loss, Sums
+from jaxpar.step.partition import Partition
+from jaxpar.step.reduction_part import of_own_part
+from jaxpar.step.train_step import Pace
+from jaxpar.step.update import Update
+from jaxpar.types import Batch, Params, PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class AsynchronousPipeline(Pipeline):
+    """A schedule whose steps leave batches under way.
+
+    `Pipeline.schedule` is its step in the steady state.
+
+    Attributes:
+      kind: which schedule.
+    """
+
+    kind: Asynchronous
+
+    @property
+    def delay(self) -> int:
+        """See `NothingBetweenSteps`."""
+        return self.schedule.delay
+
+    @property
+    def synchronous_steps(self) -> int:
+        """See `NothingBetweenSteps`."""
+        return self.kind.synchronous_steps
+
+    @property
+    def versions(self) -> int:
+        """See `NothingBetweenSteps`."""
+        return 2
+
+    @property
+    def pace(self) -> Pace:
+        """See `NothingBetweenSteps`: by the delay of each stage."""
+        return self._paced
+
+    def took_batch(self, carry: Mapping[str, PyTree]) -> jax.Array:
+        """See `NothingBetweenSteps`."""
+        return carry[PART].ended.all()
+
+    @property
+    def recomputes(self) -> bool:
+        """See `Pipeline`."""
+        return self.kind.recomputes or super().recomputes
+
+    def _schedule_lines(self) -> tuple[str, ...]:
+        own, (least, most) = self.schedule, self._delays()
+        late = f"{most:.3g}" if least == most else f"{least:.3g} to {most:.3g}"
+        more = 2 * (own.num_stages - 1)
+        lines = [
+            f"pipe: {own.name}: {own.num_microbatches} micro-batches a step on "
+            f"{own.num_stages} stages take {own.num_ticks} ticks, without a bubble in "
+            f"the steady state; a gradient is of parameters {late} updates old, on "
+            f"average. A step ends the batch of {own.delay} steps before, whose loss "
+            f"it reports. A save drains the pipeline, which takes {more} ticks more.",
+            f"pipe: between steps a stage holds up to {kept(own).inputs.max()} inputs, "
+            f"sums of gradients of {self._versions.with_gradients} batches, in fp32, "
+            "and what its second version of the parameters is made of (carried).",
+        ]
+        if self.kind.recomputes and self.network.remat == "none":
+            lines.append(
+                f"pipe: {own.name}: a backward runs its blocks again, from their saved "
+                "input, with corrected parameters."
+            )
+        return tuple(lines)
+
+    def _delays(self) -> tuple[float, float]:
+        """The least and the greatest delay of a stage's forwards, in updates."""
+        if not isinstance(self.kind, PipeMare):
+            return 1.0, 1.0
+        delays = self.kind.forward_delay(self._stages, self.schedule)
+        return delays.min(), delays.max()
+
+    @property
+    def _versions(self) -> SeveralBatches:
+        own = self.schedule
+        ahead = int(own.backward[..., 0].max()) // own.num_microbatches
+        made = Corrected if self.kind.recomputes else Stashed
+        return made(own.num_microbatches, own.delay + 1, ahead + 1)
+
+    def parts(
+        self,
+        partition: Partition,
+        loss: Loss,
+        like: tuple[Params, Params],
+        batch: Batch,
+        update: Update,
+    ) -> tuple[Carried, ...]:
+        """What is under way, and what makes the second version of the parameters."""
+        check_asynchronous(self.kind, partition, update, batch)
+        shapes = self._shapes(partition, loss, like, batch)
+        leaves = tuple(self.communicated_shardings(partition.on_shard))
+        flight = InFlight(shapes, leaves)
+        if not isinstance(self.kind, PipeMare):
+            return flight, ParamsBefore(partition.precision.compute_dtype)
+        if self.kind.decay is None:
+            return (flight,)
+        return flight, MeanUpdate(self._weights(like[0], self.kind))
+
+    def make_gradients(
+        self,
+        partition: Partition,
+        loss: Loss,
+        like: tuple[Params, Params],
+        accumulate: int,
+    ) -> Callable[..., tuple[Params, Sums, PyTree, PyTree]]:
+        """Compute the gradients of the batch that ends in a step."""
+        sections = self._sections(partition, loss, accumulate, training=True)
+        leaf_shardings = self.communicated_shardings(partition.on_shard)
+        both = _with_second(partition)
+
+        def body(shards, inputs, model_state, key, scale, flight):
+            del model_state
+            entered = flight.window(inputs, both.shard_key(key), accumulate)
+            params, second = self._both(both, like, shards)
+            carry = _run_steady(
+                sections,
+                steady_table(self.schedule, entered.is_there, flight.offset).rows,
+                (params, {}),
+                (second,),
+                self._versions,
+                entered.window,
+                entered.keys,
+                scale,
+                flight.carry,
+            )
+            weight = partition.collectives.total(carry.sums.loss.weight[0])
+            inverse = jnp.where(weight > 0, 1.0 / weight, 0.0)
+            grads = [grad * inverse for grad in jax.tree.leaves(_oldest(carry))]
+            reduced, _ = partition.reduced_once(leaf_shardings, grads, (), scale)
+            stored = self.in_stored_order(partition, reduced)
+            sums = entered.reported(carry.sums).over_data(partition.collectives)
+            left = entered.left(carry, flight.offset, num_places(self.schedule))
+            return stored, sums, {}, left
+
+        run = gradients_on_shards(both, jax.tree.structure(like[0]), body, PART)
+
+        def gradients(weights, model_state, inputs, key, scale, carry):
+            second = self._second(weights[0], carry, partition)
+            given = weights[0], (weights[1], second)
+            return run(given, model_state, inputs, key, scale, carry)
+
+        return gradients
+
+    def _paced(self, before: Params, after: Params, step: jax.Array) -> Params:
+        if not isinstance(self.kind, PipeMare) or not self.kind.annealing_steps:
+            return after
+        delays = self._of_leaves(
+            after, self.kind.forward_delay(self._stages, self.schedule)
+        )
+        if max(np.max(delay) for delay in delays.values()) <= 1:
+            return after
+        left = 1 - jnp.minimum(step / self.kind.annealing_steps, 1.0)
+
+        def pace(delay: np.ndarray, before: jax.Array, after: jax.Array) -> jax.Array:
+            return before + np.maximum(delay, 1.0) ** -left * (after - before)
+
+        return by_leaf(pace, delays, before, after)
+
+    def _second(
+        self, params: Params, carry: Mapping[str, PyTree], partition: Partition
+    ) -> Params:
+        """The second version: that of the step before, or corrected."""
+        dtype = partition.precision.compute_dtype
+        if not isinstance(self.kind, PipeMare):
+            return carry["params_before"]
+        if self.kind.decay is None:
+            return jax.tree.map(lambda x: x.astype(dtype), params)
+        own = self._of_leaves(
+            params, self.kind.discrepancy(self._stages, self.schedule)
+        )
+
+        def correct(late: np.ndarray, x: jax.Array, mean: jax.Array) -> jax.Array:
+            return (x - late * mean).astype(dtype)
+
+        return by_leaf(correct, own, params, carry["mean_update"])
+
+    @property
+    def _stages(self) -> np.ndarray:
+        return np.arange(self.schedule.num_stages)
+
+    def _weights(self, params: Params, kind: PipeMare) -> dict[str, np.ndarray]:
+        """Weight of the average so far, by leaf; see `PipeMare`."""
+        late = kind.discrepancy(self._stages, self.schedule)
+        # Where nothing is late, the average isn't read.
+        weights = (kind.decay or 0.0) ** (1 / np.where(late > 0, late, 1.0))
+        return self._of_leaves(params, weights)
+
+    def _of_leaves(self, params: Params, by_stage: np.ndarray) -> dict[str, np.ndarray]:
+        """Values by leaf: those of its blocks' stages, or of its own, fp32."""
+        found, by_stage = {}, by_stage.astype(np.float32)
+        for name, leaf in tree.named_leaves(params).items():
+            stages = self.division.of(name)
+            if stages is None:
+                found[name] = (
+                    by_stage[-1:] if name.startswith("head/") else by_stage[:1]
+                )
+            else:
+                found[name] = np.repeat(by_stage, stages.counts)
+            found[name] = found[name].reshape(-1, *[1] * (leaf.ndim - 1))
+        return found
+
+    def _both(
+        self, both: Partition, like: tuple[Params, Params], shards: Sequence[Any]
+    ) -> tuple[Params, Params]:
+        """The newest parameters and the second version, gathered, by part."""
+        whole = self._whole(both, shards)
+        count = len(both.leaves)
+        newest, second = whole[:-count], whole[-count:]
+        structure = jax.tree.structure(like)
+        return (
+            self._params(structure, newest),
+            self._params(structure, [*second, *newest[count:]]),
+        )
+
+    def _shapes(
+        self,
+        partition: Partition,
+        loss: Loss,
+        like: tuple[Params, Params],
+        batch: Batch,
+    ) -> Flight:
+        """Shapes of what a data shard has under way."""
+        accumulate, delay = self.schedule.num_microbatches, self.schedule.delay
+        sections = self._sections(partition, loss, accumulate, training=True)
+        both = _with_second(partition)
+
+        def body(shards, inputs, key, part):
+            del part
+            params, second = self._both(both, like, shards)
+
+            def several(x: Any) -> jax.Array:
+                x = jnp.asarray(x)
+                return jnp.broadcast_to(x, (delay, *x.shape))
+
+            data = jax.random.key_data(key)
+            flight = Flight(
+                carry=(),
+                rows=jax.tree.map(several, inputs.batch),
+                steps=several(inputs.step.value),
+                keys=several(data),
+                is_there=several(False),
+                enters=jnp.bool(True),
+                offset=jnp.int32(0),
+                ended=jnp.bool(False),
+            )
+            entered = flight.window(inputs, both.shard_key(key), accumulate)
+            table = steady_table(self.schedule, entered.is_there, flight.offset)
+            given = sections, table, (params, {}), (second,), self._versions
+            carry = _nothing_under_way(*given, entered.window, entered.keys)
+            return (dataclasses.replace(flight, carry=carry),)
+
+        def run(weights, batch, step, key):
+            given = weights[0], (weights[1], weights[0])
+            shards, inputs = both.local_views(given), make_inputs(batch, step)
+            mapped = both.mapped(
+                of_own_part(body), (rows_spec(both.mesh),), carried=1, apart=True
+            )
+            return mapped(shards, inputs, key, {})
+
+        step = jax.ShapeDtypeStruct((), jnp.int32)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        with on_abstract_mesh(partition.mesh):
+            (found,) = jax.eval_shape(run, like, batch, step, key)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), found)
+
+
+def _run_steady(
+    sections: Sections,
+    rows: TickRows,
+    variables: Variables,
+    others: tuple[Params, ...],
+    versions: OneBatch,
+    inputs: Window,
+    key: WindowKey,
+    scale: jax.Array,
+    carry: Carry,
+) -> Carry:
+    """Run the ticks of a step of an asynchronous schedule.
+
+    Args:
+      sections: as for `run_schedule`.
+      rows: the ticks; micro-batches are those of the window.
+      variables: the newest parameters, and the mutable state, which there is none of.
+      others: other versions of the parameters.
+      versions: which of them a piece of work uses.
+      inputs: this data shard's rows of all batches under way.
+      key: the keys of their steps.
+      scale: the loss scale.
+      carry: what the last step left.
+
+    Returns:
+      What it leaves.
+    """
+    sections = sections.of_step(variables, inputs, key)
+    given = sections, *variables, inputs, key, scale, versions, others
+    return jax.lax.scan(Executor(*given).tick, carry, rows)[0]
+
+
+def _nothing_under_way(
+    sections: Sections,
+    table: TickTable,
+    variables: Variables,
+    others: tuple[Params, ...],
+    versions: OneBatch,
+    inputs: Window,
+    key: WindowKey,
+) -> Carry:
+    """What `_run_steady` begins with; the arguments' values don't matter."""
+    sections = sections.of_step(variables, inputs, key)
+    given = sections, *variables, inputs, key, jnp.float32(1), versions, others
+    return Executor(*given).initial(table)
+
+
+def _with_second(partition: Partition) -> Partition:
+    """The partition with a second version of the trained leaves."""
+    frozen = (*partition.frozen, *partition.leaves)
+    return dataclasses.replace(partition, frozen=frozen)
+
+
+def _oldest(carry: Any) -> Params:
+    """The gradients of the batch that ended."""
+    embed, head = jax.tree.map(lambda x: x[0], (carry.embed, carry.head))
+    blocks = jax.tree.map(lambda x: x[:, 0], carry.blocks[0])
+    return {"embed": embed, "head": head, **blocks}
