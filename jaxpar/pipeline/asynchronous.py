@@ -4,15 +4,14 @@ Its step runs the ticks of one steady step: the oldest batch under way ends, who
 gradients the step returns, and its own batch enters.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxpar import tree
 from jaxpar.mesh import on_abstract_mesh, rows_spec
 from jaxpar.model.model_state import Variables
 from jaxpar.pipeline.asynchronous_checks import check_asynchronous
@@ -22,17 +21,14 @@ from jaxpar.pipeline.in_flight import (
     PART,
     Flight,
     InFlight,
-    MeanUpdate,
-    ParamsBefore,
-    by_leaf,
     num_places,
     steady_table,
 )
-from jaxpar.pipeline.schedules.asynchronous import Asynchronous, PipeMare
+from jaxpar.pipeline.schedules.asynchronous import Asynchronous
 from jaxpar.pipeline.schedules.table import kept
 from jaxpar.pipeline.sections import Sections
 from jaxpar.pipeline.tick_table import TickRows, TickTable
-from jaxpar.pipeline.versions import Corrected, OneBatch, SeveralBatches, Stashed
+from jaxpar.pipeline.versions import OneBatch, SeveralBatches
 from jaxpar.pipeline.window import Window, WindowKey
 from jaxpar.step.carried import Carried
 from jaxpar.step.gradients import gradients_on_shards
@@ -40,22 +36,54 @@ from jaxpar.step.inputs import make_inputs
 from jaxpar.step.loss import Loss, Sums
 from jaxpar.step.partition import Partition
 from jaxpar.step.reduction_part import of_own_part
-from jaxpar.step.train_step import Pace
 from jaxpar.step.update import Update
 from jaxpar.types import Batch, Params, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
-class AsynchronousPipeline(Pipeline):
+class AsynchronousPipeline(Pipeline, abc.ABC):
     """A schedule whose steps leave batches under way.
 
-    `Pipeline.schedule` is its step in the steady state.
+    `Pipeline.schedule` is its step in the steady state. What differs between schedules
+    is the second version of the parameters: see `StashedPipeline` for a kind.
 
     Attributes:
-      kind: which schedule.
+      kind: which schedule, with its settings.
     """
 
     kind: Asynchronous
+
+    @property
+    @abc.abstractmethod
+    def under_way(self) -> SeveralBatches:
+        """Which parameters a piece of work uses, and where its results are added."""
+
+    @abc.abstractmethod
+    def delays(self) -> tuple[float, float]:
+        """The least and the greatest delay of a stage's forwards, in updates."""
+
+    @abc.abstractmethod
+    def part_of_second(
+        self, params: Params, partition: Partition
+    ) -> tuple[Carried, ...]:
+        """What is carried to make the second version of the parameters.
+
+        Args:
+          params: shapes of the parameters that are trained.
+          partition: how the loss function is run from shards.
+        """
+
+    @abc.abstractmethod
+    def second(
+        self, params: Params, carry: Mapping[str, PyTree], partition: Partition
+    ) -> Params:
+        """The second version of the parameters, in the dtype of the computation.
+
+        Args:
+          params: the newest, fp32.
+          carry: what is carried, by name.
+          partition: how the loss function is run from shards.
+        """
 
     @property
     def delay(self) -> int:
@@ -72,54 +100,32 @@ class AsynchronousPipeline(Pipeline):
         """See `NothingBetweenSteps`."""
         return 2
 
-    @property
-    def pace(self) -> Pace:
-        """See `NothingBetweenSteps`: by the delay of each stage."""
-        return self._paced
-
     def took_batch(self, carry: Mapping[str, PyTree]) -> jax.Array:
         """See `NothingBetweenSteps`."""
         return carry[PART].ended.all()
 
-    @property
-    def recomputes(self) -> bool:
-        """See `Pipeline`."""
-        return self.kind.recomputes or super().recomputes
-
     def _schedule_lines(self) -> tuple[str, ...]:
-        own, (least, most) = self.schedule, self._delays()
-        late = f"{most:.3g}" if least == most else f"{least:.3g} to {most:.3g}"
+        own, (least, most) = self.schedule, self.delays()
+        late = f"{least:.3g} to {most:.3g} updates"
+        if least == most == 1:
+            late = "1 update"
+        before = "1 step" if own.delay == 1 else f"{own.delay} steps"
         more = 2 * (own.num_stages - 1)
-        lines = [
+        return (
             f"pipe: {own.name}: {own.num_microbatches} micro-batches a step on "
             f"{own.num_stages} stages take {own.num_ticks} ticks, without a bubble in "
-            f"the steady state; a gradient is of parameters {late} updates old, on "
-            f"average. A step ends the batch of {own.delay} steps before, whose loss "
-            f"it reports. A save drains the pipeline, which takes {more} ticks more.",
+            f"the steady state; a gradient is of parameters {late} old, on average. "
+            f"A step ends the batch of {before} before, whose loss it reports. A save "
+            f"drains the pipeline, which takes {more} ticks more.",
             f"pipe: between steps a stage holds up to {kept(own).inputs.max()} inputs, "
-            f"sums of gradients of {self._versions.with_gradients} batches, in fp32, "
+            f"sums of gradients of {self.under_way.with_gradients} batches, in fp32, "
             "and what its second version of the parameters is made of (carried).",
-        ]
-        if self.kind.recomputes and self.network.remat == "none":
-            lines.append(
-                f"pipe: {own.name}: a backward runs its blocks again, from their saved "
-                "input, with corrected parameters."
-            )
-        return tuple(lines)
+        )
 
-    def _delays(self) -> tuple[float, float]:
-        """The least and the greatest delay of a stage's forwards, in updates."""
-        if not isinstance(self.kind, PipeMare):
-            return 1.0, 1.0
-        delays = self.kind.forward_delay(self._stages, self.schedule)
-        return delays.min(), delays.max()
-
-    @property
-    def _versions(self) -> SeveralBatches:
+    def batches_with_gradients(self) -> int:
+        """Of the batches of a step, the oldest ones, which have backwards in it."""
         own = self.schedule
-        ahead = int(own.backward[..., 0].max()) // own.num_microbatches
-        made = Corrected if self.kind.recomputes else Stashed
-        return made(own.num_microbatches, own.delay + 1, ahead + 1)
+        return int(own.backward[..., 0].max()) // own.num_microbatches + 1
 
     def parts(
         self,
@@ -134,11 +140,7 @@ class AsynchronousPipeline(Pipeline):
         shapes = self._shapes(partition, loss, like, batch)
         leaves = tuple(self.communicated_shardings(partition.on_shard))
         flight = InFlight(shapes, leaves)
-        if not isinstance(self.kind, PipeMare):
-            return flight, ParamsBefore(partition.precision.compute_dtype)
-        if self.kind.decay is None:
-            return (flight,)
-        return flight, MeanUpdate(self._weights(like[0], self.kind))
+        return flight, *self.part_of_second(like[0], partition)
 
     def make_gradients(
         self,
@@ -161,7 +163,7 @@ class AsynchronousPipeline(Pipeline):
                 steady_table(self.schedule, entered.is_there, flight.offset).rows,
                 (params, {}),
                 (second,),
-                self._versions,
+                self.under_way,
                 entered.window,
                 entered.keys,
                 scale,
@@ -172,76 +174,18 @@ class AsynchronousPipeline(Pipeline):
             grads = [grad * inverse for grad in jax.tree.leaves(_oldest(carry))]
             reduced, _ = partition.reduced_once(leaf_shardings, grads, (), scale)
             stored = self.in_stored_order(partition, reduced)
-            sums = entered.reported(carry.sums).over_data(partition.collectives)
+            sums = entered.oldest(carry.sums).over_data(partition.collectives)
             left = entered.left(carry, flight.offset, num_places(self.schedule))
-            return stored, sums, {}, left
+            return stored, entered.reported(sums), {}, left
 
         run = gradients_on_shards(both, jax.tree.structure(like[0]), body, PART)
 
         def gradients(weights, model_state, inputs, key, scale, carry):
-            second = self._second(weights[0], carry, partition)
+            second = self.second(weights[0], carry, partition)
             given = weights[0], (weights[1], second)
             return run(given, model_state, inputs, key, scale, carry)
 
         return gradients
-
-    def _paced(self, before: Params, after: Params, step: jax.Array) -> Params:
-        if not isinstance(self.kind, PipeMare) or not self.kind.annealing_steps:
-            return after
-        delays = self._of_leaves(
-            after, self.kind.forward_delay(self._stages, self.schedule)
-        )
-        if max(np.max(delay) for delay in delays.values()) <= 1:
-            return after
-        left = 1 - jnp.minimum(step / self.kind.annealing_steps, 1.0)
-
-        def pace(delay: np.ndarray, before: jax.Array, after: jax.Array) -> jax.Array:
-            return before + np.maximum(delay, 1.0) ** -left * (after - before)
-
-        return by_leaf(pace, delays, before, after)
-
-    def _second(
-        self, params: Params, carry: Mapping[str, PyTree], partition: Partition
-    ) -> Params:
-        """The second version: that of the step before, or corrected."""
-        dtype = partition.precision.compute_dtype
-        if not isinstance(self.kind, PipeMare):
-            return carry["params_before"]
-        if self.kind.decay is None:
-            return jax.tree.map(lambda x: x.astype(dtype), params)
-        own = self._of_leaves(
-            params, self.kind.discrepancy(self._stages, self.schedule)
-        )
-
-        def correct(late: np.ndarray, x: jax.Array, mean: jax.Array) -> jax.Array:
-            return (x - late * mean).astype(dtype)
-
-        return by_leaf(correct, own, params, carry["mean_update"])
-
-    @property
-    def _stages(self) -> np.ndarray:
-        return np.arange(self.schedule.num_stages)
-
-    def _weights(self, params: Params, kind: PipeMare) -> dict[str, np.ndarray]:
-        """Weight of the average so far, by leaf; see `PipeMare`."""
-        late = kind.discrepancy(self._stages, self.schedule)
-        # Where nothing is late, the average isn't read.
-        weights = (kind.decay or 0.0) ** (1 / np.where(late > 0, late, 1.0))
-        return self._of_leaves(params, weights)
-
-    def _of_leaves(self, params: Params, by_stage: np.ndarray) -> dict[str, np.ndarray]:
-        """Values by leaf: those of its blocks' stages, or of its own, fp32."""
-        found, by_stage = {}, by_stage.astype(np.float32)
-        for name, leaf in tree.named_leaves(params).items():
-            stages = self.division.of(name)
-            if stages is None:
-                found[name] = (
-                    by_stage[-1:] if name.startswith("head/") else by_stage[:1]
-                )
-            else:
-                found[name] = np.repeat(by_stage, stages.counts)
-            found[name] = found[name].reshape(-1, *[1] * (leaf.ndim - 1))
-        return found
 
     def _both(
         self, both: Partition, like: tuple[Params, Params], shards: Sequence[Any]
@@ -289,7 +233,7 @@ class AsynchronousPipeline(Pipeline):
             )
             entered = flight.window(inputs, both.shard_key(key), accumulate)
             table = steady_table(self.schedule, entered.is_there, flight.offset)
-            given = sections, table, (params, {}), (second,), self._versions
+            given = sections, table, (params, {}), (second,), self.under_way
             carry = _nothing_under_way(*given, entered.window, entered.keys)
             return (dataclasses.replace(flight, carry=carry),)
 

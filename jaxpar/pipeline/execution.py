@@ -18,8 +18,9 @@ from jaxpar.model.network import PipelineNetwork
 from jaxpar.pipeline.asynchronous import AsynchronousPipeline
 from jaxpar.pipeline.between_steps import NothingBetweenSteps
 from jaxpar.pipeline.block_cost import BlockWork, check_split
+from jaxpar.pipeline.corrected import CorrectedPipeline
 from jaxpar.pipeline.gradients import Pipeline
-from jaxpar.pipeline.schedules.asynchronous import Asynchronous
+from jaxpar.pipeline.schedules.asynchronous import Asynchronous, PipeMare
 from jaxpar.pipeline.schedules.catalog import (
     asynchronous,
     chunks_of,
@@ -28,6 +29,7 @@ from jaxpar.pipeline.schedules.catalog import (
 )
 from jaxpar.pipeline.schedules.table import Schedule, check_schedule
 from jaxpar.pipeline.stages import Division, divide
+from jaxpar.pipeline.stashed import StashedPipeline
 from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.rules import Spec
 from jaxpar.sharding.zero import ZeroStage, shard_leaves
@@ -252,7 +254,10 @@ def _asynchronous(
     _check_division(network, division, 1)
     assert block is not None, "traced if there are several stages"
     table = kind.table(num_stages, accumulate)
-    return AsynchronousPipeline(network, table, division, block, kind)
+    given = network, table, division, block
+    if isinstance(kind, PipeMare):
+        return CorrectedPipeline(*given, kind)
+    return StashedPipeline(*given, kind)
 
 
 def _check_division(network: PipelineNetwork, division: Division, chunks: int) -> None:

@@ -5,7 +5,6 @@ is under way, and a run that goes on from it begins with nothing.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -134,20 +133,20 @@ class Entered:
             ended=self.is_there[0],
         )
 
-    def reported(self, sums: Sums) -> Sums:
-        """The losses to report: of the oldest batch that is there, so far.
-
-        NaN for one that has no loss yet.
-        """
+    def oldest(self, sums: Sums) -> Sums:
+        """The losses, so far, of the oldest batch that is there."""
         count = len(jax.tree.leaves(sums)[0])
-        oldest = jnp.argmax(self.is_there)
-        found = jax.tree.map(lambda x: x[jnp.minimum(oldest, count - 1)], sums)
-        known = (oldest < count) & (found.loss.weight > 0) | self.is_there[0]
+        number = jnp.minimum(jnp.argmax(self.is_there), count - 1)
+        return jax.tree.map(lambda x: x[number], sums)
+
+    def reported(self, sums: Sums) -> Sums:
+        """What a step says of its losses: NaN if none is known yet."""
         nothing = dataclasses.replace(
-            found.loss, total=jnp.float32(jnp.nan), weight=jnp.float32(1)
+            sums.loss, total=jnp.float32(jnp.nan), weight=jnp.float32(1)
         )
-        loss = optax.tree.where(known, found.loss, nothing)
-        return dataclasses.replace(found, loss=loss)
+        known = self.is_there[0] | (sums.loss.weight > 0)
+        loss = optax.tree.where(known, sums.loss, nothing)
+        return dataclasses.replace(sums, loss=loss)
 
 
 def num_places(schedule: Schedule) -> int:
@@ -235,93 +234,12 @@ class InFlight(Carried):
         if name.startswith("carry/buffers/"):
             return P(PIPE)
         for leaf in self.leaves:
-            axis = 0 if leaf.name.split("/")[0] in ("embed", "head") else 1
-            own = list(shape)
-            if f"/{name}".endswith(f"/{leaf.name}") and own:
-                del own[axis]
-            if tuple(own) == leaf.view_shape and len(own) < len(shape):
-                return _with_batches(leaf.view_spec(data=False), axis)
+            if f"/{name}".endswith(f"/{leaf.name}"):
+                axis = 0 if leaf.name.split("/")[0] in ("embed", "head") else 1
+                return P(*leaf.compute[:axis], None, *leaf.compute[axis:])
         return P()
 
     def after(self, part: Flight, stepped: Stepped) -> Flight:
         """What the step left."""
         del part
         return stepped.carry[self.name]
-
-
-@dataclasses.dataclass(frozen=True)
-class ParamsBefore(Carried):
-    """The parameters before the last step, in the dtype that steps compute in.
-
-    Attributes:
-      dtype: that dtype.
-    """
-
-    dtype: Any
-    name: str = "params_before"
-    saved: bool = False
-    in_gradients: bool = True
-
-    def init(self, params: Params) -> Params:
-        """The parameters."""
-        return jax.tree.map(lambda x: x.astype(self.dtype), params)
-
-    def at_new_params(self, part: Params) -> Params:
-        """Not read until a step has replaced it."""
-        return part
-
-    def after(self, part: Params, stepped: Stepped) -> Params:
-        """See the class."""
-        del part
-        return self.init(stepped.before)
-
-
-@dataclasses.dataclass(frozen=True)
-class MeanUpdate(Carried):
-    """A moving average of the updates of each parameter, while batches are under way.
-
-    Attributes:
-      weights: leaf -> the weights of the average so far, broadcast to the leaf; the
-        new update's are 1 less those.
-    """
-
-    weights: Mapping[str, np.ndarray]
-    name: str = "mean_update"
-    saved: bool = False
-    in_gradients: bool = True
-
-    def init(self, params: Params) -> Params:
-        """No update."""
-        return jax.tree.map(jnp.zeros_like, params)
-
-    def at_new_params(self, part: Params) -> Params:
-        """No update."""
-        return self.init(part)
-
-    def after(self, part: Params, stepped: Stepped) -> Params:
-        """With the step's update; empty if nothing is under way any more."""
-        is_some = jnp.any(stepped.carry[PART].is_there)
-
-        def mean(weight: np.ndarray, old: Any, new: Any, before: Any) -> jax.Array:
-            mixed = weight * old + (1 - weight) * (new - before)
-            kept = jnp.where(stepped.applied, mixed, old)
-            return jnp.where(is_some, kept, 0.0)
-
-        given = part, stepped.params, stepped.before
-        return by_leaf(mean, self.weights, *given)
-
-
-def by_leaf(
-    fn: Callable[..., Any], values: Mapping[str, Any], *trees: Params
-) -> Params:
-    """Map ``fn(value, *leaves)`` with a value for the name of each leaf."""
-    columns = zip(*map(jax.tree.leaves, trees), strict=True)
-    pairs = zip(values.values(), columns, strict=True)
-    made = [fn(value, *column) for value, column in pairs]
-    return jax.tree.unflatten(jax.tree.structure(trees[0]), made)
-
-
-def _with_batches(spec: P, axis: int) -> P:
-    """The spec of sums of several batches, from that of one."""
-    parts = [*spec, *[None] * (axis - len(spec))]
-    return P(*parts[:axis], None, *parts[axis:])

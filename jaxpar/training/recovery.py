@@ -108,6 +108,8 @@ class StepMonitor:
         Returns:
           Why the run must roll back; None if it continues.
         """
+        if math.isnan(loss) and grad_norm == 0:
+            return None  # An asynchronous pipeline fills: no batch has a loss yet.
         if not self.is_finite(loss, grad_norm):
             self.in_a_row += 1
             if self.in_a_row < self._recovery.nonfinite:

@@ -71,7 +71,7 @@ def test_loss_that_is_not_there_yet_is_nan():
 def test_explain_says_what_is_under_way():
     said = str(make_engine(PipeDream2BW(), accumulate=4).explain())
     assert "4 ticks, without a bubble in the steady state" in said
-    assert "1 updates old" in said
+    assert "of parameters 1 update old" in said
     assert "in_flight" in said
     assert "params_before" in said
     said = str(make_engine(PipeMare(), pipe=4).explain())

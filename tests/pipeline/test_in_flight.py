@@ -4,10 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.pipeline.in_flight import MeanUpdate, num_places, steady_table
+from jaxpar.pipeline.in_flight import num_places, steady_table
 from jaxpar.pipeline.schedules.asynchronous import make_steady
 from jaxpar.pipeline.schedules.table import IDLE
-from jaxpar.step.carried import Stepped
 
 STEADY = make_steady("steady", 3, 4)
 
@@ -47,30 +46,3 @@ def test_work_of_batches_that_are_not_there_is_left_out():
     none = steady_table(STEADY, jnp.array([False, False]), jnp.int32(0)).rows
     work = (none.forward, none.backward, none.embed, none.head, none.input_arrives)
     assert all((np.asarray(own) == IDLE).all() for own in work)
-
-
-def test_average_of_updates_is_by_block_and_ends_with_what_is_under_way():
-    weights = {"a": np.float32([0.5]), "b": np.float32([[0.0], [0.75]])}
-    part = MeanUpdate(weights)
-    before = {"a": jnp.zeros(2), "b": jnp.zeros((2, 3))}
-    after = jax.tree.map(lambda x: x + 1, before)
-
-    def stepped(*, applied: bool, is_there: bool) -> Stepped:
-        yes, flight = jnp.bool_(True), Flight(jnp.array([[is_there]]))
-        own = jnp.bool_(applied)
-        return Stepped(after, before, yes, own, ~own, {"in_flight": flight})
-
-    mean = part.after(part.init(before), stepped(applied=True, is_there=True))
-    np.testing.assert_allclose(mean["a"], 0.5)
-    np.testing.assert_allclose(mean["b"], [[1.0] * 3, [0.25] * 3])
-    same = part.after(mean, stepped(applied=False, is_there=True))
-    np.testing.assert_array_equal(same["a"], mean["a"])
-    gone = part.after(mean, stepped(applied=True, is_there=False))
-    assert not any(np.any(x) for x in jax.tree.leaves(gone))
-
-
-class Flight:
-    """What `MeanUpdate` reads of what is under way."""
-
-    def __init__(self, is_there: jax.Array):
-        self.is_there = is_there

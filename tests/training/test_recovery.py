@@ -73,3 +73,9 @@ def test_start_takes_in_only_finite_steps():
 def test_rule_out_of_its_range_is_refused(name, value):
     with pytest.raises(ValueError, match=f"recovery: {name}={value} must be at least"):
         Recovery(**{name: value})
+
+
+def test_steps_in_which_a_pipeline_fills_are_not_bad():
+    monitor = StepMonitor(RULES, scales_loss=False)
+    assert judged(monitor, *[math.nan] * 5, norm=0.0) == [None] * 5
+    assert judged(monitor, *[math.nan] * 3)[-1] is not None

@@ -25,12 +25,10 @@ class Asynchronous(Protocol):
 
     Attributes:
       name: for people.
-      recomputes: whether every backward runs its chunk again, from the saved input.
       synchronous_steps: steps at the beginning that end before the next one begins.
     """
 
     name: str
-    recomputes: bool
     synchronous_steps: int
 
     def table(self, num_stages: int, num_microbatches: int) -> Schedule:
@@ -59,7 +57,6 @@ class PipeDream2BW(Asynchronous):
 
     synchronous_steps: int = 0
     name = "pipedream_2bw"
-    recomputes = False
 
     def __post_init__(self):
         _check_steps(self)
@@ -98,7 +95,6 @@ class PipeMare(Asynchronous):
     decay: float | None = 0.135
     synchronous_steps: int = 0
     name = "pipemare"
-    recomputes = True
 
     def __post_init__(self):
         _check_steps(self)

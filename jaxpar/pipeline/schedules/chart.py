@@ -32,7 +32,8 @@ def chart(schedule: Schedule, width: int) -> Text:
               B  . 0 1 2 .
     """
     found = list(lanes(schedule))
-    last = _name(schedule, (schedule.num_microbatches - 1, schedule.num_chunks - 1))
+    most = schedule.num_microbatches * (schedule.delay + 1) - 1
+    last = _name(schedule, (most, schedule.num_chunks - 1))
     cell = 1 + max(len(last), len(str(schedule.num_ticks - 1)))
     label = len(f"stage {schedule.num_stages - 1} F ")
     ticks_a_band = max((width - label) // cell, 1)

@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxpar.pipeline.schedules.asynchronous import make_steady
 from jaxpar.pipeline.schedules.catalog import make_schedule
 from jaxpar.pipeline.schedules.chart import chart, title
 from jaxpar.pipeline.schedules.table import IDLE
@@ -81,3 +82,8 @@ def test_title_names_chunks_where_there_are_several():
     assert title(make_schedule("gpipe", 3, 4)) == "gpipe: 3 stages, 4 micro-batches"
     several = title(make_schedule("interleaved:4", 2, 6))
     assert several == "interleaved: 2 stages of 4 chunks, 6 micro-batches"
+
+
+def test_numbers_of_several_batches_are_apart():
+    text = str(chart(make_steady("steady", 4, 8), 80))
+    assert "6  7  8  9 10 11 12 13" in text
