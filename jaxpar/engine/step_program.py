@@ -72,10 +72,8 @@ class UnderWay(OneJit):
 
     def __call__(self, leaves: list[jax.Array], batch: Batch) -> Any:
         """See `StepProgram`; waits in a step that ends before the next one begins."""
-        number = self._state(leaves).step
-        if not self.execution.synchronous_steps:
-            return self.step(leaves, batch)
-        is_early = int(number) < self.execution.synchronous_steps
+        first = self.execution.synchronous_steps
+        is_early = first and int(self._state(leaves).step) < first
         found = self.step(leaves, batch)
         return self._drained(found[0]) if is_early else found
 
