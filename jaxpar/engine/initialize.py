@@ -89,8 +89,8 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
       accumulate: micro-batches a step.
       schedule: the pipeline schedule, if pipe > 1: "1f1b", "gpipe", "zero_bubble",
         "interleaved" (":4" for four chunks a stage), or a `jaxpar.Schedule`; or
-        asynchronous, with gradients of older parameters: "pipedream_2bw", "pipemare",
-        a `jaxpar.pipeline.PipeMare` (docs/pipelines.md).
+        asynchronous, with gradients of older parameters: "pipedream_2bw", "pipemare"
+        (":200" for as many steps without delay), or a `jaxpar.pipeline.PipeMare`.
       clip_norm: the largest global norm of the gradients; None for no clipping.
       carried: what else the state keeps and a step updates, as ``[jaxpar.Ema(0.999)]``.
       trainable: path patterns of the parameters to train (``["*/lora_a"]``), or types

@@ -26,9 +26,9 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 """Name -> ``(num_stages, num_microbatches) -> Schedule``; "interleaved" also takes the
 number of chunks."""
 
-ASYNCHRONOUS: dict[str, Asynchronous] = {
-    "pipedream_2bw": PipeDream2BW(),
-    "pipemare": PipeMare(),
+ASYNCHRONOUS: dict[str, type[PipeDream2BW | PipeMare]] = {
+    "pipedream_2bw": PipeDream2BW,
+    "pipemare": PipeMare,
 }
 """Those whose gradients are of older parameters; no search chooses one."""
 
@@ -42,8 +42,9 @@ def make_schedule(
 
     Args:
       schedule: a name of `SCHEDULES` or `ASYNCHRONOUS`, "interleaved:4" for another
-        number of chunks a stage than 2, an asynchronous schedule with settings of its
-        own, or a table of the user's own.
+        number of chunks a stage than 2, "pipemare:200" for 200 steps without delay at
+        the beginning, an asynchronous schedule with settings of its own, or a table of
+        the user's own.
       num_stages: P, at least 1.
       num_microbatches: M, at least 1.
 
@@ -106,10 +107,22 @@ def _check_table(schedule: Schedule, num_stages: int, num_microbatches: int) -> 
 
 
 def asynchronous(schedule: str | Schedule | Asynchronous) -> Asynchronous | None:
-    """The asynchronous schedule that is meant; None for another."""
-    if isinstance(schedule, str):
-        return ASYNCHRONOUS.get(schedule)
-    return schedule if isinstance(schedule, Asynchronous) else None
+    """The asynchronous schedule that is meant; None for another.
+
+    Raises:
+      ValueError: if what follows its name is not a number of steps.
+    """
+    if not isinstance(schedule, str):
+        return schedule if isinstance(schedule, Asynchronous) else None
+    name, _, steps = schedule.partition(":")
+    if name not in ASYNCHRONOUS:
+        return None
+    if steps and not steps.isdecimal():
+        raise ValueError(
+            f"schedule={schedule!r}: {steps!r} must be a number of steps without delay "
+            f"at the beginning, as in '{name}:200'."
+        )
+    return ASYNCHRONOUS[name](synchronous_steps=int(steps or 0))
 
 
 def chunks_of(schedule: str | Schedule, num_sections: int) -> int:

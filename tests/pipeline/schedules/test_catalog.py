@@ -5,9 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxpar.pipeline.schedules.asynchronous import PipeDream2BW, PipeMare
 from jaxpar.pipeline.schedules.catalog import (
     DEFAULT_CHUNKS,
     SCHEDULES,
+    asynchronous,
     chunks_of,
     make_schedule,
     with_chunks,
@@ -72,6 +74,7 @@ def test_chunks_follow_the_name_of_interleaved(chunks):
         ),
         ("interleaved:-1", r"'-1' must be a number of chunks"),
         ("interleaved:two", r"'two' must be a number of chunks"),
+        ("pipemare:soon", r"'soon' must be a number of steps without delay"),
         ("interleaved", r"accumulate=7: schedule='interleaved' takes .* pipe=4; "),
     ],
 )
@@ -225,3 +228,10 @@ def test_own_table_is_never_replaced_by_another_of_its_name():
         with_chunks(make_gpipe(2, 4, 4), 2, 4, 3)
     own = make_gpipe(2, 4, 3)
     assert with_chunks(own, 2, 4, 3) is own
+
+
+def test_number_after_an_asynchronous_name_is_of_steps_without_delay():
+    assert asynchronous("pipemare:200") == PipeMare(synchronous_steps=200)
+    assert asynchronous("pipedream_2bw") == PipeDream2BW()
+    assert asynchronous(PipeMare(decay=0.5)) == PipeMare(decay=0.5)
+    assert asynchronous("1f1b") is None
