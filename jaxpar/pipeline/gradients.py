@@ -200,6 +200,11 @@ class Pipeline(NothingBetweenSteps):
                 "pipe: no dim of embedding or head is named 'vocab', so every stage "
                 "computes all of both."
             )
+        if self.network.layer_drop is not None:
+            lines.append(
+                "pipe: a tick is as long as its slowest stage, so layer_drop saves a "
+                "step less time than the blocks that it leaves out would take."
+            )
         if zero.number >= 2:
             lines.append(
                 f"pipe: at ZeRO {zero.number} a stage gathers its parameters, and "

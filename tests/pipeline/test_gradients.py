@@ -3,10 +3,13 @@
 That its gradients are one device's is for tests/equivalence/test_pipeline.py.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxpar.model.layer_drop import LayerDrop
 from jaxpar.pipeline.block_cost import BlockWork
 from jaxpar.pipeline.gradients import Pipeline
 from jaxpar.pipeline.schedules.catalog import make_schedule, with_chunks
@@ -62,6 +65,17 @@ def test_notes_tell_idle_places_and_moved_blocks(blocks, chunks, wanted):
         assert part in text
     assert ("idle" in text) == (blocks == 5)
     assert "every stage computes all of both" in text
+
+
+def test_notes_tell_that_ticks_stay_where_blocks_are_left_out():
+    schedule, division = make_schedule("1f1b", 2, 4), cut(4, 2, 1)
+    plain = make_network(4)
+    dropping = dataclasses.replace(plain, layer_drop=LayerDrop())
+    told = [
+        "\n".join(Pipeline(own, schedule, division, WORK).notes(ZERO_STAGES[1], {}))
+        for own in (plain, dropping)
+    ]
+    assert ["layer_drop saves a step less time" in text for text in told] == [0, 1]
 
 
 def test_explanation_tells_what_a_split_backward_defers():
