@@ -21,7 +21,7 @@ from jaxpar.data import DataConfig, Loader, MaskedRows, Tokens
 from jaxpar.models import BertConfig
 from jaxpar.optim import OPTIMIZERS, CommunicationConfig, OptimizerSettings
 from jaxpar.show.rate_range import show_rate_range
-from jaxpar.training.rate_config import RateConfig
+from jaxpar.training.layer_drop_config import LayerDropConfig
 
 SMALL = BertConfig(
     task="masked", vocab_size=1024, seq_len=64, num_layers=2, num_heads=4, width=128
@@ -30,7 +30,7 @@ PRESETS = {"small": SMALL, "base": BertConfig(task="masked")}
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig, RateConfig):
+class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig, LayerDropConfig):
     """One run of the BERT."""
 
     model: BertConfig = preset(
@@ -72,7 +72,7 @@ def build(config: Config, mesh: jax.sharding.Mesh | None = None) -> jaxpar.Engin
     model = dataclasses.replace(config.model, remat=config.remat)
     schedule = config.make_schedule(config.learning_rate, config.steps)
     return jaxpar.initialize(
-        model=models.make_bert(model),
+        model=config.leaving_out(models.make_bert(model), config.steps),
         loss_fn=models.make_bert_loss(model),
         eval_fn=models.masked_word_accuracy,
         optimizer=config.joined(config.optimizer.make(schedule), config.mesh),

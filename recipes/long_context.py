@@ -20,14 +20,14 @@ from jaxpar.data import DataConfig, Loader, batch_shapes, rows_of
 from jaxpar.optim import CommunicationConfig
 from jaxpar.show.rate_range import show_rate_range
 from jaxpar.sparse_attention import SparsityPattern, causal_pattern
-from jaxpar.training.rate_config import RateConfig
+from jaxpar.training.layer_drop_config import LayerDropConfig
 
 CPU_MESH = jaxpar.MeshShape(data=2, tensor=2)
 OWN = ("seq_len", "remat", "attention")  # Flags of the recipe's own.
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig, RateConfig):
+class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig, LayerDropConfig):
     """One run of the GPT on long text."""
 
     model: models.DecoderConfig = preset(models.PRESETS, "tiny", without=OWN)
@@ -86,7 +86,7 @@ def build(config: Config, mesh: Mesh | None = None) -> jaxpar.Engine:
     model, _ = model_of(config)
     schedule = config.make_schedule(config.learning_rate, config.steps)
     return jaxpar.initialize(
-        model=models.make_decoder(model),
+        model=config.leaving_out(models.make_decoder(model), config.steps),
         loss_fn=models.decoder_loss,
         optimizer=config.joined(
             optax.inject_hyperparams(optax.adamw)(schedule, weight_decay=0.1),

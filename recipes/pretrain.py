@@ -21,14 +21,14 @@ from jaxpar.optim import OPTIMIZERS, CommunicationConfig, OptimizerSettings
 from jaxpar.show.loss import draw_loss
 from jaxpar.show.rate_range import show_rate_range
 from jaxpar.training.evaluations import mean_losses
-from jaxpar.training.rate_config import RateConfig
+from jaxpar.training.layer_drop_config import LayerDropConfig
 
 CPU_MESH = jaxpar.MeshShape(data=2, tensor=2)
 SET_HERE = "remat", "sequence_parallel"
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(jaxpar.StartOptions, SuitesConfig, CommunicationConfig, RateConfig):
+class Config(jaxpar.StartOptions, SuitesConfig, CommunicationConfig, LayerDropConfig):
     """One run of the GPT."""
 
     model: DecoderConfig = preset(PRESETS, "1m", without=("lora", *SET_HERE))
@@ -79,7 +79,7 @@ def build(config: Config, mesh: jax.sharding.Mesh | None = None) -> jaxpar.Engin
     model = dataclasses.replace(config.model, **how)
     schedule = config.make_schedule(config.learning_rate, config.steps)
     return jaxpar.initialize(
-        model=models.make_decoder(model),
+        model=config.leaving_out(models.make_decoder(model), config.steps),
         loss_fn=models.decoder_loss,
         optimizer=config.joined(config.optimizer.make(schedule), config.mesh),
         sample_batch=batch_shapes(config.batch_size, model.seq_len, pack=config.pack),
