@@ -9,7 +9,8 @@ that is not the plain one says itself what it communicates.
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import jax.numpy as jnp
 
@@ -124,7 +125,7 @@ def closed_form_budget(
     host_state_bytes: int = 0,
     frozen: Sequence[tuple[LeafSharding, jnp.dtype]] = (),
     reduction: Reduction = PLAIN,
-    without_gradient: Collection[str] = (),
+    shares: Mapping[str, float] = MappingProxyType({}),
 ) -> Budget:
     """Compute a step's budget in closed form.
 
@@ -139,7 +140,8 @@ def closed_form_budget(
       host_state_bytes: likewise, in the host's.
       frozen: the other parameters' shardings and dtypes; they are gathered only.
       reduction: how gradients are reduced.
-      without_gradient: names of trained parameters that the loss has no gradient of.
+      shares: name of a trained parameter -> the share of its gradient that a step
+        has, on average; 0 where the loss has none of it.
 
     Returns:
       The budget. Its floor is one reduction a step of every gradient; there is none
@@ -160,7 +162,7 @@ def closed_form_budget(
         state_bytes=state_bytes,
         host_state_bytes=host_state_bytes,
         communicated=_communicated(leaf_shardings, frozen, closed_form, reduction),
-        at_least=_at_least(leaf_shardings, closed_form, reduction, without_gradient),
+        at_least=_at_least(leaf_shardings, closed_form, reduction, shares),
         tolerance=COUPLED_TOLERANCE if closed_form.coupled else Budget.tolerance,
         small_bytes=max(Budget.small_bytes, whole // 1000),
         unbounded=unbounded,
@@ -245,14 +247,20 @@ def _at_least(
     leaf_shardings: Sequence[LeafSharding],
     closed_form: ClosedForm,
     reduction: Reduction,
-    without_gradient: Collection[str],
+    shares: Mapping[str, float],
 ) -> Traffic:
     """What reduces every gradient once a step; the compiler may join micro-batches."""
     if closed_form.coupled:
         return {}
-    moved = [leaf for leaf in leaf_shardings if leaf.name not in without_gradient]
-    found = reduction.communicated(moved, closed_form.wire(1)).items()
-    return {axes: merged_reductions(own) for axes, own in found if axes}
+    found: dict[str, dict[str, int]] = {}
+    for share in {1.0, *shares.values()}:
+        moved = [x for x in leaf_shardings if shares.get(x.name, 1.0) == share]
+        sent = reduction.communicated(moved, closed_form.wire(1)).items()
+        for axes, own in ((axes, own) for axes, own in sent if axes):
+            kinds = found.setdefault(axes, {})
+            for kind, each in merged_reductions(own).items():
+                kinds[kind] = kinds.get(kind, 0) + round(share * each)
+    return found
 
 
 def _of_compiler(leaf_shardings: Sequence[LeafSharding], wire: Wire) -> Traffic:

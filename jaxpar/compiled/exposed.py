@@ -209,7 +209,7 @@ class _Clock:
         self.waits[name] += max(0.0, end - self.now)
         self.now = max(self.now, end)
 
-    def add(self, found: _Pass, times: int = 1) -> None:
+    def add(self, found: _Pass, times: float = 1) -> None:
         """Let runs of another computation pass."""
         self.now += times * found.seconds
         self.kernels += times * found.kernels
@@ -321,11 +321,11 @@ class _Timer:
     def _loop(self, loop: Instruction, around: Computation, clock: _Clock) -> None:
         body = self.module.computations[loop.attribute("body").lstrip("%")]
         left = trip_count(self.module, around, loop)
-        left = 1 if left is None else left
+        left = 1.0 if left is None else left
         while left:
             # A trip waits for all that it sends: once what was in flight around the
             # loop has ended, all trips are alike.
-            times = 1 if clock.lag else left
+            times = min(1.0, left) if clock.lag else left
             clock.add(self.run(body, clock.lag), times)
             left -= times
 

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from jaxpar.jaxprs.branches import fractions_in
+from jaxpar.jaxprs.branches import fractions_in, turns_in
 
 _BITS = {
     "pred": 8,
@@ -305,8 +305,8 @@ def runs_of(module: Module) -> tuple[dict[str, int], tuple[str, ...]]:
 
 def trip_count(
     module: Module, computation: Computation, loop: Instruction
-) -> int | None:
-    """Count a loop's trips: as annotated, or from its own counter (TPU).
+) -> float | None:
+    """Count a loop's trips: as annotated, from its own counter (TPU), or as expected.
 
     Args:
       module: the program.
@@ -314,8 +314,14 @@ def trip_count(
       loop: a "while" instruction.
 
     Returns:
-      The count; None where the program does not say.
+      The count, which is an average where `jaxpar.jaxprs.branches.expected_turns` says
+      it; None where the program does not say.
     """
+    counted = _counted(module, computation, loop)
+    return turns_in(loop.op_name) if counted is None else float(counted)
+
+
+def _counted(module: Module, computation: Computation, loop: Instruction) -> int | None:
     annotated = re.search(r'known_trip_count"?:?=?\{"?n"?:"?(\d+)', loop.attributes)
     if annotated:
         return int(annotated.group(1))

@@ -221,3 +221,31 @@ def check_micro_batches(update: Update, accumulate: int) -> None:
             "gradients are written to disk as they are computed, once a step. Use "
             "remat='full' or 'offload' for a larger batch, or params='host'."
         )
+
+
+def check_choices(update: Update, *, draws_alike: bool) -> None:
+    """Check a loss that leaves layers out.
+
+    Args:
+      update: the optimizer.
+      draws_alike: whether all data shards leave the same ones out.
+
+    Raises:
+      ValueError: if they don't, and would wait for each other's collectives; or if
+        gradients are written to disk by layer: a layer that is left out has none, and
+        that of an earlier step would be read.
+    """
+    if not draws_alike:
+        raise ValueError(
+            "layer_drop must be None here: all data shards must leave the same layers "
+            "out, but every shard draws from a key of its own, because packs have keys "
+            "of their own or no row dim can be proved (see jaxpar.step.row_draws). Use "
+            "data=1, batches that are not jaxpar.Packed, or a loss of any number of "
+            "rows."
+        )
+    if update.layer_stores():
+        raise ValueError(
+            "layer_drop must be None with Offload(params='disk'): layers' gradients "
+            "are written to disk as they are computed, and a layer that is left out "
+            "has none to write. Use params='host'."
+        )

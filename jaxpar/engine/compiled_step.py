@@ -44,7 +44,8 @@ class StepSpec:
       coupled: whether the loss couples examples.
       averages: whether a loss function averages over a micro-batch's shards.
       settings: the compiler's options.
-      without_gradient: the trained parameters that the loss has no gradient of.
+      shares: trained parameter -> the share of its gradient that a step reduces, on
+        average: 0 where the loss has none, less than 1 where it leaves layers out.
       forward_flops: FLOPs of a step's forward passes, on all devices.
       precision_notes: lines about what does not compute in the step's precision.
       remarks: lines about the loss for `CompiledStep.explain`.
@@ -59,7 +60,7 @@ class StepSpec:
     coupled: bool
     averages: bool
     settings: tuple[Setting, ...]
-    without_gradient: frozenset[str]
+    shares: Mapping[str, float]
     forward_flops: int
     precision_notes: tuple[str, ...]
     remarks: tuple[str, ...]
@@ -251,7 +252,7 @@ class CompiledStep(abc.ABC):
         again = [(leaf, jnp.dtype(jnp.float32)) for leaf in communicated]
         named += again * (spec.execution.versions - 1)
         reduction = self.seen.update.reduction
-        return closed_form_budget(*given, named, reduction, spec.without_gradient)
+        return closed_form_budget(*given, named, reduction, spec.shares)
 
     def measure(self, lowered: Mapping[str, jax.stages.Lowered]) -> Measured:
         """Compile the step, and measure what it holds and moves, by source line.

@@ -18,6 +18,7 @@ from jaxpar.engine.check_programs import make_loss_checks
 from jaxpar.engine.checks import (
     check_axes,
     check_carried_reads,
+    check_choices,
     check_elements,
     check_micro_batches,
 )
@@ -28,7 +29,8 @@ from jaxpar.engine.focus import Focus
 from jaxpar.engine.placement import Placement
 from jaxpar.engine.prefetch import layer_bytes, loop_notes, prefetching
 from jaxpar.engine.read_arguments import LossSpec, RunSpec
-from jaxpar.engine.tracing import ModelTrace, trace_model
+from jaxpar.engine.tracing import LossTrace, ModelTrace, trace_model
+from jaxpar.jaxprs.choices import has_choices
 from jaxpar.mesh import PIPE, num_batch_shards
 from jaxpar.model.axis_names import BoundNetwork
 from jaxpar.model.bridge import Network
@@ -38,7 +40,7 @@ from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.rules import compute_specs
 from jaxpar.step.carried import Carried
 from jaxpar.step.inputs import Inputs
-from jaxpar.step.loops import read_by_layer
+from jaxpar.step.loops import chosen_shares, read_by_layer
 from jaxpar.step.loss import Loss
 from jaxpar.step.loss_check import NoCheck, why_not
 from jaxpar.step.loss_scale import LossScaler
@@ -122,6 +124,10 @@ def make_step(run: RunSpec, own: LossSpec, network: Network) -> MadeStep:
     check_micro_batches(placement.update, own.accumulate)
     check_carried_reads(placement.update, parts, placement.abstract)
     loss, averages = traced.losses["loss_fn"].jaxpr, traced.losses["loss_fn"].averages
+    if has_choices(loss):
+        alike = partition.automatic or traced.losses["loss_fn"].draws_alike
+        check_choices(placement.update, draws_alike=alike)
+        partition = dataclasses.replace(partition, chooses=True)
     partition = own.halves.applied(partition, averages=averages)
     partition, loops = prefetching(partition, loss, run.prefetch, own.accumulate)
     check = run.check_loss
@@ -139,7 +145,7 @@ def make_step(run: RunSpec, own: LossSpec, network: Network) -> MadeStep:
             layer_bytes(loops, partition),
             in_halves=partition.halves,
         ),
-        without_gradient=traced.losses["loss_fn"].without_gradient,
+        shares=_shares(traced.losses["loss_fn"], partition),
         forward_flops=traced.losses["loss_fn"].flops * splits,
         precision_notes=fp32_notes(loss, run.precision),
         remarks=(
@@ -250,6 +256,14 @@ def _update(
     )
     given = partition.leaves, partition.mesh, *shapes, dtype, by_layer, clip_norm
     return make_update(optimizer, UpdateSpec(*given))
+
+
+def _shares(loss: LossTrace, partition: Partition) -> dict[str, float]:
+    """See `StepSpec.shares`; what is reduced once a step is reduced whole."""
+    chosen = {}
+    if partition.chooses and partition.zero.reduce == "microbatch":
+        chosen = chosen_shares(loss.jaxpr, partition.all_leaves)
+    return chosen | dict.fromkeys(loss.without_gradient, 0.0)
 
 
 def _why_not_checked(

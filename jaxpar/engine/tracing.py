@@ -70,6 +70,7 @@ class LossTrace:
       averages: whether it averages over a micro-batch's shards (`jaxpar.batch_mean`).
       without_gradient: names of trained parameters that it has no gradient of: it does
         not use them, or stops their gradients.
+      draws_alike: whether what it draws without rows is the same on all data shards.
     """
 
     loss: Loss
@@ -80,6 +81,7 @@ class LossTrace:
     random_notes: tuple[str, ...]
     averages: bool
     without_gradient: frozenset[str]
+    draws_alike: bool
 
     @property
     def flops(self) -> int:
@@ -226,11 +228,12 @@ def trace_loss(
     coupled = coupled_state(jaxpr, states, is_row, of_twice)
     if isinstance(rows.batch, OnePack):  # A pack has its own key on any mesh.
         found = loss, training, jaxpr, coupled, draws, ()
-        return LossTrace(*found, averages=False, without_gradient=unused)
+        alike = not draws
+        return LossTrace(*found, False, without_gradient=unused, draws_alike=alike)
     dims = row_dims(draws, keyed, key, BatchRows(num_rows(rows), twice))
     notes = random_notes(draws, dims)
-    averages = bool(means)
-    return LossTrace(loss, training, jaxpr, coupled, draws, notes, averages, unused)
+    found = loss, training, jaxpr, coupled, draws, notes, bool(means), unused
+    return LossTrace(*found, draws_alike=bool(dims) or not draws)
 
 
 def _of_key(

@@ -52,6 +52,20 @@ def of_outputs(jaxpr: core.Jaxpr, wanted: Collection[int]) -> core.Jaxpr:
     return partial_eval.dce_jaxpr(jaxpr, used)[0]
 
 
+def with_inputs_read(closed: core.ClosedJaxpr) -> tuple[core.ClosedJaxpr, list[bool]]:
+    """A jaxpr of the inputs that its outputs need alone; and by input, whether one is.
+
+    Example:
+      >>> import jax
+      >>> closed = jax.make_jaxpr(lambda x, y, z: x + z)(1.0, 2.0, 3.0)
+      >>> made, needed = with_inputs_read(closed)
+      >>> needed, float(core.jaxpr_as_fun(made)(1.0, 3.0)[0])
+      ([True, False, True], 4.0)
+    """
+    jaxpr, read = partial_eval.dce_jaxpr(closed.jaxpr, True)
+    return core.ClosedJaxpr(jaxpr, closed.consts), read
+
+
 def of_first_inputs(
     closed: core.ClosedJaxpr, count: int
 ) -> tuple[list[int], core.ClosedJaxpr]:

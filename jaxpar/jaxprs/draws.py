@@ -13,7 +13,14 @@ import jax.numpy as jnp
 from jax.extend import core, source_info_util
 
 from jaxpar.jaxprs.compat import scan_counts
-from jaxpar.jaxprs.evaluate import bind, equations, inner_jaxprs, read, shape_of
+from jaxpar.jaxprs.evaluate import (
+    bind,
+    equations,
+    inner_jaxprs,
+    read,
+    scope_of,
+    shape_of,
+)
 
 Path = tuple[int, ...]
 """An equation's index in its jaxpr, after the indices of the enclosing equations."""
@@ -139,7 +146,8 @@ class _Evaluation:
             return bind(eqn, ins) if outs is None else outs
         entered = _ENTERED.get(eqn.primitive.name)
         if entered and any(own[: len(path)] == path for own in self.draws):
-            return entered(self, eqn, ins, path)
+            with scope_of(eqn):
+                return entered(self, eqn, ins, path)
         return bind(eqn, ins)
 
     def _inner(self, eqn: core.JaxprEqn, number: int, path: Path) -> Callable:

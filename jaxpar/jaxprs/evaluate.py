@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.extend import core, source_info_util
 
-from jaxpar.jaxprs.branches import fraction_in
+from jaxpar.jaxprs.branches import fraction_in, turns_in
 from kernels_pallas.operations import operations_of
 
 PLACEHOLDER = "jaxpar.planned"
@@ -104,7 +104,8 @@ def flops(
 
     A multiply-add is two. A foreign call has the FLOPs of its attribute ``flops``, a
     kernel of `kernels_pallas` those in its name. A scan's body counts every iteration,
-    a while loop's body once; of a conditional the costliest branch counts, as often as
+    a while loop's body once, or as often as `jaxpar.jaxprs.branches.expected_turns`
+    says; of a conditional the costliest branch counts, as often as
     `jaxpar.jaxprs.branches.expected` says. A `shard_map`'s body counts once for each
     device of its manual mesh axes.
 
@@ -165,6 +166,9 @@ def _flops_of(
         times = math.prod(sizes[axis] for axis in params["newly_manual_axes"])
     elif name == "scan":
         times = params["length"]
+    elif name == "while":
+        said = turns_in(str(eqn.source_info.name_stack))
+        times = 1.0 if said is None else said
     found: dict[str, int] = {}
     for part in inner:
         for inside, number in part.items():

@@ -5,20 +5,22 @@ it: all layers, one stack. A `LayerLoop` has a backward pass of its own, a scan 
 gathers each layer again, and it saves only what differentiating the body needs besides.
 Both scans can gather the next layer while they compute one: nothing in the compiled
 program then waits for a gather but the first. (The gathered layer is carried, which a
-scan that jax differentiates would save for every layer.)
+scan that jax differentiates would save for every layer.) Layers may be chosen when the
+program runs: both passes then loop over these alone.
 
 Source of the schedule: Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully
 Sharded Data Parallel", section 3.3.2 (forward and backward prefetching).
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from jaxpar.jaxprs.chosen_layers import Chosen, iterate_chosen
 from jaxpar.jaxprs.dependence import of_first_inputs
 from jaxpar.jaxprs.layers import Layers, iterate
 from jaxpar.jaxprs.residuals import instantiated
@@ -37,12 +39,15 @@ class LayerLoop(Layers):
         slots' slices, in the slots' dtypes.
       keep: whether the backward pass reads the gathered layers of the forward pass.
       numbered: whether `reduce` reads the number; else it is None.
+      passed: number of a stack that is returned -> number of the xs that it is where a
+        layer is not chosen.
     """
 
     body: Callable[..., tuple[list, list]]
     reduce: Callable[[Arrays, Any], list]
     keep: bool = False
     numbered: bool = False
+    passed: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def __call__(
         self,
@@ -51,6 +56,7 @@ class LayerLoop(Layers):
         slots: Sequence[jax.Array | None],
         shards: Arrays,
         xs: Arrays,
+        chosen: Chosen | None = None,
     ) -> tuple[list, list]:
         """Run the loop; differentiable by reverse mode, once.
 
@@ -61,26 +67,47 @@ class LayerLoop(Layers):
             values are not read. None for one that is not trained.
           shards: the stacks of shards, ``[length, ...]``.
           xs: the other stacks.
+          chosen: the layers that are run; None for all.
 
         Returns:
           What the last iteration returned, and the stacks of what each one did.
         """
-        return _differentiable(self)(consts, init, slots, shards, xs)
+        return _differentiable(self)(consts, init, slots, shards, xs, chosen)
+
+    def run(
+        self,
+        chosen: Chosen | None,
+        starts: Mapping[int, jax.Array],
+        *given: Any,
+        **how: Any,
+    ) -> tuple[Any, Any, list | None]:
+        """`iterate`, or `iterate_chosen` with what stacks hold of other layers."""
+        if chosen is None:
+            return iterate(self, *given, **how)
+        return iterate_chosen(self, chosen, *given, starts=starts, **how)
 
 
 def _differentiable(loop: LayerLoop) -> Callable[..., tuple[list, list]]:
     @jax.custom_vjp
-    def call(consts: list, init: list, slots: list, shards: list, xs: list) -> tuple:
+    def call(
+        consts: list,
+        init: list,
+        slots: list,
+        shards: list,
+        xs: list,
+        chosen: Chosen | None,
+    ) -> tuple:
         del slots
 
         def step(carry: list, layer: list, own: list) -> tuple[list, list]:
             return loop.body(consts, carry, layer, own)
 
-        carry, ys, _ = iterate(loop, shards, step, init, xs)
+        starts = _passed(loop, xs)
+        carry, ys, _ = loop.run(chosen, starts, shards, step, init, xs)
         return carry, ys
 
-    def forward(*given: list) -> tuple[tuple, tuple]:
-        consts, init, slots, shards, xs = jax.tree.map(
+    def forward(*given: Any) -> tuple[tuple, tuple]:
+        consts, init, slots, shards, xs, chosen = jax.tree.map(
             lambda primal: primal.value, given, is_leaf=_is_primal
         )
         moving = [[_moves(x) for x in given[0]], [_moves(x) for x in given[4]]]
@@ -93,9 +120,9 @@ def _differentiable(loop: LayerLoop) -> Callable[..., tuple[list, list]]:
         # results, and does not look into the scan.
         run = jax.custom_vjp(lambda *args: _forward(loop, step, *args))
         run.defvjp(_not_differentiated, _not_differentiated)
-        outs, saved = run(consts, init, shards, xs)
+        outs, saved = run(consts, init, shards, xs, chosen)
         read = [] if loop.keep else shards
-        return outs, (step, consts, read, xs, saved)
+        return outs, (step, consts, read, xs, chosen, saved)
 
     def backward(residuals: tuple, cotangents: tuple) -> tuple:
         return _backward(loop, residuals, cotangents)
@@ -202,7 +229,13 @@ def _origins(
 
 
 def _forward(
-    loop: LayerLoop, step: _Step, consts: list, init: list, shards: list, xs: list
+    loop: LayerLoop,
+    step: _Step,
+    consts: list,
+    init: list,
+    shards: list,
+    xs: list,
+    chosen: Chosen | None,
 ) -> tuple[tuple, tuple]:
     """Run the loop, and save what the backward pass reads."""
     run = core.jaxpr_as_fun(step.closed)
@@ -214,8 +247,9 @@ def _forward(
         stacked = _only(outs[step.num_outs :], is_stacked, True)
         return carry, (ys, stacked, layer if loop.keep else [])
 
-    again = not loop.keep
-    carry, rest, last = iterate(loop, shards, iteration, init, xs, again=again)
+    given = shards, iteration, init, xs
+    starts, again = _passed(loop, xs), not loop.keep
+    carry, rest, last = loop.run(chosen, starts, *given, again=again)
     ys, stacked, layers = rest
     once = core.jaxpr_as_fun(step.once)(*consts)
     return (carry, ys), (once, stacked, layers, last)
@@ -223,7 +257,7 @@ def _forward(
 
 def _backward(loop: LayerLoop, residuals: tuple, cotangents: tuple) -> tuple:
     """The gradients of the loop's arguments."""
-    step, consts, shards, xs, (once, stacked, layers, first) = residuals
+    step, consts, shards, xs, chosen, (once, stacked, layers, first) = residuals
     if loop.keep:
         loop = dataclasses.replace(loop, gather=list, ahead=False)
         shards = layers
@@ -246,8 +280,12 @@ def _backward(loop: LayerLoop, residuals: tuple, cotangents: tuple) -> tuple:
     start = zeros, _only(carry, moving_carry, True)
     numbers = jnp.arange(loop.length) if loop.numbered else None
     given = xs, stacked, _only(ys, moving_ys, True), numbers
-    (summed, ct_init), (reduced, ct_xs), _ = iterate(
-        loop, shards, iteration, start, given, backward=True, layer=first
+    (summed, ct_init), (reduced, ct_xs), _ = loop.run(
+        chosen,
+        _passed_back(loop, step, ys),
+        *(shards, iteration, start, given),
+        backward=True,
+        layer=first,
     )
     none = [None] * len(step.trained)
     return (
@@ -256,7 +294,24 @@ def _backward(loop: LayerLoop, residuals: tuple, cotangents: tuple) -> tuple:
         _merged(step.trained, reduced, none),
         none,
         _merged(step.moving_xs, ct_xs, [None] * len(xs)),
+        None,
     )
+
+
+def _passed(loop: LayerLoop, xs: Arrays) -> dict[int, Any]:
+    """By stack that is returned: the xs that it is where a layer is not chosen."""
+    return {number: xs[own] for number, own in loop.passed.items()}
+
+
+def _passed_back(loop: LayerLoop, step: _Step, ys: Arrays) -> dict[int, Any]:
+    """By stack of gradients: that of xs is then that of what it was returned as."""
+    first = sum(step.trained)
+    places = [n for n, moves in enumerate(step.moving_xs) if moves]
+    return {
+        first + places.index(own): ys[number]
+        for number, own in loop.passed.items()
+        if own in places
+    }
 
 
 def _not_differentiated(*_: Any) -> Any:

@@ -123,9 +123,8 @@ class StreamedOptimizer:
         if not fetched:
             raise ValueError(
                 f"offload: params={asked!r} fetches the layers of a loop, but the loss "
-                "has no scan over stacks of parameters (one that leaves layers out, as "
-                "LayerDrop does, is none); scan over the layers, as the models of "
-                "jaxpar do, or use params=None."
+                "has no scan over stacks of parameters; scan over the layers, as the "
+                "models of jaxpar do, or use params=None."
             )
         return dataclasses.replace(
             made, fetched=fetched, layers_on_disk=asked == "disk"

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jaxpar.jaxprs.branches import branches_alike
+from jaxpar.jaxprs.choices import ScanChoice, without_choice
+from jaxpar.jaxprs.chosen_layers import Chosen
 from jaxpar.jaxprs.compat import scan_counts
 from jaxpar.jaxprs.evaluate import bind_in_scope, read, scope_of
 from jaxpar.jaxprs.layer_loop import LayerLoop
@@ -87,6 +88,18 @@ def call_gathering_at_use(
     return jax.tree.unflatten(jax.tree.structure(out_shape), outs)
 
 
+def call_choosing_layers(fn: Callable[..., Any], *args: Any) -> Any:
+    """Evaluate ``fn(*args)``; loops that leave layers out run over the others alone.
+
+    Args:
+      fn: takes and returns pytrees of arrays.
+      *args: its arguments.
+    """
+    closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+    outs = [jnp.asarray(out) for out in _evaluate(closed, jax.tree.leaves(args))]
+    return jax.tree.unflatten(jax.tree.structure(out_shape), outs)
+
+
 def _is_gathered_again(leaf: GatheredAtUse) -> bool:
     return not (leaf.gathering.is_done or leaf.gathering.keep)
 
@@ -105,13 +118,9 @@ def _evaluate(closed: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     jaxpr = closed.jaxpr
     env: dict[core.Var, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
-    conditional = branches_alike(jaxpr)
-
     for eqn in jaxpr.eqns:
         ins = [read(env, atom) for atom in eqn.invars]
         rule = _RULES.get(eqn.primitive.name, _bind)
-        if id(eqn) in conditional:
-            rule = _branch
         with scope_of(eqn):
             outs = rule(eqn, ins)
         env.update(zip(eqn.outvars, outs, strict=True))
@@ -128,19 +137,6 @@ def _bind(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
 
 def _inline(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
     return _evaluate(eqn.params["jaxpr"], ins)
-
-
-def _branch(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
-    """All devices take one branch: what another one reads is not gathered."""
-    index, *rest = ins
-
-    def taken(branch: core.ClosedJaxpr) -> Callable[[list], list]:
-        return lambda packed: [
-            jnp.asarray(x) for x in _evaluate(branch, _unpacked(rest, packed))
-        ]
-
-    branches = [taken(branch) for branch in eqn.params["branches"]]
-    return jax.lax.switch(_made(index), branches, [_packed(x) for x in rest])
 
 
 def _checkpoint(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
@@ -161,26 +157,36 @@ def _checkpoint(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
     return with_own_residuals(run)([_packed(x) for x in ins])
 
 
-def _scan(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[jax.Array]:
-    """Slice leaves layer by layer as shards; gather those that can't be sliced."""
+def _scan(eqn: core.JaxprEqn, ins: Sequence[Any]) -> list[Any]:
+    """Slice leaves layer by layer as shards; gather those that can't be sliced.
+
+    A scan that leaves layers out runs over the others alone.
+    """
     num_consts, num_carry = scan_counts(eqn.params)
+    first = num_consts + num_carry
     consts = [_made(x) for x in ins[:num_consts]]
-    init = [_made(x) for x in ins[num_consts : num_consts + num_carry]]
-    stacks = _Stacks.of(eqn, ins[num_consts + num_carry :])
+    init = [_made(x) for x in ins[num_consts:first]]
+    eqn, choice = without_choice(eqn)
+    stacks = _Stacks.of(eqn, ins[first:])
 
     def body(*given: Sequence[Any]) -> tuple[list, list]:
         def run(consts: list, carry: list, layer: list, xs: list) -> list:
             own = stacks.sliced(layer, xs)
             return _evaluate(eqn.params["jaxpr"], [*consts, *carry, *own])
 
-        if stacks.has_leaves:
+        if stacks.has_leaves or choice is not None:
             # Otherwise what is made of a parameter alone is saved, for all layers.
             run = jax.checkpoint(run, policy=_refuse_layout_ops, prevent_cse=False)
         outs = run(*map(list, given))
         return outs[:num_carry], outs[num_carry:]
 
     how = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-    if stacks.layers:
+    if choice is not None:
+        flags = choice.of_all(consts, ins[first:])
+        chosen = Chosen.of(flags, choice.fraction)
+        loop = stacks.loop(body, how, choice)
+        carry, ys = loop(consts, init, *stacks.arrays, chosen)
+    elif stacks.layers:
         carry, ys = stacks.loop(body, how)(consts, init, *stacks.arrays)
     else:
         xs = stacks.arrays[-1]
@@ -242,15 +248,31 @@ class _Stacks:
         """Parameters for a scan inside are two arrays, a slot and a shard."""
         return [_packed(x) for x in self.others]
 
+    def _place(self, stack: int) -> int:
+        """Where the array of a stack that is not a parameter is among the others."""
+        assert not self.is_layer[stack], "a parameter is not returned"
+        own = sum(not flag for flag in self.is_layer[:stack])
+        assert self.parts[own] is None, "a parameter is not returned"
+        return len(jax.tree.leaves(self._packed_others[:own]))
+
     @property
     def _left(self) -> list[tuple[Any, GatheredAtUse | None]]:
         return list(zip(self.others, self.parts, strict=True))
 
-    def loop(self, body: Callable[..., tuple], how: dict[str, Any]) -> LayerLoop:
+    def loop(
+        self,
+        body: Callable[..., tuple],
+        how: dict[str, Any],
+        choice: ScanChoice | None = None,
+    ) -> LayerLoop:
         """The scan over layers, of a length and direction."""
         layers = self.layers
         trained = [leaf for leaf in layers if leaf.slot is not None]
-        at_use = not layers[0].gathering.is_done
+        at_use = bool(layers) and not layers[0].gathering.is_done
+        if choice is not None:
+            places = {own: self._place(own) for own in choice.passed.values()}
+            passed = {number: places[own] for number, own in choice.passed.items()}
+            how = how | {"passed": passed}
 
         def gather(shards: Sequence[jax.Array]) -> list[jax.Array]:
             return [leaf.gathered(x) for leaf, x in zip(layers, shards, strict=True)]

@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.extend import core
 
-from jaxpar.jaxprs.branches import branches_alike
+from jaxpar.jaxprs.choices import without_choice
 from jaxpar.jaxprs.compat import scan_counts
 from jaxpar.sharding.leaf_sharding import LeafSharding
 
@@ -26,10 +26,35 @@ def loops_over(
       The length of a scan, and the parameters that are gathered in its iterations, with
       all their layers.
     """
+    yield from ((length, own) for length, own, _ in _loops(jaxpr, leaves))
+
+
+def chosen_shares(
+    jaxpr: core.Jaxpr, leaves: Sequence[LeafSharding]
+) -> dict[str, float]:
+    """The parameters of layers that a loss leaves out now and then.
+
+    Args:
+      jaxpr: the loss's; its inputs are a key, the parameters, and others.
+      leaves: the parameters' shardings, in order.
+
+    Returns:
+      Name -> the share of its layers that run, on average.
+    """
+    pairs = zip(jaxpr.invars[1 : 1 + len(leaves)], leaves, strict=True)
+    found = _loops(jaxpr, dict(pairs))
+    return {x.name: share for _, own, share in found if share is not None for x in own}
+
+
+def _loops(
+    jaxpr: core.Jaxpr, leaves: Mapping[core.Var, LeafSharding]
+) -> Iterator[tuple[int, list[LeafSharding], float | None]]:
+    """`loops_over`, each with the share of iterations that it chooses, if it does."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name not in (*CALLS, "scan"):
             continue
+        eqn, choice = without_choice(eqn)
         given = [_leaf_of(atom, leaves) for atom in eqn.invars]
         inner = open_jaxpr(eqn.params["jaxpr"])
         passed: list[LeafSharding | None] = list(given)
@@ -40,11 +65,13 @@ def loops_over(
             gathered = gathered_in(eqn, slices)
             if any(gathered):
                 own = zip(stacks, gathered, strict=True)
-                yield eqn.params["length"], [x for x, flag in own if flag and x]
+                gathers = [x for x, flag in own if flag and x]
+                share = None if choice is None else choice.fraction
+                yield eqn.params["length"], gathers, share
             left = zip(slices, gathered, strict=True)
             passed = [None] * first + [None if flag else x for x, flag in left]
         pairs = zip(inner.invars, passed, strict=True)
-        yield from loops_over(inner, {var: x for var, x in pairs if x is not None})
+        yield from _loops(inner, {var: x for var, x in pairs if x is not None})
 
 
 def read_by_layer(jaxpr: core.Jaxpr, leaves: Sequence[LeafSharding]) -> frozenset[str]:
@@ -86,16 +113,10 @@ def gathered_in(eqn: core.JaxprEqn, slices: Sequence[Any]) -> list[bool]:
 
 
 def is_used_whole(jaxpr: core.Jaxpr, var: core.Var) -> bool:
-    """Whether anything but slicing scans and branches reads a variable.
-
-    Of branches those that all devices take alike: they gather what they read.
-    """
-    conditional = branches_alike(jaxpr)
+    """Whether anything but slicing scans reads a variable."""
 
     def reads_whole(eqn: core.JaxprEqn, position: int) -> bool:
         name = eqn.primitive.name
-        if id(eqn) in conditional:
-            return position == 0
         if name == "scan":
             return position < sum(scan_counts(eqn.params))
         if name not in CALLS:

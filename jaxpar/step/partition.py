@@ -24,7 +24,7 @@ from jaxpar.sharding.memory_kinds import to_host
 from jaxpar.sharding.quantized import QuantizedCollectives
 from jaxpar.sharding.torus import torus_dims
 from jaxpar.sharding.zero import ZeroStage
-from jaxpar.step.gather_at_use import call_gathering_at_use
+from jaxpar.step.gather_at_use import call_choosing_layers, call_gathering_at_use
 from jaxpar.step.gathered_leaf import GatheredAtUse, Gathering
 from jaxpar.step.inputs import Inputs, specs_of
 from jaxpar.step.layer_store import LayerStore
@@ -48,6 +48,7 @@ class Partition:
       coupled: whether the loss couples examples, so that it needs full micro-batches.
       draws: how the loss function's random numbers are drawn.
       reduction: how gradients are reduced over data.
+      chooses: whether a loop over layers leaves some out.
       prefetch: whether a loop over layers gathers the next layer while one computes.
       replicas_at_once: whether gradients are summed over replicas where they are
         reduced, in the backward pass; for steps of one micro-batch.
@@ -66,6 +67,7 @@ class Partition:
     coupled: bool
     draws: Draws
     reduction: Reduction = PLAIN
+    chooses: bool = False
     prefetch: bool = False
     replicas_at_once: bool = False
     halves: bool = False
@@ -191,7 +193,8 @@ class Partition:
     ) -> Any:
         """Evaluate ``fn(unsharded leaves, *args)`` on results of `differentiated`."""
         if self.zero.reduce == "step":
-            return fn([*leaves, *prepared[len(leaves) :]], *args)
+            given = [*leaves, *prepared[len(leaves) :]], *args
+            return call_choosing_layers(fn, *given) if self.chooses else fn(*given)
         slots = [*leaves, *(None for _ in self.frozen)]
         dtypes = self._computed_dtypes(prepared)
         gathering = Gathering(

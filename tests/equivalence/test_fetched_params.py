@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import jaxpar
-from jaxpar.models import decoder_loss, make_decoder
+from jaxpar.models import LayerDrop, decoder_loss, make_decoder
 from jaxpar.models.experts import ExpertsConfig
 from tests.equivalence.foreign_models import Scanned
 from tests.equivalence.looped_gpt import CONFIG, batches
@@ -33,12 +33,14 @@ def disk(folder: Path, params: str | None) -> jaxpar.Offload:
     return jaxpar.Offload(params=params, **given)
 
 
-def make(offload: jaxpar.Offload | None, **given: Any) -> jaxpar.Engine:
+def make(
+    offload: jaxpar.Offload | None, *, drop: LayerDrop | None = None, **given: Any
+) -> jaxpar.Engine:
     axes = {axis: given.pop(axis, 1) for axis in ("replica", "tensor", "expert")}
     shape = jaxpar.MeshShape(data=given.pop("data", 2), **axes)
     config = dataclasses.replace(CONFIG, **given.pop("config", {}))
     return jaxpar.initialize(
-        model=make_decoder(config),
+        model=dataclasses.replace(make_decoder(config), layer_drop=drop),
         loss_fn=decoder_loss,
         sample_batch=batches()[0],
         mesh=jaxpar.make_mesh(shape, jax.devices()[: shape.num_devices]),
@@ -81,6 +83,7 @@ def assert_alike(engine: jaxpar.Engine, right: jaxpar.Engine) -> None:
                 ("host", {"zero": 0, "precision": "bf16"}),
                 ("host", {"zero": 1, "data": 4, "tensor": 2}),
                 ("host", {"zero": 3, "data": 1}),
+                ("host", {"zero": 3, "drop": LayerDrop(theta=0.2, gamma=9.0)}),
                 ("host on disk", {"zero": 3, "precision": "bf16", "tensor": 2}),
             ]
         ),
@@ -213,6 +216,7 @@ def test_a_disk_that_fails_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        ({"drop": LayerDrop()}, r"layer_drop must be None with Offload\(params='disk'"),
         ({"accumulate": 2}, "accumulate=2 must be 1 with Offload.params='disk'"),
         (
             {"optimizer": optax.chain(optax.clip_by_global_norm(1.0), ADAM)},

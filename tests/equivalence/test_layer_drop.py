@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,17 @@ MESHES: dict[str, dict[str, Any]] = {
 
 
 def make_engine(
-    zero: int = 0, accumulate: int = 1, remat: str = "none", **axes: int
+    zero: int = 0,
+    accumulate: int = 1,
+    remat: str = "none",
+    loss_fn: Callable[..., Any] = decoder_loss,
+    **axes: int,
 ) -> jaxpar.Engine:
     config = dataclasses.replace(CONFIG, dropout=0.1, remat=remat, num_layers=6)
     shape = jaxpar.MeshShape(**{"data": 1, **axes})
     return jaxpar.initialize(
         model=dataclasses.replace(make_decoder(config), layer_drop=DROP),
-        loss_fn=decoder_loss,
+        loss_fn=loss_fn,
         optimizer=optax.sgd(0.5),
         sample_batch=batches()[0],
         mesh=jaxpar.make_mesh(shape, jax.devices()[: shape.num_devices]),
@@ -82,3 +87,14 @@ def test_recomputed_blocks_are_left_out_alike(remat: str) -> None:
 
 def test_closed_forms_hold_with_the_share_in_the_end() -> None:
     make_engine(zero=3, data=4).verify()
+
+
+def test_shards_that_would_draw_each_for_itself_are_refused() -> None:
+    """They would leave different layers out, and wait for each other for ever."""
+
+    def two_rows(model: Any, batch: Any) -> Any:
+        assert len(batch["tokens"]) == 2, "of each of four shards"
+        return decoder_loss(model, batch)
+
+    with pytest.raises(ValueError, match="layer_drop must be None here"):
+        make_engine(zero=3, data=4, loss_fn=two_rows)

@@ -8,9 +8,12 @@ from jaxpar.compiled.hlo import parse, runs_of
 from jaxpar.compiled.source_lines import todays_lines
 from jaxpar.jaxprs.branches import (
     alike_on_all_devices,
-    branches_alike,
+    conditionals_alike,
     expected,
+    expected_turns,
     fraction_in,
+    turns_in,
+    without_fraction,
 )
 from jaxpar.jaxprs.evaluate import flops
 
@@ -113,19 +116,45 @@ def test_a_fraction_is_one(fraction) -> None:
 
 
 def test_conditionals_whose_predicate_has_a_name_are_alike() -> None:
-    """On GPUs; on CPUs, whose branches must not communicate, none is."""
-
     def branches(x: jax.Array) -> jax.Array:
         named = alike_on_all_devices(x > 0)
         y = jax.lax.cond(named, jnp.sin, jnp.cos, x)
         y = jax.lax.switch(named.astype(int), (jnp.sin, jnp.cos), y)
         return jax.lax.cond(x > 1, jnp.tan, jnp.cos, y)
 
-    assert not branches_alike(jax.make_jaxpr(branches)(1.0).jaxpr)
-    gpu = jax.sharding.AbstractDevice("NVIDIA H200", 132, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=gpu)
-    with jax.sharding.use_abstract_mesh(mesh):
-        jaxpr = jax.make_jaxpr(branches)(1.0).jaxpr
-    alike = branches_alike(jaxpr)
+    jaxpr = jax.make_jaxpr(branches)(1.0).jaxpr
+    alike = [id(eqn) for eqn in conditionals_alike(jaxpr)]
     conds = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
     assert [id(eqn) in alike for eqn in conds] == [True, True, False]
+
+
+@pytest.mark.parametrize(("turns", "counted"), [(None, 1), (2.5, 2.5), (0.0, 0)])
+def test_turns_of_a_loop_are_the_expected_ones(turns, counted) -> None:
+    """In the jaxpr, and in the program; a loop inside counts its own."""
+
+    def body(_: int, x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, 4, lambda _, x: jnp.tanh(x @ x), x)
+
+    def some(x: jax.Array, times: jax.Array) -> jax.Array:
+        if turns is None:
+            return jax.lax.fori_loop(0, times, body, x)
+        with expected_turns(turns):
+            return jax.lax.fori_loop(0, times, body, x)
+
+    given = jnp.ones((SIZE, SIZE)), jnp.int32(3)
+    assert flops(jax.make_jaxpr(some)(*given).jaxpr.eqns) == counted * 4 * ONE
+    with todays_lines():
+        module = parse(jax.jit(some).lower(*given).compile().as_text())
+    runs, unknown = runs_of(module)
+    assert len(unknown) == (turns is None)
+    assert max(runs.values()) == max(4 * counted, 1)
+
+
+def test_turns_are_said_of_the_innermost_loop() -> None:
+    assert turns_in("jit(f)/jvp(jaxpar_turns_2.5)/while") == 2.5
+    assert turns_in("jit(f)/jaxpar_turns_2.5/while/body/while") is None
+
+
+def test_scopes_are_kept_without_the_fraction() -> None:
+    assert without_fraction("blocks/jaxpar_taken_0.25") == "blocks"
+    assert without_fraction("jvp(jaxpar_taken_0.25)") == ""

@@ -1,5 +1,6 @@
 """Is a block kept as often as is scheduled, and is what it adds divided by that?"""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from flax import nnx
 
 import jaxpar
+from jaxpar.jaxprs.evaluate import equations
 from jaxpar.model.layer_drop import LayerDrop
 
 BLOCKS, WIDTH, STEPS = 4, 8, 60
@@ -41,16 +43,19 @@ MODEL = jaxpar.PipelineModel(
 )
 
 
-def engine() -> jaxpar.Engine:
+def engine(
+    model: jaxpar.PipelineModel = MODEL, zero: int = 0, data: int = 1
+) -> jaxpar.Engine:
     def loss_fn(model: Any, batch: dict[str, jax.Array]) -> jax.Array:
         return model(batch["x"]).mean()
 
     return jaxpar.initialize(
-        model=MODEL,
+        model=model,
         loss_fn=loss_fn,
         optimizer=optax.sgd(1.0),
         sample_batch=BATCH,
-        mesh=jaxpar.make_mesh(jaxpar.MeshShape(data=1), jax.devices()[:1]),
+        mesh=jaxpar.make_mesh(jaxpar.MeshShape(data=data), jax.devices()[:data]),
+        zero=zero,
         trainable=["blocks*"],
     )
 
@@ -76,6 +81,36 @@ def test_a_step_keeps_blocks_by_the_schedule_and_scales_what_they_add() -> None:
     deviation = np.sqrt((expected * (1 - expected)).sum(0))
     assert (np.abs(kept.sum(0) - expected.sum(0)) < 3 * deviation).all()
     assert not kept[:, -1].all()
+
+
+class Counts(Adds):
+    """A block that counts its calls in training."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.calls = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.calls[...] += 1
+        return super().__call__(x)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_blocks_left_out_keep_their_state_and_no_conditional_is_left(zero) -> None:
+    sections = [(Counts, BLOCKS)]
+    own = engine(dataclasses.replace(MODEL, sections=sections), zero=zero, data=2)
+    assert own.spec.coupled or zero == 0
+    traced = own.traces()["step"].jaxpr
+    names = {eqn.primitive.name for eqn in equations(traced.jaxpr)}
+    assert {"while", "cond"} & names == {"while"}
+    kept = np.zeros(BLOCKS)
+    for _ in range(12):
+        before = np.asarray(own.state.params["blocks"]["weight"])
+        own.step(BATCH)
+        kept += (before != np.asarray(own.state.params["blocks"]["weight"])).any(1)
+        calls = own.state.model_state["blocks"]["calls"]
+        np.testing.assert_array_equal(calls, kept)
+    assert 0 < kept[-1] < 12
 
 
 def test_an_evaluation_has_all_blocks() -> None:
