@@ -82,6 +82,33 @@ class BatchSpec:
         shape = self.leaves[name].shape
         return shape if name in self.replicated else (num_rows, *shape[1:])
 
+    def fits(self, batch: Batch, *, any_rows: bool = False) -> bool:
+        """Whether a batch has these shapes.
+
+        Args:
+          batch: as for `put`.
+          any_rows: whether its rows may be of any number, as for `put_any`.
+        """
+        leaves, structure = jax.tree.flatten(batch)
+        if structure != self.structure:
+            return False
+        shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
+        for name, leaf, shape in zip(self.leaves, leaves, shapes, strict=True):
+            is_all = isinstance(leaf, jax.Array)
+            own = self.num_rows // (1 if is_all else jax.process_count())
+            right = self._shape(name, own)
+            is_rows = name not in self.replicated and len(shape) > 0
+            if shape != right and not (any_rows and is_rows and shape[1:] == right[1:]):
+                return False
+        return True
+
+    def __str__(self) -> str:
+        """The global shapes, by leaf."""
+        return ", ".join(
+            f"{name or 'batch'} {leaf.dtype}{list(leaf.shape)}"
+            for name, leaf in self.leaves.items()
+        )
+
     def put(self, batch: Batch) -> Batch:
         """Check a batch and make it a global array on the mesh.
 
@@ -226,13 +253,20 @@ class BatchSpec:
         return jax.tree.unflatten(self.structure, placed)
 
 
-def make_batch_spec(sample_batch: Batch, mesh: Mesh, accumulate: int) -> BatchSpec:
+def make_batch_spec(
+    sample_batch: Batch,
+    mesh: Mesh,
+    accumulate: int,
+    *,
+    argument: str = "sample_batch",
+) -> BatchSpec:
     """Read the shapes of a global batch.
 
     Args:
       sample_batch: arrays or `jax.ShapeDtypeStruct`s, each with the rows first.
       mesh: the mesh.
       accumulate: micro-batches a step.
+      argument: of `jaxpar.initialize`, for messages.
 
     Returns:
       The spec.
@@ -246,10 +280,10 @@ def make_batch_spec(sample_batch: Batch, mesh: Mesh, accumulate: int) -> BatchSp
         raise ValueError(
             f"accumulate={accumulate!r} must be a positive number of micro-batches."
         )
-    _refuse_lists("sample_batch", sample_batch)
+    _refuse_lists(argument, sample_batch)
     wholes = replicated_names(sample_batch)
     arrays = {
-        name: _numeric("sample_batch", name, leaf, mesh, is_whole=name in wholes)
+        name: _numeric(argument, name, leaf, mesh, is_whole=name in wholes)
         for name, leaf in tree.named_leaves(sample_batch).items()
     }
     leaves = {
@@ -263,7 +297,7 @@ def make_batch_spec(sample_batch: Batch, mesh: Mesh, accumulate: int) -> BatchSp
     }
     if not rows or None in rows.values() or len(set(rows.values())) > 1:
         raise ValueError(
-            f"sample_batch: rows by leaf are {rows}; every leaf must have the same "
+            f"{argument}: rows by leaf are {rows}; every leaf must have the same "
             "number of rows as its leading dim (at least one leaf). Wrap values that "
             "are not rows: jaxpar.Replicated(x)."
         )
@@ -271,7 +305,7 @@ def make_batch_spec(sample_batch: Batch, mesh: Mesh, accumulate: int) -> BatchSp
     data, over = num_batch_shards(mesh), " x ".join(batch_axes(mesh))
     if not num_rows or num_rows % (data * accumulate):
         raise ValueError(
-            f"sample_batch: {num_rows} rows must be a multiple of {over} x accumulate "
+            f"{argument}: {num_rows} rows must be a multiple of {over} x accumulate "
             f"= {data} x {accumulate} = {data * accumulate}. Change the batch, the "
             "mesh or accumulate."
         )

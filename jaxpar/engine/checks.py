@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpar import tree
+from jaxpar.engine.placement import Placement
 from jaxpar.mesh import EXPERT, TENSOR
 from jaxpar.sharding.leaf_sharding import LeafSharding
 from jaxpar.sharding.rules import AxisRules, axes_of
@@ -207,6 +208,55 @@ def check_carried_reads(
                 "and those of Offload(optimizer='disk') are on disk; leave it out, or "
                 "store them with Offload(optimizer='host')."
             )
+
+
+def check_same_state(own: Placement, first: Placement) -> None:
+    """Check that batches of other shapes train the same state.
+
+    Args:
+      own: where the state would be stored, by the shapes of a batch.
+      first: where it is, by those of `sample_batch`.
+
+    Raises:
+      ValueError: if leaves have other shapes, or are stored otherwise.
+    """
+    found, right = (tree.named_leaves(x.abstract) for x in (own, first))
+    for name in sorted(found.keys() ^ right.keys()):
+        raise ValueError(
+            f"the state has a leaf {name} with these shapes or with those of "
+            "sample_batch, not with both; a state that several shapes train must not "
+            "depend on them."
+        )
+    for name, leaf in found.items():
+        one, other = ((x.dtype, x.shape) for x in (leaf, right[name]))
+        if one != other:
+            raise ValueError(
+                f"leaf {name} of the state is {leaf.dtype}{list(leaf.shape)} with "
+                f"these shapes, but {right[name].dtype}{list(right[name].shape)} with "
+                "those of sample_batch; give the model a size that does not depend on "
+                "the batch's, such as the longest seq_len."
+            )
+    assert own.leaves == first.leaves, "rules are of names and shapes alone"
+
+
+def check_fetched(update: Update, by_layer: frozenset[str]) -> None:
+    """Check that parameters that are fetched a layer at a time are read so.
+
+    Args:
+      update: that of `sample_batch`.
+      by_layer: names of the parameters that loss functions read so, by the shapes of
+        another batch.
+
+    Raises:
+      ValueError: if one is read otherwise.
+    """
+    others = update.fetched - by_layer
+    if others:
+        raise ValueError(
+            f"parameter {min(others)} is fetched a layer at a time for sample_batch, "
+            "but with these shapes the model reads it otherwise; use one shape, or "
+            "Offload(params=None)."
+        )
 
 
 def check_micro_batches(update: Update, accumulate: int) -> None:

@@ -110,7 +110,8 @@ class Engine(SavedState):
         Waits for the step before the last, so at most two steps are in flight.
 
         Args:
-          batch: this process's rows of a global batch, or global `jax.Array`s.
+          batch: this process's rows of a global batch, or global `jax.Array`s; of the
+            shapes of `sample_batch` or `other_shapes`, alike on all processes.
           loss: which of several losses.
 
         Returns:
@@ -119,7 +120,7 @@ class Engine(SavedState):
           and the user's metrics.
 
         Raises:
-          ValueError: if the batch differs from the sample batch, a leaf of `state` was
+          ValueError: if the batch has other shapes than these, a leaf of `state` was
             set, or the loss is not a mean over rows (see `jaxpar.step.loss_check`).
           FloatingPointError: if a recent step overflowed at the least loss scale.
           RuntimeError: if another thread is in a method of this engine.
@@ -129,7 +130,7 @@ class Engine(SavedState):
             on; not if the loss is scaled, where overflows are normal.
         """
         with self._alone("step"):
-            own, placed = self.loss(loss), self._put(batch, loss)
+            own, placed = self._put(batch, loss)
             own.program.loss_check.before_call(
                 lambda: own.focus.get(self._packed), placed, self._ahead
             )
@@ -159,7 +160,7 @@ class Engine(SavedState):
         """
         _require_pure(self.placement.update, self.loss(loss).spec.execution)
         with self._alone("train_step"):
-            own, placed = self.loss(loss), self._put(batch, loss)
+            own, placed = self._put(batch, loss)
             ours = set(map(id, self._leaves))
             leaves = [
                 jnp.copy(leaf) if id(leaf) in ours else leaf
@@ -193,8 +194,7 @@ class Engine(SavedState):
         with self._alone("evaluate"):
             self.placement.require_devices("batch")
             self._ahead.finish_before_others()
-            own = self.loss(loss)
-            parts = own.batch_spec.put_any(batch, whole=own.spec.sees_others)
+            own, parts = self.loss(loss).put_any(batch)
             seen = own.focus.get(self._packed)
             if parts[0] is not None:
                 own.program.eval_check.before_call(lambda: seen, parts[0], self._ahead)
@@ -238,9 +238,9 @@ class Engine(SavedState):
         """See `CompiledStep`."""
         return self.loss().traces()
 
-    def _put(self, batch: Batch, loss: str | None) -> Batch:
+    def _put(self, batch: Batch, loss: str | None) -> tuple[LossStep, Batch]:
         self.placement.require_devices("batch")
-        return self.loss(loss).batch_spec.put(batch)
+        return self.loss(loss).put(batch)
 
 
 def _require_pure(update: Update, execution: Execution) -> None:

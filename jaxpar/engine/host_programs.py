@@ -87,6 +87,10 @@ class HostBetween(StepProgram):
             )
         return stepped
 
+    def with_gradients(self, gradients: jax.stages.Wrapped) -> "HostBetween":
+        """The step whose first function is another, for batches of other shapes."""
+        return dataclasses.replace(self, gradients=gradients)
+
     def state(self, leaves: list[jax.Array]) -> TrainState:
         """The packed state."""
         return jax.tree.unflatten(self.structure, leaves)
@@ -164,6 +168,10 @@ class DelayedHost(StepProgram):
         mixed = dataclasses.replace(reduced, grads=(), late=last)
         self.pending[:] = [without_state(reduced)]
         return self.update(leaves, mixed)
+
+    def with_gradients(self, gradients: jax.stages.Wrapped) -> "DelayedHost":
+        """As `HostBetween.with_gradients`; late gradients are those of both."""
+        return dataclasses.replace(self, plain=self.plain.with_gradients(gradients))
 
     def settled(self, leaves: list[jax.Array]) -> list[jax.Array]:
         """See `StepProgram`."""

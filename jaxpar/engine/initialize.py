@@ -14,6 +14,7 @@ from jaxpar.engine.engine import Engine
 from jaxpar.engine.focus import Focus
 from jaxpar.engine.loss_step import make_loss_step
 from jaxpar.engine.make_step import MadeRun, MadeStep, make_step
+from jaxpar.engine.other_shapes import with_other_shapes
 from jaxpar.engine.read_arguments import RunSpec, read_loss
 from jaxpar.engine.several import check_one, make_several
 from jaxpar.mesh import MeshShape, as_mesh
@@ -38,6 +39,7 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
     loss_fn: LossFn | Mapping[str, LossFn],
     optimizer: Optimizer | Mapping[str, Optimizer],
     sample_batch: Batch | Mapping[str, Batch],
+    other_shapes: Sequence[Batch] = (),
     mesh: MeshShape | Mesh | None = None,
     devices: Sequence[Any] | None = None,
     zero: int | ZeroPlusPlus = 1,
@@ -77,6 +79,10 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
         object that makes its own update (`jaxpar.optim.MakesUpdate`).
       sample_batch: arrays or `jax.ShapeDtypeStruct`s of a global batch, rows first,
         except values wrapped in `jaxpar.Replicated`; or a `jaxpar.Packed` of them.
+      other_shapes: further sample batches, of other lengths or numbers of rows, that
+        `Engine.step` takes as well. A program is compiled for each when it first comes,
+        and checks the loss by itself. A micro-batch keeps the rows that it has of
+        `sample_batch` where that is a whole number of micro-batches.
       mesh: devices by axis (all of them on data by default), or a mesh made by
         `jaxpar.make_mesh`.
       devices: the devices for a mesh shape, such as ``jax.devices()[:4]``; None for as
@@ -178,7 +184,9 @@ def _make_one(run: RunSpec, arguments: Mapping[str, Any]) -> MadeRun:
     own, model = read_loss(run, arguments), arguments["model"]
     network = make_network(model, own.loss.on_sample, own.rows)
     made = make_step(run, own, network)
+    made = with_other_shapes(run, own, made, arguments)
     rebuilt = {
+        "other_shapes": (),
         "sample_batch": own.batch_spec.rows(own.batch_spec.num_rows),
         "model": UnderAxisRules(model, network.axis_rules),
     }

@@ -1,6 +1,7 @@
 """What is a loss of an engine: its compiled functions, and what they see."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax
 from jaxpar.engine.compiled_step import CompiledStep
 from jaxpar.engine.compiling import compiling
 from jaxpar.engine.focus import Focus
+from jaxpar.engine.host_programs import StepProgram
 from jaxpar.engine.make_step import MadeStep
 from jaxpar.engine.placement import Placement
 from jaxpar.engine.program import Program, make_program
@@ -29,12 +31,14 @@ class LossStep(CompiledStep):
       focus: what it sees of the state.
       program: its compiled functions.
       arguments: of `jaxpar.initialize`.
+      others: the steps of batches of other shapes.
 
     Attributes:
       name: the loss's name; None if it is the only one.
       batch_spec: the shapes of a global batch.
       focus: as given.
       program: as given.
+      others: as given.
     """
 
     def __init__(
@@ -44,16 +48,60 @@ class LossStep(CompiledStep):
         focus: Focus,
         program: Program,
         arguments: Mapping[str, Any],
+        others: Sequence["LossStep"] = (),
     ):
         super().__init__(placement, made.spec, arguments, seen=made.placement)
         self.name = focus.name
         self.batch_spec, self.focus, self.program = made.batch_spec, focus, program
+        self.others = tuple(others)
         self._is_compiled = False
 
     def traces(self) -> Mapping[str, jax.stages.Traced]:
         """See `CompiledStep`."""
         leaves = jax.tree.leaves(self.placement.packed)
         return self.program.step.traces(leaves, self.batch_spec.structs())
+
+    def put(self, batch: Batch) -> tuple["LossStep", Batch]:
+        """Place a batch.
+
+        Args:
+          batch: as `Engine.step` takes it.
+
+        Returns:
+          The step of its shapes, and the batch on the mesh.
+
+        Raises:
+          ValueError: as `jaxpar.engine.batches.BatchSpec.put`.
+        """
+        own = self._of_shapes(batch)
+        with self._naming_all():
+            return own, own.batch_spec.put(batch)
+
+    def put_any(
+        self, batch: Batch
+    ) -> tuple["LossStep", tuple[Batch | None, Batch | None]]:
+        """As `put`, of any number of rows, in the two parts of an evaluation."""
+        own = self._of_shapes(batch, any_rows=True)
+        whole = own.spec.sees_others
+        with self._naming_all():
+            return own, own.batch_spec.put_any(batch, whole=whole)
+
+    def _of_shapes(self, batch: Batch, *, any_rows: bool = False) -> "LossStep":
+        """The step of a batch's shapes; this one for a batch that none takes."""
+        several = (self, *self.others) if self.others else ()
+        fit = (x for x in several if x.batch_spec.fits(batch, any_rows=any_rows))
+        return next(fit, self)
+
+    @contextlib.contextmanager
+    def _naming_all(self) -> Iterator[None]:
+        """Add to an error of the sample's shapes that there are others."""
+        try:
+            yield
+        except ValueError as error:
+            if not self.others:
+                raise
+            known = "; ".join(str(each.batch_spec) for each in self.others)
+            raise ValueError(f"{error} Or as in other_shapes: {known}.") from error
 
     def stepped(self, leaves: list[jax.Array], batch: Batch) -> Any:
         """Take a step, as `StepProgram`; the first one says that it compiles."""
@@ -86,7 +134,11 @@ class LossStep(CompiledStep):
 
 
 def make_loss_step(
-    placement: Placement, made: MadeStep, focus: Focus, arguments: Mapping[str, Any]
+    placement: Placement,
+    made: MadeStep,
+    focus: Focus,
+    arguments: Mapping[str, Any],
+    first: StepProgram | None = None,
 ) -> LossStep:
     """Make a loss's jitted functions; each is compiled at its first call.
 
@@ -95,11 +147,15 @@ def make_loss_step(
       made: the step.
       focus: what it sees of the state.
       arguments: of `jaxpar.initialize`.
+      first: as for `make_step_program`.
     """
-    given = placement, made.spec, made.batch_spec, made.step, focus
+    given = placement, made.spec, made.batch_spec, made.step, focus, first
     step = make_step_program(*given)
     program = make_program(made.placement, step, made.evaluate, made.checks)
-    return LossStep(placement, made, focus, program, arguments)
+    others = [
+        make_loss_step(placement, each, focus, arguments, step) for each in made.others
+    ]
+    return LossStep(placement, made, focus, program, arguments, others)
 
 
 def skipped_steps(

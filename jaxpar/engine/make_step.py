@@ -20,7 +20,9 @@ from jaxpar.engine.checks import (
     check_carried_reads,
     check_choices,
     check_elements,
+    check_fetched,
     check_micro_batches,
+    check_same_state,
 )
 from jaxpar.engine.choose_reduction import choose_reduction, with_coded_gradients
 from jaxpar.engine.compiled_step import StepSpec
@@ -68,6 +70,7 @@ class MadeStep:
       step: the pure training step.
       evaluate: the pure evaluation.
       checks: for "loss_fn", and for "eval_fn" if there is one.
+      others: the steps of batches of other shapes, on the same state.
     """
 
     traced: ModelTrace
@@ -77,6 +80,7 @@ class MadeStep:
     step: TrainStep
     evaluate: Any
     checks: Mapping[str, NoCheck]
+    others: tuple["MadeStep", ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,13 +104,17 @@ class MadeRun:
     arguments: Mapping[str, Any]
 
 
-def make_step(run: RunSpec, own: LossSpec, network: Network) -> MadeStep:
+def make_step(
+    run: RunSpec, own: LossSpec, network: Network, *, first: MadeStep | None = None
+) -> MadeStep:
     """Make a loss's step.
 
     Args:
       run: what all losses share.
       own: the loss, and what it is trained with.
       network: the model.
+      first: the step of batches of other shapes whose state this one takes and
+        returns; None for a state of its own.
 
     Raises:
       ValueError: if arguments are inconsistent.
@@ -120,7 +128,7 @@ def make_step(run: RunSpec, own: LossSpec, network: Network) -> MadeStep:
     leaves = _leaf_shardings(traced, execution, run, own.averages)
     partition = _partition(traced, leaves, run)
     given = traced, leaves, partition, parts, execution
-    placement, partition = _placement(own, *given)
+    placement, partition = _placement(own, *given, first)
     check_micro_batches(placement.update, own.accumulate)
     check_carried_reads(placement.update, parts, placement.abstract)
     loss, averages = traced.losses["loss_fn"].jaxpr, traced.losses["loss_fn"].averages
@@ -214,11 +222,16 @@ def _placement(
     partition: Partition,
     parts: Sequence[Carried],
     execution: Execution,
+    first: MadeStep | None,
 ) -> tuple[Placement, Partition]:
     """How the run's state is stored, and the partition with the update's reduction."""
     former, mesh = traced.network.former_names, partition.mesh
-    update = _update(own.optimizer, partition, traced, own.clip_norm)
-    update = with_coded_gradients(update, partition)
+    if first is None:
+        update = _update(own.optimizer, partition, traced, own.clip_norm)
+        update = with_coded_gradients(update, partition)
+    else:
+        update = first.placement.update
+        check_fetched(update, _by_layer(traced, partition))
     reduced = execution.communicated_shardings(partition.on_shard)
     reduction = choose_reduction(update.reduction, partition, reduced)
     like, batch = traced.abstract.weights, own.batch_spec.structs()
@@ -236,7 +249,11 @@ def _placement(
     partition = dataclasses.replace(
         partition, reduction=reduction, zero=zero, stores=update.layer_stores()
     )
-    return Placement(mesh, *stored), partition
+    placement = Placement(mesh, *stored)
+    if first is not None:
+        check_same_state(placement, first.placement)
+        placement = first.placement
+    return placement, partition
 
 
 def _update(
@@ -247,15 +264,19 @@ def _update(
 ) -> Update:
     """The optimizer, and how it stores the state."""
     shapes = traced.abstract.params, traced.abstract.opt_state
-    dtype = partition.precision.compute_dtype
-    by_layer = frozenset.intersection(
+    dtype, by_layer = partition.precision.compute_dtype, _by_layer(traced, partition)
+    given = partition.leaves, partition.mesh, *shapes, dtype, by_layer, clip_norm
+    return make_update(optimizer, UpdateSpec(*given))
+
+
+def _by_layer(traced: ModelTrace, partition: Partition) -> frozenset[str]:
+    """The parameters that all loss functions read a layer at a time."""
+    return frozenset.intersection(
         *(
             read_by_layer(trace.jaxpr, partition.all_leaves)
             for trace in traced.losses.values()
         )
     )
-    given = partition.leaves, partition.mesh, *shapes, dtype, by_layer, clip_norm
-    return make_update(optimizer, UpdateSpec(*given))
 
 
 def _shares(loss: LossTrace, partition: Partition) -> dict[str, float]:

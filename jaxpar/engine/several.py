@@ -126,6 +126,11 @@ def _check_several(
             "trainable: with several models each loss says what it trains: "
             "trains={'loss': ['model/*/lora_a']}."
         )
+    if arguments["other_shapes"]:
+        raise ValueError(
+            "other_shapes: an engine with several losses takes batches of each loss's "
+            "sample_batch alone; leave it out, or give the loss an engine of its own."
+        )
     if not isinstance(arguments["loss_fn"], Mapping):
         raise ValueError(
             f"loss_fn: with several models ({', '.join(models)}) it must be a dict of "

@@ -113,6 +113,7 @@ def make_step_program(
     batch_spec: BatchSpec,
     step: TrainStep,
     focus: Focus,
+    first: StepProgram | None = None,
 ) -> StepProgram:
     """Make the jitted functions that step; each is compiled at its first call.
 
@@ -122,6 +123,8 @@ def make_step_program(
       batch_spec: the shapes of a global batch.
       step: the pure training step, of the state that the loss sees.
       focus: what it sees.
+      first: the step of batches of other shapes, whose update and late gradients, if
+        they are apart, this one has too; None if it is the first.
     """
     update, mesh = placement.update, batch_spec.mesh
     stored, structure = jax.tree.flatten(placement.packed_shardings)
@@ -143,8 +146,11 @@ def make_step_program(
         made = jax.jit(empty, out_shardings=batch_spec.shardings)
         return UnderWay(jit, structure, spec.execution, made)
     places = _places_of_reduced(placement, update)
+    gradients = jitted(flat.gradients, in_shardings=taken, out_shardings=places)
+    if isinstance(first, HostBetween | DelayedHost):
+        return first.with_gradients(gradients)
     plain = HostBetween(
-        jitted(flat.gradients, in_shardings=taken, out_shardings=places),
+        gradients,
         stepping(flat.update, in_shardings=(stored, places)),
         update,
         structure,

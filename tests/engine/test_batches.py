@@ -261,3 +261,26 @@ def test_keys_are_no_numbers(mesh):
 def test_spec_is_frozen(spec):
     with pytest.raises(dataclasses.FrozenInstanceError):
         spec.num_rows = 3
+
+
+def test_shapes_fit_by_the_rows_of_a_process(monkeypatch):
+    mesh = make_mesh(MeshShape(data=2), jax.devices()[:2])
+    sample = {"x": np.ones((8, 3), np.float32), "w": jaxpar.Replicated(np.ones(5))}
+    spec = make_batch_spec(sample, mesh, 1)
+
+    def batch(rows, length=3, width=5):
+        x = np.ones((rows, length), np.float32)
+        return {"x": x, "w": jaxpar.Replicated(np.ones(width))}
+
+    assert spec.fits(batch(8))
+    assert not spec.fits(batch(4))
+    assert spec.fits(batch(4), any_rows=True)
+    assert not spec.fits(batch(4, 2), any_rows=True)
+    assert not spec.fits(batch(8, width=4), any_rows=True)
+    assert not spec.fits({"x": np.ones((8, 3), np.float32)})
+    assert str(spec) == "w/value float32[5], x float32[8, 3]"
+    assert spec.num_elements == 8 * 3 + 5
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert spec.fits(batch(4))
+    assert not spec.fits(batch(8))
+    assert spec.fits({**batch(8), "x": jnp.ones((8, 3))})
