@@ -14,7 +14,7 @@ import jax
 import jaxpar
 from jaxpar import models
 from jaxpar.config import preset
-from jaxpar.data import Loader, SuitesConfig, batch_shapes, rows_of
+from jaxpar.data import GrowthConfig, Loader, rows_of
 from jaxpar.launch import choose_meshes
 from jaxpar.models import PRESETS, DecoderConfig
 from jaxpar.optim import OPTIMIZERS, CommunicationConfig, OptimizerSettings
@@ -28,7 +28,7 @@ SET_HERE = "remat", "sequence_parallel"
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(jaxpar.StartOptions, SuitesConfig, CommunicationConfig, LayerDropConfig):
+class Config(jaxpar.StartOptions, GrowthConfig, CommunicationConfig, LayerDropConfig):
     """One run of the GPT."""
 
     model: DecoderConfig = preset(PRESETS, "1m", without=("lora", *SET_HERE))
@@ -82,7 +82,7 @@ def build(config: Config, mesh: jax.sharding.Mesh | None = None) -> jaxpar.Engin
         model=config.leaving_out(models.make_decoder(model), config.steps),
         loss_fn=models.decoder_loss,
         optimizer=config.joined(config.optimizer.make(schedule), config.mesh),
-        sample_batch=batch_shapes(config.batch_size, model.seq_len, pack=config.pack),
+        **config.batch_arguments(config.batch_size, model.seq_len, pack=config.pack),
         mesh=mesh or jaxpar.choose_mesh(config.mesh, on_cpu=CPU_MESH),
         zero=config.zero_stage(),
         precision=config.precision,
@@ -108,7 +108,7 @@ def main(config: Config) -> None:
     data, heldout, tokenizer = found.for_run(run.folder, vocab, cache=config.data_cache)
     rows = functools.partial(rows_of, seq_len=seq_len, pack=config.pack)
     size: Any = {"batch_size": config.batch_size}
-    loader = Loader(rows(data), seed=config.seed, **size)
+    loader = config.open_loader(rows(data), config.batch_size, seq_len, config.seed)
     held = {
         name: Loader(rows(own), repeat=False, num_batches=config.eval_batches, **size)
         for name, own in config.open_suites(heldout, tokenizer, vocab).items()

@@ -66,6 +66,7 @@ ESSENTIAL: dict[str, tuple[str, ...]] = {
     "tests/data/test_token_files.py": ("*splits*", "*none", "*changed*"),
     "tests/engine/test_compiling.py": ("*says_what*",),
     "tests/equivalence/test_cotangents.py": (),
+    "tests/equivalence/test_curriculum.py": (),
     "tests/equivalence/test_dropout.py": ("*manual_0*",),
     "tests/equivalence/test_evaluation.py": (),
     "tests/equivalence/test_experts.py": (

@@ -1,9 +1,13 @@
 """Where do batches come from: data in any format, tokenized, and shuffled by Grain."""
 
+from jaxpar.data.batch_sizes import BatchWarmup
 from jaxpar.data.byte_pairs import encode, open_tokenizer, tokenize, train_tokenizer
 from jaxpar.data.corpus import DataConfig, open_corpus
+from jaxpar.data.curriculum import Curriculum
 from jaxpar.data.disk_array import ChangedDataError
 from jaxpar.data.files import read_tokens
+from jaxpar.data.growth import Growth, GrowthInSteps
+from jaxpar.data.growth_config import GrowthConfig
 from jaxpar.data.image_arrays import ImageArrays, load_digits
 from jaxpar.data.images import ImageFolder
 from jaxpar.data.loader import Loader
@@ -25,8 +29,13 @@ from jaxpar.data.windows import Windows
 from jaxpar.lazy import load_modules
 
 __all__ = [
+    "BatchWarmup",
     "ChangedDataError",
+    "Curriculum",
     "DataConfig",
+    "Growth",
+    "GrowthConfig",
+    "GrowthInSteps",
     "ImageArrays",
     "ImageFolder",
     "Loader",

@@ -12,6 +12,7 @@ import grain
 import jax
 import numpy as np
 
+from jaxpar.data.batch_sizes import BatchSizes, BatchWarmup, as_sizes
 from jaxpar.data.left_out import LeftOut
 from jaxpar.data.position import row_to_go_on_at
 from jaxpar.data.rows import RowSource, batched
@@ -47,7 +48,7 @@ class Loader:
         self,
         source: Tokens | RowSource,
         *,
-        batch_size: int,
+        batch_size: int | BatchWarmup,
         seq_len: int | None = None,
         seed: int = 0,
         shuffle: bool | None = None,
@@ -62,7 +63,8 @@ class Loader:
           source: a corpus, or rows: `jaxpar.data.PackedDocuments`,
             `jaxpar.data.Mixture`, `jaxpar.data.ImageFolder` or your own
             (`jaxpar.data.RowSource`).
-          batch_size: rows of the global batch, over all processes.
+          batch_size: rows of the global batch, over all processes; or how they grow,
+            for an endless stream.
           seq_len: of a corpus: targets per row; a row has one token more.
           seed: of the order, a non-negative integer.
           shuffle: False for the order of the files; None to shuffle if `repeat`.
@@ -73,20 +75,23 @@ class Loader:
 
         Raises:
           ValueError: if a number is out of its range, `batch_size` doesn't divide by
-            `process_count`, or the source has fewer rows than a batch.
+            `process_count`, the source has fewer rows than a batch, or `batch_size`
+            grows in a stream that ends.
         """
         index = jax.process_index() if process_index is None else process_index
         count = jax.process_count() if process_count is None else process_count
-        _check_sizes(batch_size, seed, num_batches)
-        _check_process(index, count, batch_size)
+        self._sizes = as_sizes(batch_size)
+        for size in self._sizes.sizes:
+            _check_sizes(size, seed, num_batches)
+            _check_process(index, count, size)
+        _check_endless(batch_size, repeat=repeat and num_batches is None)
         self.source = _as_rows(source, seq_len)
-        self.batch_size, self._seed, self._repeat = batch_size, seed, repeat
+        self.batch_size: int = self._sizes.sizes[-1]
+        self._seed, self._repeat = seed, repeat
         self._shuffle = repeat if shuffle is None else shuffle
-        _check_rows(self.source, batch_size)
+        _check_rows(self.source, self.batch_size)
         self._order = self.source.order(seed=seed, shuffle=self._shuffle, repeat=repeat)
-        self._own = range(
-            index * batch_size // count, (index + 1) * batch_size // count
-        )
+        self._process = index, count
         self._num_batches = num_batches
         self._left_out = LeftOut()
         self._iterator: grain.DatasetIterator | None = None
@@ -149,18 +154,19 @@ class Loader:
         # Stored only now: a batch that failed (a lost disk, Ctrl-C in a notebook) has
         # left Grain's queue, and a retry must read it again.
         self._iterator = iterator
-        last = self._left_out.num_kept(self._rows) + self.batch_size - 1
-        self._rows = self._left_out.row(last) + 1
+        kept = self._left_out.num_kept(self._rows)
+        first, size = self._sizes.place(kept, 0)
+        self._rows = self._left_out.row(first + size - 1) + 1
         return batch
 
     def _start(self) -> grain.DatasetIterator:
-        kept = self._left_out.num_kept(self._rows)
         batches = _Batches(
             self.source,
             order=self._order,
             left_out=self._left_out,
-            own=range(kept + self._own.start, kept + self._own.stop),
-            batch_size=self.batch_size,
+            kept=self._left_out.num_kept(self._rows),
+            sizes=self._sizes,
+            process=self._process,
             length=self._batches_left,
         )
         options = grain.ReadOptions(
@@ -208,7 +214,7 @@ class Loader:
         return {
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "batch_size": self.batch_size,
+            "batch_size": self._sizes.identity(),
             **self.source.identity(),
         }
 
@@ -243,19 +249,23 @@ class _Batches:
         *,
         order: grain.MapDataset,
         left_out: LeftOut,
-        own: range,
-        batch_size: int,
+        kept: int,
+        sizes: BatchSizes,
+        process: tuple[int, int],
         length: int,
     ):
         self._source, self._order, self._left_out = source, order, left_out
-        self._own, self._batch_size, self._length = own, batch_size, length
+        self._kept, self._sizes = kept, sizes
+        self._process, self._length = process, length
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        first = index * self._batch_size
-        rows = [self._left_out.row(first + kept) for kept in self._own]
+        first, size = self._sizes.place(self._kept, index)
+        process, count = self._process
+        own = range(process * size // count, (process + 1) * size // count)
+        rows = [self._left_out.row(first + kept) for kept in own]
         numbers = np.array([self._order[row] for row in rows])
         return self._source.read(numbers.tolist())
 
@@ -296,6 +306,14 @@ def _check_process(index: int, count: int, batch_size: int) -> None:
             f"batch_size={batch_size} must be a multiple of process_count={count}: all "
             f"processes give as many rows; take {batch_size // count * count or count} "
             f"or {(batch_size // count + 1) * count}."
+        )
+
+
+def _check_endless(batch_size: int | BatchWarmup, *, repeat: bool) -> None:
+    if isinstance(batch_size, BatchWarmup) and not repeat:
+        raise ValueError(
+            f"batch_size={batch_size} grows, which is for an endless stream; give a "
+            "number, or repeat=True and no num_batches."
         )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _POSITION = ("rows", "position")
-_BATCHES_ONLY = {"batch_size"}
+_BATCHES_ONLY = {"batch_size", "lengths", "steps"}
 """Entries of a stream that its rows don't depend on."""
 
 

@@ -102,6 +102,11 @@ class BatchSpec:
                 return False
         return True
 
+    @property
+    def num_elements(self) -> int:
+        """Elements of a global batch."""
+        return sum(leaf.size for leaf in self.leaves.values())
+
     def __str__(self) -> str:
         """The global shapes, by leaf."""
         return ", ".join(

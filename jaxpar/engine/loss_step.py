@@ -73,7 +73,7 @@ class LossStep(CompiledStep):
         Raises:
           ValueError: as `jaxpar.engine.batches.BatchSpec.put`.
         """
-        own = self._of_shapes(batch)
+        own = self.of_shapes(batch)
         with self._naming_all():
             return own, own.batch_spec.put(batch)
 
@@ -81,13 +81,18 @@ class LossStep(CompiledStep):
         self, batch: Batch
     ) -> tuple["LossStep", tuple[Batch | None, Batch | None]]:
         """As `put`, of any number of rows, in the two parts of an evaluation."""
-        own = self._of_shapes(batch, any_rows=True)
+        own = self.of_shapes(batch, any_rows=True)
         whole = own.spec.sees_others
         with self._naming_all():
             return own, own.batch_spec.put_any(batch, whole=whole)
 
-    def _of_shapes(self, batch: Batch, *, any_rows: bool = False) -> "LossStep":
-        """The step of a batch's shapes; this one for a batch that none takes."""
+    def of_shapes(self, batch: Batch, *, any_rows: bool = False) -> "LossStep":
+        """The step of a batch's shapes; this one for a batch that none takes.
+
+        Args:
+          batch: as `Engine.step` takes it.
+          any_rows: whether its rows may be of any number.
+        """
         several = (self, *self.others) if self.others else ()
         fit = (x for x in several if x.batch_spec.fits(batch, any_rows=any_rows))
         return next(fit, self)

@@ -7,6 +7,7 @@ import psutil
 
 from jaxpar.compiled.hardware import hardware_of
 from jaxpar.engine.engine import Engine
+from jaxpar.types import Batch
 
 Spent = Callable[[str], float]
 
@@ -21,20 +22,23 @@ class Performance:
     Args:
       engine: of the run.
       spent: returns the seconds that the run has spent in a phase (`Clock.spent`).
-      tokens_per_step: of a global batch; None to leave tokens/s out.
+      tokens_per_step: of a global batch, as `sample_batch`; None to leave tokens/s out.
+        A batch of another shape has a share of it, by the elements of its arrays.
     """
 
     def __init__(self, engine: Engine, spent: Spent, tokens_per_step: int | None):
         self._of_phase, self._tokens = spent, tokens_per_step
-        self._peak = _peak_flops(engine)
-        self._flops = engine.spec.model_flops
+        self._peak, self._step = _peak_flops(engine), engine.loss()
         self._since = self._spent()
 
     def _spent(self) -> tuple[float, float]:
         return self._of_phase("step"), self._of_phase("data")
 
-    def read(self) -> dict[str, float]:
+    def read(self, batch: Batch | None = None) -> dict[str, float]:
         """The numbers of the step that was completed now.
+
+        Args:
+          batch: the step's; None for one of `sample_batch`.
 
         Returns:
           Name -> value: seconds, tokens per second over all devices, 1e9 bytes (the
@@ -52,10 +56,12 @@ class Performance:
         }
         if seconds <= 0:
             return numbers
+        own = self._step if batch is None else self._step.of_shapes(batch)
         if self._tokens is not None:
-            numbers["perf/tokens_per_second"] = self._tokens / seconds
+            share = own.batch_spec.num_elements / self._step.batch_spec.num_elements
+            numbers["perf/tokens_per_second"] = share * self._tokens / seconds
         if self._peak:
-            numbers["perf/mfu"] = self._flops / seconds / self._peak
+            numbers["perf/mfu"] = own.spec.model_flops / seconds / self._peak
         return numbers
 
 

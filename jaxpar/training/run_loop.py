@@ -239,9 +239,8 @@ class RunLoop:
         values = jax.device_get(taken.metrics)
         of_workers, slow = self.stragglers.collect()
         returned = {f"train/{name}": float(x) for name, x in values.items()}
-        self._log(
-            taken.step, {**returned, **self.performance.read(), **of_workers}, logger
-        )
+        rates = self.performance.read(taken.batch)
+        self._log(taken.step, {**returned, **rates, **of_workers}, logger)
         for each in slow:
             times = round(each.times, 2)
             self._report(
@@ -312,7 +311,7 @@ class RunLoop:
 
     def _note_new_data(self) -> None:
         """Forget what was left out of another stream of rows."""
-        own = ("rows", "batch_size")
+        own = ("rows", "batch_size", "steps")
         stream = {k: v for k, v in self.data.get_state().items() if k not in own}
         known = [e["stream"] for e in self.run.events() if e["event"] == NEW_DATA]
         if stream not in known[-1:]:

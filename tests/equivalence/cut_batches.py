@@ -66,7 +66,12 @@ def make_engine(
 
 @functools.cache
 def trained_plainly() -> tuple[list[float], Any]:
-    """The losses, and the parameters after the steps."""
+    """The losses over `batches`, and the parameters after them."""
+    return plainly(batches())
+
+
+def plainly(batches: Sequence[dict[str, np.ndarray]]) -> tuple[list[float], Any]:
+    """The losses of a plain loop, and the parameters after it."""
     engine = make_engine({}, SHAPES[-1:])
     whole, first = engine.model(), jax.device_get(engine.state.params)
 
@@ -83,7 +88,7 @@ def trained_plainly() -> tuple[list[float], Any]:
         return optax.apply_updates(params, updates), state, loss
 
     params, state, losses = first, OPTIMIZER.init(first), []
-    for batch in batches():
+    for batch in batches:
         params, state, loss = step(params, state, batch)
         losses.append(float(loss))
     return losses, jax.device_get(params)

@@ -4,8 +4,14 @@ import time
 import types
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+from flax import nnx
 
+import jaxpar
 from jaxpar.compiled.hardware import load_hardware
 from jaxpar.training import performance
 from jaxpar.training.goodput import Clock
@@ -73,3 +79,25 @@ def test_device_says_its_own_peak_of_memory(monkeypatch):
     ]
     monkeypatch.setattr(performance.jax, "local_devices", lambda: devices)
     assert performance.memory_bytes() == 7
+
+
+def test_tokens_are_those_of_the_steps_own_batch(monkeypatch):
+    monkeypatch.setattr(performance, "hardware_of", lambda _: load_hardware("h100"))
+    half, whole = ({"x": np.ones((rows, 4), np.float32)} for rows in (8, 16))
+    engine = jaxpar.initialize(
+        model=lambda rngs: nnx.Linear(4, 4, rngs=rngs),
+        loss_fn=lambda model, batch: jnp.mean(model(batch["x"])),
+        optimizer=optax.sgd(0.1),
+        sample_batch=whole,
+        other_shapes=[half],
+        mesh=jaxpar.MeshShape(data=2),
+        devices=jax.devices()[:2],
+    )
+    clock, found = Spent(), []
+    measured = Performance(engine, clock.spent, 1000)
+    for batch in (whole, half):
+        clock.seconds["step"] += 1.0
+        found.append(measured.read(batch))
+    rates = [own["perf/tokens_per_second"] for own in found]
+    assert rates == [1000.0, 500.0]
+    assert found[0]["perf/mfu"] == pytest.approx(2 * found[1]["perf/mfu"])
