@@ -27,6 +27,7 @@ from jaxpar.model.part_checks import (
 from jaxpar.model.proxies import Call, call_part, inputs_of, shape_of
 from jaxpar.model.remat import check_policy
 from jaxpar.model.section import SectionNetwork
+from jaxpar.model.token_drop import RandomLTD
 from jaxpar.types import Batch, LossFn, Params, PyTree
 
 _ENDS = ("embed", "head")
@@ -71,6 +72,8 @@ class PipelineModel:
         (name now, name then); both may end in ``/*``.
       layer_drop: blocks that training steps leave out by chance, the same in all rows
         of a micro-batch; None for none.
+      token_drop: which blocks see a random part of the tokens in training steps, the
+        same in all rows of a micro-batch; None for none.
 
     Raises:
       ValueError: if a number, a policy, a section or a tie is invalid.
@@ -94,6 +97,7 @@ class PipelineModel:
     allow_uneven: bool = False
     former_names: tuple[tuple[str, str], ...] = ()
     layer_drop: LayerDrop | None = None
+    token_drop: RandomLTD | None = None
 
     def __post_init__(self):
         check_policy(self.remat, self.remat_names)
@@ -197,6 +201,8 @@ class PipelineModel:
         sections, hidden = self._make_sections(hidden, call)
         head = make_network(self.head, call_part, call.passing(hidden))
         check_ties(embed, head, self.tied_paths)
+        if self.token_drop is not None:
+            self.token_drop.check(sections, call)
         keywords = check_keywords(call, embed, sections, head, hidden)
         return PipelineNetwork(
             sections,
@@ -208,6 +214,7 @@ class PipelineModel:
             self.allow_uneven,
             self.former_names,
             self.layer_drop,
+            self.token_drop,
             embed,
             head,
         )

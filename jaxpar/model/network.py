@@ -19,6 +19,7 @@ from jaxpar.model.model_state import Variables, with_leaves
 from jaxpar.model.proxies import Call, refuse_reading, run_named
 from jaxpar.model.remat import remat_block
 from jaxpar.model.section import LAYERS, SectionNetwork
+from jaxpar.model.token_drop import RandomLTD
 from jaxpar.model.trainable import Typed
 from jaxpar.sharding.rules import AxisRules
 from jaxpar.types import Batch, LossFn, Params, PyTree
@@ -42,7 +43,7 @@ class PipelineNetwork:
       unroll: blocks per iteration of the loop over a section, on one stage.
       allow_uneven: whether stages may store much more than an even division.
       former_names: names of parameters in older checkpoints, as `PipelineModel` has.
-      layer_drop: which blocks training steps leave out; None for none.
+      layer_drop, token_drop: which blocks, or tokens of blocks, training leaves out.
       embed: the embedding's network.
       head: the head's network.
     """
@@ -56,6 +57,7 @@ class PipelineNetwork:
     allow_uneven: bool
     former_names: tuple[tuple[str, str], ...]
     layer_drop: LayerDrop | None
+    token_drop: RandomLTD | None
     embed: Network
     head: Network
 
@@ -186,6 +188,8 @@ class PipelineNetwork:
             return run_named(section.name, *given, training=training)
 
         place = section.first + index
+        if self.token_drop is not None and training:
+            block = self.token_drop.dropping(block, place, self.num_blocks)
         key = jax.random.fold_in(key, place)
         names = self.remat_names if policy in ("save-names", "offload") else ()
         run = functools.partial(

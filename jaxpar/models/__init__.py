@@ -2,6 +2,7 @@
 
 from jaxpar.lazy import load_modules
 from jaxpar.model.layer_drop import LayerDrop
+from jaxpar.model.token_drop import RandomLTD
 from jaxpar.models.bert import (
     BertConfig,
     make_bert,
@@ -49,6 +50,7 @@ __all__ = [
     "CoatnetConfig",
     "DecoderConfig",
     "LayerDrop",
+    "RandomLTD",
     "SparseSelfAttention",
     "T5Config",
     "TiledDense",
