@@ -111,31 +111,6 @@ def _sent(kind: str, number: int, group_size: int) -> int:
     return round(number * share(group_size))
 
 
-def read_collectives(
-    module: Module, sizes: Mapping[str, int]
-) -> tuple[tuple[Collective, ...], tuple[str, ...]]:
-    """Find every collective of a program.
-
-    Args:
-      module: the program.
-      sizes: mesh axis -> devices on it, in the mesh's order.
-
-    Returns:
-      (collectives, most bytes first; names of the loops whose trip count is not known,
-      whose contents are counted once).
-    """
-    sites, unknown = find_sites(module, sizes)
-    found: dict[tuple, list[int]] = collections.defaultdict(lambda: [0, 0, 0])
-    for site in sites:
-        for dtype, payload in site.payload.items():
-            entry = found[site.kind, site.axes, dtype, site.group_size]
-            entry[0] += site.times
-            entry[1] += site.times * payload
-            entry[2] = max(entry[2], payload)
-    rows = [Collective(*key, *value) for key, value in found.items()]
-    return tuple(sorted(rows, key=lambda row: -row.bytes)), unknown
-
-
 def join_collectives(
     programs: Iterable[Iterable[Collective]],
 ) -> tuple[Collective, ...]:
@@ -163,7 +138,8 @@ def find_sites(
       sizes: mesh axis -> devices on it, in the mesh's order.
 
     Returns:
-      (the instructions, names of the loops whose trip count is not known).
+      (the instructions; names of the loops whose trip count is not known, and whose
+      contents are counted once).
     """
     runs, unknown = runs_of(module)
     continued = _continued(module)
@@ -185,6 +161,26 @@ def find_sites(
             }
             sites.append(Site(instruction, kind, axes, group_size, times, payload))
     return sites, unknown
+
+
+def sum_sites(sites: Iterable[Site]) -> tuple[Collective, ...]:
+    """Sum instructions by kind, axes, dtype and group size.
+
+    Args:
+      sites: such as all those of a program.
+
+    Returns:
+      Collectives, most bytes first.
+    """
+    found: dict[tuple, list[int]] = collections.defaultdict(lambda: [0, 0, 0])
+    for site in sites:
+        for dtype, payload in site.payload.items():
+            entry = found[site.kind, site.axes, dtype, site.group_size]
+            entry[0] += site.times
+            entry[1] += site.times * payload
+            entry[2] = max(entry[2], payload)
+    rows = [Collective(*key, *value) for key, value in found.items()]
+    return tuple(sorted(rows, key=lambda row: -row.bytes))
 
 
 def _continued(module: Module) -> set[str]:

@@ -21,6 +21,7 @@ from jaxpar import tree
 from jaxpar.compiled.exposed_table import exposed_table, summary_of
 from jaxpar.compiled.plain_text import as_plain_text
 from jaxpar.compiled.program import CompiledProgram
+from jaxpar.compiled.update_traffic import sent_text, update_text
 from jaxpar.compiled.xla_flags import Setting
 from jaxpar.mesh import axes_text, num_batch_shards
 from jaxpar.sharding.leaf_sharding import LeafSharding
@@ -126,23 +127,15 @@ class Explanation:
         on_host = self.host_bytes_per_device
         axes = {axis: size for axis, size in self.mesh.items() if size > 1}
         whole = sum(leaf.bytes for leaf in self.leaves)
-        sent: dict[str, int] = {}
-        for row in self.program.collectives:
-            over = " x ".join(row.axes) or "no axis"
-            name = f"{row.kind} over {over}"
-            sent[name] = sent.get(name, 0) + row.sent_bytes
-        parts = [
-            f"{decimal(number)} {name}"
-            for name, number in sorted(sent.items(), key=lambda item: -item[1])
-            if number
-        ]
+        collectives = self.program.collectives
+        sent = decimal(sum(row.sent_bytes for row in collectives))
+        parts = sent_text(collectives)
         return (
             f"a device stores {decimal(self.bytes_per_device)}"
             + (f", and in host memory {decimal(on_host)}," if on_host else "")
             + f" of the {decimal(whole)} train state (ZeRO {self.zero} on "
             f"{axes_text(axes) or 'one device'})\n"
-            f"a device sends {decimal(sum(sent.values()))} a step"
-            + (f": {', '.join(parts)}" if parts else "")
+            f"a device sends {sent} a step" + (f": {parts}" if parts else "")
         )
 
     def as_json(self) -> str:
@@ -153,6 +146,8 @@ class Explanation:
         exposed = self.program.communication
         lines = [self.summary, self._by_part(), self._memory()]
         lines += [summary_of(exposed)] if exposed else []
+        of_update = self.program.of_update
+        lines += [update_text(of_update, self.zero)] if sent_text(of_update) else []
         lines += [f"- {line}" for line in (*self.notes, *self._unknown_loops)]
         return "\n".join([*lines, _FOR_DETAILS])
 
@@ -205,6 +200,9 @@ class Explanation:
             console.print(exposed_table(exposed))
         for line in self.closed_form:
             console.print(f"- closed form: {line}")
+        if self.program.collectives:
+            of_update = update_text(self.program.of_update, self.zero)
+            console.print(f"- {of_update}")
         for line in (*self.notes, *self._unknown_loops):
             console.print(f"- {line}")
         console.print("\nmemory of the compiled step, bytes per device:")

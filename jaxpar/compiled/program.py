@@ -9,8 +9,9 @@ from jax.sharding import Mesh
 
 from jaxpar.compiled.collectives import (
     Collective,
+    find_sites,
     join_collectives,
-    read_collectives,
+    sum_sites,
 )
 from jaxpar.compiled.exposed import (
     Communication,
@@ -21,6 +22,7 @@ from jaxpar.compiled.hardware import Hardware, hardware_of
 from jaxpar.compiled.hlo import Module, parse
 from jaxpar.compiled.kernel_time import rates_of
 from jaxpar.compiled.link_rates import count_per_host, link_rates_of
+from jaxpar.compiled.update_traffic import is_in_update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +62,8 @@ class CompiledProgram:
         for one.
       communication: the time of its collectives, by its schedule; None where none can
         be read: of CPUs and TPUs, and of GPUs whose rates are unknown.
+      of_update: those of `collectives` that the optimizer's update is for: what it
+        communicates beyond gathers of parameters and reductions of gradients.
     """
 
     memory: Memory
@@ -69,6 +73,7 @@ class CompiledProgram:
     on_host: tuple[str, ...] = ()
     parts: "Mapping[str, CompiledProgram]" = dataclasses.field(default_factory=dict)
     communication: Communication | None = None
+    of_update: tuple[Collective, ...] = ()
 
     def bytes_of(self, argument: str) -> int:
         """Bytes of one argument of the traced function, all its leaves together.
@@ -142,6 +147,7 @@ def join_programs(parts: Mapping[str, CompiledProgram]) -> CompiledProgram:
         on_host=tuple(on_host),
         parts=parts,
         communication=_joined([part.communication for part in programs]),
+        of_update=join_collectives(part.of_update for part in programs),
     )
 
 
@@ -176,16 +182,18 @@ def read_program(
       16
     """
     module = module or parse(compiled.as_text())
-    collectives, unknown = read_collectives(module, dict(mesh.shape))
+    sites, unknown = find_sites(module, dict(mesh.shape))
+    of_update = [site for site in sites if is_in_update(site.instruction.op_name)]
     arguments = _arguments(module)
     on_gpu = mesh.devices.flat[0].platform == "gpu"
     return CompiledProgram(
         memory=_memory(compiled.memory_analysis(), on_gpu=on_gpu),
         parameters={name: number for name, (number, _) in arguments.items()},
-        collectives=collectives,
+        collectives=sum_sites(sites),
         unknown_loops=unknown,
         on_host=tuple(name for name, (_, is_off) in arguments.items() if is_off),
         communication=_communication(module, mesh, devices_per_host),
+        of_update=sum_sites(of_update),
     )
 
 

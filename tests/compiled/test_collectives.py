@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpar.compiled.collectives import Collective, find_sites, read_collectives
+from jaxpar.compiled.collectives import Collective, find_sites, sum_sites
 from jaxpar.compiled.hlo import parse
 from tests.compiled.test_hlo import SIZES, looped
 
@@ -18,7 +18,11 @@ TENSOR = "replica_groups={{0,1},{2,3},{4,5},{6,7}}"
 
 
 def rows_of(line: str) -> tuple[Collective, ...]:
-    return read_collectives(parse(PROGRAM.replace("LINE", line)), SIZES)[0]
+    return rows_in(PROGRAM.replace("LINE", line))
+
+
+def rows_in(text: str) -> tuple[Collective, ...]:
+    return sum_sites(find_sites(parse(text), SIZES)[0])
 
 
 @pytest.mark.parametrize(
@@ -40,14 +44,14 @@ def rows_of(line: str) -> tuple[Collective, ...]:
     ],
 )
 def test_groups_become_axes_however_they_are_written(groups, axes, size):
-    rows, _ = read_collectives(parse(looped(groups=groups)), SIZES)
+    rows = rows_in(looped(groups=groups))
     assert [(row.axes, row.group_size) for row in rows] == [(axes, size)]
     assert (rows[0].count, rows[0].bytes) == (3, 3 * 32)
 
 
 def test_an_all_reduce_scatter_fusion_is_a_reduce_scatter():
     text = looped().replace("%body", "%all-reduce-scatter.1")
-    rows, _ = read_collectives(parse(text), SIZES)
+    rows = rows_in(text)
     assert [row.kind for row in rows] == ["reduce-scatter"]
 
 
@@ -60,7 +64,7 @@ def test_a_start_is_counted_once_and_by_its_operands():
         "  ROOT %t",
         "  %sum = f32[8]{0:T(128)} all-reduce-done(%s)\n  ROOT %t",
     )
-    rows, _ = read_collectives(parse(text), SIZES)
+    rows = rows_in(text)
     assert [(row.kind, row.count, row.bytes) for row in rows] == [("all-reduce", 3, 96)]
 
 
@@ -123,16 +127,16 @@ def test_dtypes_of_one_collective_are_rows_of_their_own():
 def test_collective_on_a_tpu_is_counted_where_it_starts():
     """It is written again into the fusions beside which it runs, and into its end."""
     fusion = looped().replace("%body", "%async_collective_fusion.1")
-    assert read_collectives(parse(fusion), SIZES) == ((), ())
+    assert find_sites(parse(fusion), SIZES) == ([], ())
     text = PROGRAM.replace(
         "LINE",
         "%async-collective-done.1 = f32[8]{0} fusion(%x), kind=kCustom, calls=%ended",
     )
     ended = PROGRAM.replace("ENTRY %main", "%ended")
     ended = ended.replace("LINE", f"%a = f32[8]{{0}} all-reduce(%x), {TENSOR}")
-    assert read_collectives(parse(ended + text), SIZES)[0] == ()
+    assert rows_in(ended + text) == ()
     started = text.replace("async-collective-done", "another")
-    assert len(read_collectives(parse(ended + started), SIZES)[0]) == 1
+    assert len(rows_in(ended + started)) == 1
 
 
 def test_sites_name_their_instruction_and_how_often_it_runs():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpar.compiled.collectives import read_collectives
+from jaxpar.compiled.collectives import find_sites
 from jaxpar.compiled.hlo import ArrayType, arrays, parse, runs_of, trip_count
 
 SIZES = {"data": 4, "pipe": 1, "tensor": 2}
@@ -60,9 +60,9 @@ def test_a_loop_without_a_count_is_counted_from_its_own_counter():
 
 def test_a_loop_that_cannot_be_counted_is_named():
     text = looped().replace("direction=LT", "direction=NE")
-    rows, unknown = read_collectives(parse(text), SIZES)
+    sites, unknown = find_sites(parse(text), SIZES)
     assert unknown == ("while",)
-    assert rows[0].count == 1
+    assert sites[0].times == 1
 
 
 def test_an_annotated_count_is_believed():
