@@ -18,6 +18,7 @@ from .schedules import (
     warmup_then,
 )
 from .settings import OPTIMIZERS, OptimizerSettings
+from .soap import soap
 from .with_reduction import (
     LocalGradients,
     PlainReduction,
@@ -54,6 +55,7 @@ __all__ = [
     "one_cycle_momentum",
     "onebit_adam",
     "onebit_lamb",
+    "soap",
     "warmup_then",
     "zero_one_adam",
 ]

@@ -1,4 +1,4 @@
-"""Every public transformation of optax, as it is trained with or refused.
+"""Every public transformation of optax, and SOAP, as it is trained with or refused.
 
 Most are made by rule (`make`); `GIVEN` has those that need arguments, or an eps at
 which rounding does not decide, and `REFUSED` what a training step can't run.
@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import optax
 from optax import contrib
+
+from jaxpar.optim import soap
 
 RATE, EPS = 1e-3, 1e-6
 Made = optax.GradientTransformation
@@ -123,6 +125,7 @@ GIVEN: dict[str, Callable[[], Made]] = {
         optax.scale_by_factored_rms(min_dim_size_to_factor=16), optax.scale(-RATE)
     ),
     "params_ema": lambda: optax.chain(adam(), params_ema(0.9)),
+    "soap": lambda: soap(RATE, eps=EPS, every=2),
 }
 
 TAKE_VALUE = {"momo", "momo_adam", "polyak_sgd", "reduce_on_plateau", "scale_by_polyak"}

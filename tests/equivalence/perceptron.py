@@ -86,10 +86,45 @@ def make_piped_engine(optimizer: Any, **options: Any) -> jaxpar.Engine:
         loss_fn=loss_fn,
         optimizer=optimizer,
         sample_batch=batches()[0],
-        zero=1,
-        accumulate=4,
-        **{"mesh": jaxpar.MeshShape(data=4, pipe=2), **options},
+        **{
+            "mesh": jaxpar.MeshShape(data=4, pipe=2),
+            "zero": 1,
+            "accumulate": 4,
+            **options,
+        },
     )
+
+
+def blocks_of(params: dict, x: jax.Array) -> jax.Array:
+    """The model of `make_piped_engine`, of its parameters alone."""
+    x = x @ params["embed"]["kernel"] + params["embed"]["bias"]
+    for layer in range(BLOCKS):
+        own = jax.tree.map(
+            lambda leaf, layer=layer: leaf[layer], params["blocks"]["up"]
+        )
+        x = x + jnp.tanh(x @ own["kernel"] + own["bias"])
+    return x @ params["head"]["kernel"] + params["head"]["bias"]
+
+
+def run_blocks_plainly(
+    optimizer: optax.GradientTransformation, params: dict, batches: list[dict]
+) -> tuple[list[float], dict]:
+    """Losses and parameters of a plain loop of that model on one device."""
+
+    @jax.jit
+    def step(params: dict, state: optax.OptState, batch: dict) -> tuple:
+        def loss_of(params: dict) -> jax.Array:
+            return loss_fn(lambda x: blocks_of(params, x), batch)
+
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    state, losses = optimizer.init(params), []
+    for batch in batches:
+        params, state, loss = step(params, state, batch)
+        losses.append(float(loss))
+    return losses, jax.device_get(params)
 
 
 def loss_of(params: dict, batch: dict) -> jax.Array:

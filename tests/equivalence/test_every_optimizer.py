@@ -34,7 +34,7 @@ def test_optimizer_trains_like_one_device(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 1, 2])
-@pytest.mark.parametrize("name", ["noisy_sgd", "muon"])
+@pytest.mark.parametrize("name", ["noisy_sgd", "muon", "schedule_free", "soap"])
 def test_at_every_stage(name: str, zero: int) -> None:
     check(name, zero)
 

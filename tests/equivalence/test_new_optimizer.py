@@ -7,21 +7,18 @@ so parameters agree to 1e-6.
 
 import functools
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jaxpar
 from tests.equivalence.perceptron import (
-    BLOCKS,
     batches,
-    loss_fn,
     make_engine,
     make_piped_engine,
+    run_blocks_plainly,
     run_plainly,
 )
 from tests.equivalence.problems import distance
@@ -110,33 +107,10 @@ def test_tools_know_it() -> None:
     engine.probe()
 
 
-def plain_model(params: dict, x: jax.Array) -> jax.Array:
-    x = x @ params["embed"]["kernel"] + params["embed"]["bias"]
-    for layer in range(BLOCKS):
-        own = jax.tree.map(
-            lambda leaf, layer=layer: leaf[layer], params["blocks"]["up"]
-        )
-        x = x + jnp.tanh(x @ own["kernel"] + own["bias"])
-    return x @ params["head"]["kernel"] + params["head"]["bias"]
-
-
 @pytest.mark.thorough
 def test_trains_like_the_plain_rule_on_a_pipe() -> None:
     engine = make_piped_engine(OPTIMIZER)
-    optimizer, params = plain(1e-2), jax.device_get(engine.state.params)
-
-    @jax.jit
-    def step(params: dict, state: Any, batch: dict) -> tuple:
-        def loss_of(params: dict) -> jax.Array:
-            return loss_fn(lambda x: plain_model(params, x), batch)
-
-        loss, grads = jax.value_and_grad(loss_of)(params)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    state, losses = optimizer.init(params), []
-    for batch in batches():
-        params, state, loss = step(params, state, batch)
-        losses.append(float(loss))
+    params = jax.device_get(engine.state.params)
+    losses, params = run_blocks_plainly(plain(1e-2), params, batches())
     assert losses_of(engine, batches()) == pytest.approx(losses, rel=1e-5)
     assert distance(engine.state.params, params) <= 1e-6
