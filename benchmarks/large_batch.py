@@ -3,9 +3,10 @@
 Trains the GPT of ``recipes/pretrain.py`` in a smaller form on the recipe's own text
 and on CPU, every run on the same number of rows. Both optimizers are tuned at the small
 batch, over ``--rates``; r is the best of these. Then both are tuned at the large batch,
-over rates r * 32^(k/4): k = 2 is the rule of the square root, k = 4 the linear rule;
-where the best rate is at an end of a grid, the grid grows there (a small batch's by 2). Each rate is tried
-with each of ``--warmups``, and the best point over ``--seeds``.
+over rates r * 32^(k/4): k = 2 is the rule of the square root, k = 4 the linear rule.
+Where the best rate is at an end of a grid, the grid grows there, a small batch's by
+factors of 2. Each rate is tried with each of ``--warmups``, and the best point over
+``--seeds``.
 
 What is found so far is written after each run, and a run that is there already, with
 the same settings, is not done again: a stopped benchmark goes on.
