@@ -153,7 +153,7 @@ class Explanation:
 
     def _by_part(self) -> str:
         """The stored bytes by part of the state, and the number of parameters."""
-        stored = dict.fromkeys((*_PARTS, "other"), 0)
+        stored: dict[str, int] = dict.fromkeys((*_PARTS, "other"), 0)
         parameters = 0
         for leaf in self.leaves:
             part, _, path = leaf.name.partition("/")

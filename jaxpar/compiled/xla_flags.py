@@ -63,6 +63,8 @@ def choose_settings(
     if platform == "gpu":
         settings = _for_gpus(mesh, layer_bytes, in_halves=in_halves)
         chosen = {setting.option: setting for setting in settings}
+    if platform == "cpu" and mesh.size > 1:
+        chosen = {_IN_ORDER.option: _IN_ORDER}
     for option, value in (overrides or {}).items():
         if value is None:
             chosen.pop(option, None)
@@ -74,6 +76,12 @@ def choose_settings(
 def compiler_options(settings: tuple[Setting, ...]) -> dict[str, Value]:
     """The settings as `jax.jit` takes them."""
     return {setting.option: setting.value for setting in settings}
+
+
+def options_of_all(mesh: Mesh) -> dict[str, Value]:
+    """The options of every program with collectives, such as an evaluation."""
+    settings = choose_settings(mesh)
+    return compiler_options(tuple(own for own in settings if own is _IN_ORDER))
 
 
 def _for_gpus(mesh: Mesh, layer_bytes: int, *, in_halves: bool) -> tuple[Setting, ...]:
@@ -130,6 +138,14 @@ _APART = Setting(
     "xla_gpu_all_reduce_combine_threshold_bytes",
     1 << 20,
     "XLA would merge the sums of both halves into one, for which both wait",
+)
+
+_IN_ORDER = Setting(
+    "xla_cpu_scheduler_type",
+    "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
+    "XLA's default order lets CPU devices start a collective while others still run: a "
+    "GPT at ZeRO 3 on two devices had a NaN, or another loss, in its first steps, or "
+    "was aborted (jax 0.11.2; benchmarks/cpu_order.py: as fast, and right)",
 )
 
 _MOCKED = Setting(

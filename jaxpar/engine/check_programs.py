@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.compiled.xla_flags import options_of_all
 from jaxpar.engine.compiled_step import StepSpec
 from jaxpar.engine.placement import Placement
 from jaxpar.engine.tracing import ModelTrace, check_callbacks, precision_of_check
@@ -88,7 +89,6 @@ def make_loss_check(
       training: whether to check loss_fn in training mode; False for eval_fn.
     """
     mesh, proved = placement.mesh, []
-    replicated = NamedSharding(mesh, P())
     checked = dataclasses.replace(partition, precision=precision)
     forward_of = functools.partial(
         _forward_of, placement, spec, loss, proved, training=training
@@ -133,10 +133,16 @@ def make_loss_check(
     fits = spec.accumulate == 1 and mesh.shape[PIPE] == 1 and not checked.halves
     return LossCheck(
         loss.argument(training=training),
-        jax.jit(compare, out_shardings=replicated),
-        jax.jit(whole, out_shardings=replicated) if fits else None,
+        _jitted(compare, mesh),
+        _jitted(whole, mesh) if fits else None,
         tolerance,
     )
+
+
+def _jitted(fn: Callable[..., Any], mesh: Mesh) -> jax.stages.Wrapped:
+    """With results on every device."""
+    everywhere, options = NamedSharding(mesh, P()), options_of_all(mesh)
+    return jax.jit(fn, out_shardings=everywhere, compiler_options=options)
 
 
 def _neighbour_of(of: Partition) -> Callable[[jax.Array], jax.Array]:

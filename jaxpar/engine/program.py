@@ -8,6 +8,7 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.compiled.xla_flags import options_of_all
 from jaxpar.engine.host_programs import StepProgram
 from jaxpar.engine.placement import Placement
 from jaxpar.mesh import on_abstract_mesh
@@ -104,7 +105,12 @@ def make_program(
 
     return Program(
         step=step,
-        evaluate=jax.jit(evaluate, out_shardings=replicated, static_argnums=(5, 6)),
+        evaluate=jax.jit(
+            evaluate,
+            out_shardings=replicated,
+            static_argnums=(5, 6),
+            compiler_options=options_of_all(mesh),
+        ),
         results=jax.jit(_results, out_shardings=replicated),
         loss_check=checks["loss_fn"],
         eval_check=checks.get("eval_fn", NoCheck()),

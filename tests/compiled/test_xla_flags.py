@@ -4,7 +4,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpar.compiled.xla_flags import choose_settings, compiler_options
+from jaxpar.compiled.xla_flags import (
+    choose_settings,
+    compiler_options,
+    options_of_all,
+)
 from jaxpar.mesh import MeshShape, make_mesh
 
 OPTION = "xla_cpu_enable_fast_math"
@@ -33,3 +37,12 @@ def test_every_option_of_the_table_is_known_and_justified(mesh):
     options = compiler_options(settings)
     run = jax.jit(lambda x: x + 1, compiler_options=options)
     assert float(run(jnp.float32(1.0))) == 2.0
+
+
+def test_programs_of_several_cpu_devices_run_in_an_order_that_is_right():
+    one, two = (make_mesh(MeshShape(data=n), jax.devices()[:n]) for n in (1, 2))
+    options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    assert options_of_all(two) == compiler_options(choose_settings(two)) == options
+    assert options_of_all(one) == {}
+    default = choose_settings(two, {"xla_cpu_scheduler_type": None})
+    assert default == ()

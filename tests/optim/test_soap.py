@@ -76,11 +76,15 @@ def test_steps_are_those_of_the_definition(
 
 
 def test_without_a_basis_it_is_adam_one_step_late() -> None:
-    params = {"kernel": jnp.ones((4, 3))}
-    grads = {"kernel": jnp.arange(12.0).reshape(4, 3) - 5.0}
+    params: Any = {"kernel": jnp.ones((4, 3))}
+    grads: Any = {"kernel": jnp.arange(12.0).reshape(4, 3) - 5.0}
     none = soap(0.1, 0.9, 0.99, eps=1e-8, weight_decay=0.0, max_dim=2)
     adam = optax.adam(0.1, 0.9, 0.99)
-    state, right_state = none.init(params), adam.init(params)
+    state: Any = none.init(params)
+    right_state: Any = adam.init(params)
+    found: Any
+    right: Any
+    first: Any
     first, state = none.update(grads, state, params)
     assert not first["kernel"].any()
     for factor in (1.0, -0.5, 2.0):
@@ -94,14 +98,15 @@ def test_parameters_decay_and_a_schedule_is_followed() -> None:
     params = {"kernel": 2.0 * jnp.ones((4, 3))}
     optimizer = soap(lambda step: 0.5 / (1 + step), weight_decay=0.1)
     state = optimizer.init(params)
+    updates: Any
     updates, _ = optimizer.update({"kernel": jnp.ones((4, 3))}, state, params)
     np.testing.assert_allclose(updates["kernel"], -0.5 * 0.1 * 2.0, rtol=1e-6)
 
 
 def test_bases_are_of_matrices_alone() -> None:
     params = jax.tree.map(jnp.zeros, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
-    (state, *_) = soap(1e-3, max_dim=MAX_DIM).init(params)
-    shapes = jax.tree.map(jnp.shape, state.bases)
+    made: Any = soap(1e-3, max_dim=MAX_DIM).init(params)
+    shapes = jax.tree.map(jnp.shape, made[0].bases)
     assert shapes["stacked"] == {
         "kernel": {"left": (3, 5, 5), "right": (3, 4, 4)},
         "bias": {},
@@ -111,8 +116,9 @@ def test_bases_are_of_matrices_alone() -> None:
     tree = {
         name: jax.tree.map(lambda _, x=chosen[name]: x, params[name]) for name in params
     }
-    (state, *_) = soap(1e-3, matrices=tree).init(params)
-    assert [len(jax.tree.leaves(state.bases[name])) for name in chosen] == [2, 0, 0, 0]
+    made = soap(1e-3, matrices=tree).init(params)
+    counts = [len(jax.tree.leaves(made[0].bases[name])) for name in chosen]
+    assert counts == [2, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
