@@ -174,7 +174,7 @@ def test_memory_is_the_compilers(engine):
 
 
 def test_options_of_the_compiler_are_said(engine):
-    (setting,) = engine.explain().settings
+    _, setting = engine.explain().settings  # The first is of all CPU devices.
     assert (setting.option, setting.value) == ("xla_cpu_enable_fast_math", False)
     assert "xla_cpu_enable_fast_math=False: given" in engine.explain().details
 
