@@ -61,6 +61,7 @@ def test_first_steps_are_not_skipped_and_have_losses():
     assert [int(m["skipped"]) for m in metrics] == [0, 0, 0]
 
 
+@pytest.mark.thorough
 def test_loss_that_is_not_there_yet_is_nan():
     engine = make_engine("pipemare", pipe=4, accumulate=1)
     losses = [float(engine.step(b)["loss"]) for b in make_batches(ROWS, 8)]
@@ -79,6 +80,7 @@ def test_explain_says_what_is_under_way():
     assert "a backward runs its blocks again" in said
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["pipedream_2bw", "pipemare"])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_step_keeps_to_the_closed_form(schedule, zero):
