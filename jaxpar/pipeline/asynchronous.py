@@ -7,7 +7,7 @@ gradients the step returns, and its own batch enters.
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,6 @@ from jaxpar.step.gradients import gradients_on_shards
 from jaxpar.step.inputs import make_inputs
 from jaxpar.step.loss import Loss, Sums
 from jaxpar.step.partition import Partition
-from jaxpar.step.reduction_part import of_own_part
 from jaxpar.step.update import Update
 from jaxpar.types import Batch, Params, PyTree
 
@@ -53,10 +52,8 @@ class AsynchronousPipeline(Pipeline, abc.ABC):
 
     kind: Asynchronous
 
-    @property
-    @abc.abstractmethod
-    def under_way(self) -> SeveralBatches:
-        """Which parameters a piece of work uses, and where its results are added."""
+    batches: ClassVar[type[SeveralBatches]]
+    """Which parameters a piece of work uses, and where its results are added."""
 
     @abc.abstractmethod
     def delays(self) -> tuple[float, float]:
@@ -101,8 +98,8 @@ class AsynchronousPipeline(Pipeline, abc.ABC):
         return 2
 
     def took_batch(self, carry: Mapping[str, PyTree]) -> jax.Array:
-        """See `NothingBetweenSteps`."""
-        return carry[PART].ended.all()
+        """See `NothingBetweenSteps`: the oldest one that is under way ends."""
+        return carry[PART].is_there[:, 0].all()
 
     def _schedule_lines(self) -> tuple[str, ...]:
         own, (least, most) = self.schedule, self.delays()
@@ -122,10 +119,13 @@ class AsynchronousPipeline(Pipeline, abc.ABC):
             "and what its second version of the parameters is made of (carried).",
         )
 
-    def batches_with_gradients(self) -> int:
-        """Of the batches of a step, the oldest ones, which have backwards in it."""
-        own = self.schedule
-        return int(own.backward[..., 0].max()) // own.num_microbatches + 1
+    @property
+    def under_way(self) -> SeveralBatches:
+        """The batches of a step."""
+        own, M = self.schedule, self.schedule.num_microbatches
+        # The oldest ones have backwards in it.
+        with_gradients = int(own.backward[..., 0].max()) // M + 1
+        return self.batches(M, own.delay + 1, with_gradients)
 
     def parts(
         self,
@@ -212,8 +212,7 @@ class AsynchronousPipeline(Pipeline, abc.ABC):
         sections = self._sections(partition, loss, accumulate, training=True)
         both = _with_second(partition)
 
-        def body(shards, inputs, key, part):
-            del part
+        def body(shards, inputs, key):
             params, second = self._both(both, like, shards)
 
             def several(x: Any) -> jax.Array:
@@ -229,26 +228,24 @@ class AsynchronousPipeline(Pipeline, abc.ABC):
                 is_there=several(False),
                 enters=jnp.bool(True),
                 offset=jnp.int32(0),
-                ended=jnp.bool(False),
             )
             entered = flight.window(inputs, both.shard_key(key), accumulate)
             table = steady_table(self.schedule, entered.is_there, flight.offset)
             given = sections, table, (params, {}), (second,), self.under_way
             carry = _nothing_under_way(*given, entered.window, entered.keys)
-            return (dataclasses.replace(flight, carry=carry),)
+            flight = dataclasses.replace(flight, carry=carry)
+            return jax.tree.map(lambda x: x[None], flight)
 
         def run(weights, batch, step, key):
             given = weights[0], (weights[1], weights[0])
             shards, inputs = both.local_views(given), make_inputs(batch, step)
-            mapped = both.mapped(
-                of_own_part(body), (rows_spec(both.mesh),), carried=1, apart=True
-            )
-            return mapped(shards, inputs, key, {})
+            mapped = both.mapped(body, rows_spec(both.mesh), apart=True)
+            return mapped(shards, inputs, key)
 
         step = jax.ShapeDtypeStruct((), jnp.int32)
         key = jax.eval_shape(lambda: jax.random.key(0))
         with on_abstract_mesh(partition.mesh):
-            (found,) = jax.eval_shape(run, like, batch, step, key)
+            found = jax.eval_shape(run, like, batch, step, key)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), found)
 
 

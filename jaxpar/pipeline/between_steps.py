@@ -59,6 +59,6 @@ class NothingBetweenSteps:
         return ()
 
     def took_batch(self, carry: Mapping[str, PyTree]) -> jax.Array | bool:
-        """Whether a step's gradients are those of a batch, by what they carried."""
+        """Whether a step's gradients are those of a batch, by what is carried to it."""
         del carry
         return True

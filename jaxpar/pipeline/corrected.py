@@ -28,12 +28,7 @@ class CorrectedPipeline(AsynchronousPipeline):
 
     kind: PipeMare
 
-    @property
-    def under_way(self) -> Corrected:
-        """See `AsynchronousPipeline`."""
-        own = self.schedule
-        given = own.num_microbatches, own.delay + 1, self.batches_with_gradients()
-        return Corrected(*given)
+    batches = Corrected
 
     @property
     def recomputes(self) -> bool:

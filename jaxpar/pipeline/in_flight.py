@@ -43,7 +43,6 @@ class Flight:
       is_there: [D]: whether there is such a batch.
       enters: whether the next step's batch enters; if not, the step drains.
       offset: by how much the places in the buffers are shifted.
-      ended: whether a batch ended in the last step.
     """
 
     carry: PyTree
@@ -53,7 +52,6 @@ class Flight:
     is_there: Leaf
     enters: Leaf
     offset: Leaf
-    ended: Leaf
 
     def window(self, inputs: Inputs, key: ShardKey, accumulate: int) -> "Entered":
         """The batches of a step: those under way, and its own.
@@ -109,9 +107,8 @@ class Entered:
             empty = jnp.zeros_like(jax.lax.slice_in_dim(x, 0, 1, axis=axis))
             return jnp.concatenate([rest, empty], axis=axis)
 
-        grads, (blocks, between) = (carry.embed, carry.head), carry.blocks or ({}, {})
-        embed, head = jax.tree.map(next_of, grads)
-        blocks = jax.tree.map(lambda x: next_of(x, 1), blocks)
+        embed, head = jax.tree.map(next_of, (carry.embed, carry.head))
+        blocks = jax.tree.map(lambda x: next_of(x, 1), carry.blocks)
         weights = carry.weights[accumulate:]
         none = of_no_examples(jax.tree.map(lambda x: x[:1], carry.sums))
         after = dataclasses.replace(
@@ -120,7 +117,7 @@ class Entered:
             sums=jax.tree.map(lambda x, y: jnp.append(x[1:], y), carry.sums, none),
             embed=embed,
             head=head,
-            blocks=(blocks, between),
+            blocks=blocks,
         )
         return Flight(
             carry=after,
@@ -130,7 +127,6 @@ class Entered:
             is_there=self.is_there[1:],
             enters=jnp.bool(True),
             offset=(offset + accumulate) % places,
-            ended=self.is_there[0],
         )
 
     def oldest(self, sums: Sums) -> Sums:

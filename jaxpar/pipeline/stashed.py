@@ -20,12 +20,7 @@ class StashedPipeline(AsynchronousPipeline):
     See `jaxpar.pipeline.schedules.asynchronous.PipeDream2BW`.
     """
 
-    @property
-    def under_way(self) -> Stashed:
-        """See `AsynchronousPipeline`."""
-        own = self.schedule
-        given = own.num_microbatches, own.delay + 1, self.batches_with_gradients()
-        return Stashed(*given)
+    batches = Stashed
 
     def delays(self) -> tuple[float, float]:
         """See `AsynchronousPipeline`."""
@@ -62,10 +57,6 @@ class ParamsBefore(Carried):
     def init(self, params: Params) -> Params:
         """The parameters."""
         return jax.tree.map(lambda x: x.astype(self.dtype), params)
-
-    def at_new_params(self, part: Params) -> Params:
-        """Not read until a step has replaced it."""
-        return part
 
     def after(self, part: Params, stepped: Stepped) -> Params:
         """See the class."""

@@ -128,11 +128,12 @@ class SeveralBatches(OneBatch):
         number = self._batch(index)
 
         def merge(all: PyTree, own: PyTree) -> PyTree:
+            is_max = isinstance(own, Max)
+
             def put(all: jax.Array, own: jax.Array) -> jax.Array:
                 at = all.at[number]
-                return at.max(own) if isinstance(own_kind, Max) else at.add(own)
+                return at.max(own) if is_max else at.add(own)
 
-            own_kind = own
             return jax.tree.map(put, all, own)
 
         return jax.tree.map(merge, sums, made, is_leaf=is_reduced)

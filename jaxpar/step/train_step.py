@@ -112,8 +112,8 @@ def make_train_step(
         if the update's reduction clips itself.
       scales_loss: whether the loss is scaled dynamically.
       pace: slows an update down; None for not at all.
-      took_batch: whether the gradients are of a batch, by what they carried; one step
-        of an asynchronous schedule may end no batch.
+      took_batch: whether the gradients are of a batch, by what is carried to the step;
+        one of an asynchronous schedule may end no batch.
 
     Returns:
       The step; its metrics are loss, grad_norm (before clipping), skipped (steps so
@@ -129,13 +129,13 @@ def make_train_step(
         weights = update.local_params(state.params), to_device(state.frozen)
         inputs = make_inputs(batch, state.step)
         carry = {p.name: state.carried[p.name] for p in carried if p.in_gradients}
+        takes = took_batch(carry)
         given = weights, state.model_state, inputs, key, scale, carry
         grads, sums, model_state, carry = gradients(*given)
         grads = update.pack_grads(grads)
         norm = update.reduction.carried_norm(carry.get(PART, ()))
         norm = update.norm(grads) / scale if norm is None else norm
         finite = jnp.isfinite(norm)
-        takes = took_batch(carry)
         applied = finite & (sums.loss.weight > 0) & takes
         skipped = takes & ~applied
         results = sums.results()
