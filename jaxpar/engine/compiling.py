@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jaxpar.engine.host_programs import StepProgram
+from jaxpar.engine.same_program import check_same_program
 from jaxpar.progress import waiting
 from jaxpar.types import Batch
 
@@ -32,14 +33,17 @@ def compiling(
       leaves: as it takes them.
       batch: as it takes it.
       platform: the mesh's.
+
+    Raises:
+      ValueError: as `check_same_program`.
     """
     shown = jax.process_index() == 0
     with waiting("tracing the step", shown=shown):
         traces = program.traces(leaves, batch)
         began = time.perf_counter()
-        for traced in traces.values():
-            traced.lower()
+        lowered = {name: traced.lower() for name, traced in traces.items()}
         seconds = time.perf_counter() - began
+        check_same_program(lowered)
     expected = about(seconds, platform)
     with waiting("compiling the step", expected=expected, shown=shown):
         yield

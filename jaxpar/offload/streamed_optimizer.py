@@ -113,7 +113,7 @@ class StreamedOptimizer:
                 f"offload: params={asked!r} fetches the layers of a loop, but pipe="
                 f"{mesh.shape[PIPE]} divides them already; use pipe=1, or params=None."
             )
-        fetched = made.spec.by_layer & made.streamed_names
+        fetched = made.spec.by_layer.intersection(made.streamed_names)
         if made.spec.by_layer and not fetched:
             raise ValueError(
                 f"offload: params={asked!r} fetches stacks larger than a piece, but "

@@ -106,9 +106,12 @@ class StreamedUpdate(Update):
         return jax.tree.unflatten(structure, leaves)
 
     @functools.cached_property
-    def streamed_names(self) -> frozenset[str]:
-        """The parameters whose update goes by pieces."""
-        return frozenset(part.group.name for part in self._split_shapes.parts)
+    def streamed_names(self) -> tuple[str, ...]:
+        """The parameters whose update goes by pieces.
+
+        In order: a set's is another in each process, and so would their programs be.
+        """
+        return tuple(part.group.name for part in self._split_shapes.parts)
 
     @property
     def _copied(self) -> tuple[str, ...]:

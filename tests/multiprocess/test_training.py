@@ -200,6 +200,13 @@ def test_batch_that_one_process_refuses_is_refused_on_each(two: Both) -> None:
     assert "leaf tokens is int32[4, 6], but must be int32[4, 7]" in second["refused"]
 
 
+def test_programs_that_are_not_the_same_are_refused_on_each(two: Both) -> None:
+    """They would wait for each other for ever, or compute with each other's bytes."""
+    for seen in two.seen("data4"):
+        assert "process 1 has traced another program ('step')" in seen["programs"]
+        assert "multiply" in seen["programs"] or "constant" in seen["programs"]
+
+
 SLOW_CASES = (
     Case(data=4, tensor=1, zero=3, steps=1, evaluated=((5, 8), (0, 6), (3, 3))),
     Case(data=2, tensor=2, zero=1, steps=1, evaluated=((8, 5),)),

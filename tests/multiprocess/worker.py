@@ -86,7 +86,13 @@ def make_loader() -> Loader:
     )
 
 
-def make_engine(case: Case, mesh: Mesh) -> jaxpar.Engine:
+def another_loss(model: Any, batch: dict) -> jaxpar.Weighted:
+    """A loss that is not the same in each process."""
+    loss = loss_fn(model, batch)
+    return jaxpar.Weighted(loss.total * (1 + jax.process_index()), loss.weight)
+
+
+def make_engine(case: Case, mesh: Mesh, loss_fn: Any = loss_fn) -> jaxpar.Engine:
     return jaxpar.initialize(
         model=Net(),
         loss_fn=loss_fn,
@@ -135,6 +141,7 @@ def run(case: Case, devices: list[Any]) -> dict[str, Any]:
         ],
         "refusal": _refusal(engine),
         "refused": _refused(engine),
+        "programs": _refused_programs(case, mesh),
         "evaluated": [_evaluated(engine, counts) for counts in case.evaluated],
     }
 
@@ -171,6 +178,17 @@ def _refusal(engine: jaxpar.Engine) -> str:
         return ""
     try:
         engine.step({"tokens": np.zeros((BATCH, LENGTH + 1), np.int32)})
+    except ValueError as error:
+        return str(error)
+    return "none"
+
+
+def _refused_programs(case: Case, mesh: Mesh) -> str:
+    """What is said where each process traces another step."""
+    if jax.process_count() == 1 or not case.save:
+        return ""
+    try:
+        make_engine(case, mesh, another_loss).step(next(make_loader()))
     except ValueError as error:
         return str(error)
     return "none"
