@@ -21,7 +21,7 @@ from jaxpar.data import DataConfig, Loader, MaskedRows, Tokens
 from jaxpar.models import BertConfig
 from jaxpar.optim import OPTIMIZERS, CommunicationConfig, OptimizerSettings
 from jaxpar.show.rate_range import show_rate_range
-from jaxpar.training.layer_drop_config import LayerDropConfig
+from jaxpar.training.left_out_config import LeftOutConfig
 
 SMALL = BertConfig(
     task="masked", vocab_size=1024, seq_len=64, num_layers=2, num_heads=4, width=128
@@ -30,7 +30,7 @@ PRESETS = {"small": SMALL, "base": BertConfig(task="masked")}
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig, LayerDropConfig):
+class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig, LeftOutConfig):
     """One run of the BERT."""
 
     model: BertConfig = preset(

@@ -20,14 +20,14 @@ from jaxpar.data import DataConfig, Loader, batch_shapes, rows_of
 from jaxpar.optim import CommunicationConfig
 from jaxpar.show.rate_range import show_rate_range
 from jaxpar.sparse_attention import SparsityPattern, causal_pattern
-from jaxpar.training.layer_drop_config import LayerDropConfig
+from jaxpar.training.left_out_config import LeftOutConfig
 
 CPU_MESH = jaxpar.MeshShape(data=2, tensor=2)
 OWN = ("seq_len", "remat", "attention")  # Flags of the recipe's own.
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig, LayerDropConfig):
+class Config(jaxpar.StartOptions, DataConfig, CommunicationConfig, LeftOutConfig):
     """One run of the GPT on long text."""
 
     model: models.DecoderConfig = preset(models.PRESETS, "tiny", without=OWN)

@@ -21,14 +21,14 @@ from jaxpar.optim import OPTIMIZERS, CommunicationConfig, OptimizerSettings
 from jaxpar.show.loss import draw_loss
 from jaxpar.show.rate_range import show_rate_range
 from jaxpar.training.evaluations import mean_losses
-from jaxpar.training.layer_drop_config import LayerDropConfig
+from jaxpar.training.left_out_config import LeftOutConfig
 
 CPU_MESH = jaxpar.MeshShape(data=2, tensor=2)
 SET_HERE = "remat", "sequence_parallel"
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(jaxpar.StartOptions, GrowthConfig, CommunicationConfig, LayerDropConfig):
+class Config(jaxpar.StartOptions, GrowthConfig, CommunicationConfig, LeftOutConfig):
     """One run of the GPT."""
 
     model: DecoderConfig = preset(PRESETS, "1m", without=("lora", *SET_HERE))

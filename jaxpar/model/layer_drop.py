@@ -10,6 +10,7 @@ Progressive Layer Dropping" (2020).
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -53,10 +54,10 @@ class LayerDrop:
                 f"LayerDrop: theta={self.theta} must be above 0 and at most 1; it is "
                 "the share of steps that run the last block in the end."
             )
-        if self.gamma < 0:
+        if not 0 <= self.gamma < math.inf:
             raise ValueError(
-                f"LayerDrop: gamma={self.gamma} must be at least 0; 10 / steps is a "
-                "good first choice."
+                f"LayerDrop: gamma={self.gamma} must be a number of at least 0; 10 / "
+                "steps is a good first choice."
             )
 
     def share(self, step: Any, block: Any, num_blocks: int) -> jax.Array:

@@ -13,6 +13,7 @@ from jaxpar.optim import fused
 from jaxpar.optim.fused_update import Schedule
 from jaxpar.optim.onebit_adam import onebit_adam
 from jaxpar.optim.onebit_lamb import onebit_lamb
+from jaxpar.optim.soap import soap
 from jaxpar.optim.zero_one_adam import zero_one_adam
 
 
@@ -246,6 +247,35 @@ class ZeroOneAdamSettings(OptimizerSettings):
         return zero_one_adam(learning_rate, given.pop("var_freeze_step"), **given)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SoapSettings(OptimizerSettings):
+    """SOAP: Adam in the eigenbasis of Shampoo's preconditioner.
+
+    Attributes:
+      weight_decay: times the parameter it is added to the update.
+      b1: decay rate of the mean of gradients.
+      b2: decay rate of the mean of squared gradients, and of their products.
+      eps: added to the square root.
+      every: steps between two turns of the bases.
+      max_dim: a dim of more than this has no basis.
+    """
+
+    kind: str = dataclasses.field(default="soap", init=False)
+    b1: float = 0.95
+    b2: float = 0.95
+    eps: float = 1e-8
+    every: int = 10
+    max_dim: int = 10_000
+
+    def make(self, learning_rate: float | Schedule) -> Any:
+        """See `OptimizerSettings`."""
+
+        def of_rate(learning_rate: Any) -> optax.GradientTransformation:
+            return soap(learning_rate, **_given(self))
+
+        return optax.inject_hyperparams(of_rate)(learning_rate)
+
+
 OPTIMIZERS: dict[str, OptimizerSettings] = {
     each.kind: each
     for each in (
@@ -253,6 +283,7 @@ OPTIMIZERS: dict[str, OptimizerSettings] = {
         LionSettings(),
         LambSettings(),
         SgdSettings(),
+        SoapSettings(),
         AdafactorSettings(),
         OneBitAdamSettings(),
         OneBitLambSettings(),

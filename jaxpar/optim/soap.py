@@ -45,7 +45,7 @@ class SoapState(NamedTuple):
 
 
 def soap(
-    learning_rate: float | optax.Schedule,
+    learning_rate: optax.ScalarOrSchedule,
     b1: float = 0.95,
     b2: float = 0.95,
     *,

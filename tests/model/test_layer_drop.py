@@ -1,6 +1,7 @@
 """Is a block kept as often as is scheduled, and is what it adds divided by that?"""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -138,5 +139,6 @@ def test_share_in_the_end_is_one(theta: float) -> None:
 
 
 def test_rate_is_not_negative() -> None:
-    with pytest.raises(ValueError, match=r"gamma=-1.0 must be at least 0"):
-        LayerDrop(gamma=-1.0)
+    for gamma in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match=rf"gamma={gamma} must be a number"):
+            LayerDrop(gamma=gamma)
