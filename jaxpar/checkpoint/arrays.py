@@ -1,24 +1,36 @@
-"""How are a step's arrays written and read: by Orbax, one array per leaf.
+"""How are a step's arrays written, by Orbax, and read: one array per leaf.
 
 They are not compressed, so that the sizes that a manifest declares can be checked
 against the bytes on disk.
 """
 
 import contextlib
+import functools
 import threading
 import time
 import urllib.parse
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 import xxhash
 
 from jaxpar.checkpoint.leaves import LeafSpec
 from jaxpar.checkpoint.logs import quiet_orbax
+from jaxpar.checkpoint.manifest import DamagedError, Manifest
+from jaxpar.checkpoint.slices import (
+    Box,
+    DifferentError,
+    Reads,
+    Slices,
+    read_compared,
+)
 
 ARRAYS = "arrays"
 """Orbax's sub-folder of a step."""
@@ -76,39 +88,81 @@ class Writer:
 
 
 def read_sharded(
-    folder: Path, structs: Mapping[str, jax.ShapeDtypeStruct]
+    folder: Path,
+    structs: Mapping[str, jax.ShapeDtypeStruct],
+    slices: Mapping[str, Slices] = MappingProxyType({}),
 ) -> dict[str, jax.Array]:
     """Read leaves onto their shardings; every process reads its devices' shards.
 
     Args:
       folder: the step's folder.
-      structs: leaf name -> shape, dtype and sharding; shape and dtype are the stored
-        ones.
+      structs: leaf name -> shape, dtype and sharding; the shape is the stored one.
+      slices: leaf name -> the slices that were written, to compare with.
 
     Returns:
       Leaf name -> array.
+
+    Raises:
+      DifferentError: if what is read is not what was written.
     """
-    named = {array_name(leaf): struct for leaf, struct in structs.items()}
-    restore_args = ocp.checkpoint_utils.construct_restore_args(named)
+    shapes = {leaf: tuple(struct.shape) for leaf, struct in structs.items()}
     largest = max(x.size * x.dtype.itemsize for x in structs.values())
-    in_flight = max(largest, _LEAST_IN_FLIGHT) + 1  # Orbax wants some left.
-    found = _restored(folder, named, restore_args, in_flight)
-    return {leaf: found[array_name(leaf)] for leaf in structs}
+    in_flight = max(largest, _LEAST_IN_FLIGHT)
+    return read_compared(structs, slices, _reader(folder, shapes), in_flight=in_flight)
 
 
-def read_whole(folder: Path, leaf: str) -> np.ndarray:
-    """Read one leaf into this process's memory.
+def read_whole(folder: Path, leaf: str, manifest: Manifest) -> np.ndarray:
+    """Read one leaf into this process's memory, and compare it.
 
     Args:
       folder: the step's folder, checked by `require_declared`.
       leaf: its name.
+      manifest: of the step.
 
     Returns:
       The stored array.
+
+    Raises:
+      DamagedError: if what is read is not what was written.
     """
-    name = array_name(leaf)
-    args = {name: ocp.RestoreArgs(restore_type=np.ndarray)}
-    return _restored(folder, {name: 0}, args)[name]
+    spec = manifest.leaves[leaf].stored
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    struct = jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=device)
+    try:
+        found = read_sharded(folder, {leaf: struct}, manifest.slices)
+    except DifferentError as error:
+        raise DamagedError(f"{str(folder)!r} is damaged: {error}") from error
+    return np.asarray(found[leaf])
+
+
+def _reader(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Reads:
+    """Reads boxes of leaves, each opened once."""
+
+    @functools.cache
+    def opened(leaf: str) -> Any:
+        found = tensorstore.open(
+            {
+                "driver": "zarr",
+                "kvstore": {
+                    "driver": "ocdbt",
+                    "base": {"driver": "file", "path": f"{folder / ARRAYS}/"},
+                    "path": f"{array_name(leaf)}/",
+                },
+            },
+            open=True,
+            read=True,
+            context=context,
+        ).result()
+        if tuple(found.shape) != shapes[leaf]:
+            raise DifferentError(f"{leaf} is {found.shape} on disk, not {shapes[leaf]}")
+        return found
+
+    def read(name: str, box: Box) -> np.ndarray:
+        place = tuple(slice(start, end) for start, end in box)
+        return opened(name)[place].read(order="C").result()
+
+    context = tensorstore.Context()
+    return read
 
 
 def require_declared(folder: Path, leaves: Mapping[str, LeafSpec]) -> None:
@@ -139,23 +193,8 @@ def require_declared(folder: Path, leaves: Mapping[str, LeafSpec]) -> None:
         )
 
 
-def _restored(
-    folder: Path, item: Any, restore_args: Any, in_flight: int | None = None
-) -> dict[str, Any]:
-    with ocp.Checkpointer(_handler(in_flight)) as reader:
-        return reader.restore(
-            folder / ARRAYS,
-            args=ocp.args.PyTreeRestore(
-                item=item, restore_args=restore_args, partial_restore=True
-            ),
-        )
-
-
-def _handler(in_flight: int | None = None) -> ocp.PyTreeCheckpointHandler:
-    gigabytes: Any = in_flight and in_flight / 1e9
-    return ocp.PyTreeCheckpointHandler(
-        use_ocdbt=True, use_compression=False, restore_concurrent_gb=gigabytes
-    )
+def _handler() -> ocp.PyTreeCheckpointHandler:
+    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False)
 
 
 def _let_writers_end() -> None:

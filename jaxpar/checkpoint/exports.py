@@ -68,7 +68,7 @@ def export(
         raise ValueError(f"out={str(out)!r} exists already; name a new folder.")
     number = files.choose(folder, step)["step"]
     path = files.step_path(folder, number)
-    manifest = files.verified(path, number)
+    manifest = files.verified(path, number, of_arrays=False)
     require_declared(path, manifest.leaves)
     chosen = _chosen(manifest.leaves, only, path)
     groups = list(_groups(chosen, dtype, file_bytes))
@@ -77,7 +77,10 @@ def export(
     part.mkdir(parents=True)
     names = _file_names(len(groups))
     for name, group in zip(names, groups, strict=True):
-        held = {_outer(leaf): _cast(read_whole(path, leaf), dtype) for leaf in group}
+        held = {
+            _outer(leaf): _cast(read_whole(path, leaf, manifest), dtype)
+            for leaf in group
+        }
         save_file(held, part / name, metadata={"format": "pt", "step": str(number)})
         (part / name).chmod(0o644)  # Only its owner could read it.
     if len(groups) > 1:

@@ -12,8 +12,9 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jaxpar.checkpoint import manifest as manifests
@@ -70,12 +71,13 @@ def complete_steps(folder: Path) -> Iterator[int]:
     return (step for step, path in step_folders(folder).items() if is_complete(path))
 
 
-def verified(path: Path, step: int) -> Manifest:
+def verified(path: Path, step: int, *, of_arrays: bool = True) -> Manifest:
     """Compare every file of a step with its manifest.
 
     Args:
       path: its folder.
       step: the expected step number.
+      of_arrays: as for `jaxpar.checkpoint.manifest.damages`.
 
     Returns:
       The manifest.
@@ -84,7 +86,7 @@ def verified(path: Path, step: int) -> Manifest:
       DamagedError: if they differ; the message names the files.
     """
     found = manifests.read_manifest(path)
-    wrong = manifests.damages(path, found)
+    wrong = manifests.damages(path, found, of_arrays=of_arrays)
     if found.step != step:
         wrong.insert(0, f"{MANIFEST}: is of step {found.step}")
     if wrong:
@@ -92,12 +94,17 @@ def verified(path: Path, step: int) -> Manifest:
     return found
 
 
-def choose(folder: Path, step: int | None) -> dict[str, Any]:
+def choose(
+    folder: Path, step: int | None, damaged: Mapping[int, str] = MappingProxyType({})
+) -> dict[str, Any]:
     """Find the step to restore: the given one, or the newest valid one.
+
+    Its arrays are compared when they are read.
 
     Args:
       folder: where the checkpoints are.
       step: the step; None for the newest.
+      damaged: step -> why it can't be restored, of those that are known.
 
     Returns:
       {"step": its number, "skipped": [[number, why]] of newer ones}.
@@ -126,8 +133,11 @@ def choose(folder: Path, step: int | None) -> dict[str, Any]:
         if number not in complete:
             skipped.append([number, f"{folders[number].name} has no manifest"])
             continue
+        if number in damaged:
+            skipped.append([number, damaged[number]])
+            continue
         try:
-            verified(folders[number], number)
+            verified(folders[number], number, of_arrays=False)
         except DamagedError as error:
             skipped.append([number, str(error)])
         else:

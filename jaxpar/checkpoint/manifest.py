@@ -8,6 +8,7 @@ the names in a manifest: the files that exist are compared with it.
 import concurrent.futures
 import dataclasses
 import json
+import math
 import os
 import re
 import stat
@@ -18,6 +19,7 @@ from typing import Any
 import xxhash
 
 from jaxpar.checkpoint.leaves import LeafSpec
+from jaxpar.checkpoint.slices import Slices
 
 FORMAT = 2
 """Increase it when older code can't read what is written from then on."""
@@ -26,6 +28,8 @@ MANIFEST, DIGEST = "manifest.json", "manifest.xxh3"
 
 _MOST_BYTES = 256 << 20
 """Largest size of a manifest."""
+_LARGE = 1 << 20
+"""Bytes above which a file's content is that of arrays."""
 _BLOCK = 512 << 10
 """Bytes per read: they stay in a core's cache. A mapped file would end the process
 when a disk fails."""
@@ -50,6 +54,8 @@ class Manifest:
       metric: the number that `best` compares; None for none.
       versions: of the software that saved it.
       files: path in the step's folder -> bytes and checksum (XXH3, 128 bits).
+      slices: leaf name -> checksums of what the devices held; none of leaves without
+        elements, and of steps that older versions saved.
     """
 
     step: int
@@ -60,6 +66,7 @@ class Manifest:
     metric: float | None
     versions: dict[str, str]
     files: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
+    slices: dict[str, Slices] = dataclasses.field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -129,12 +136,14 @@ def read_manifest(path: Path) -> Manifest:
         raise DamagedError(f"{str(path / MANIFEST)!r} is not JSON ({error})") from error
 
 
-def damages(path: Path, manifest: Manifest) -> list[str]:
+def damages(path: Path, manifest: Manifest, *, of_arrays: bool = True) -> list[str]:
     """Compare a step's files with its manifest, bit for bit.
 
     Args:
       path: the step's folder.
       manifest: its manifest.
+      of_arrays: False to compare only the size of large files, where whoever reads
+        the arrays in them compares these in memory.
 
     Returns:
       One line per damaged file; empty if there is none.
@@ -149,8 +158,9 @@ def damages(path: Path, manifest: Manifest) -> list[str]:
     ]
     sound = [n for n, why in found.items() if not why and n in manifest.files]
     with concurrent.futures.ThreadPoolExecutor(_HASHERS) as pool:
+        most = None if of_arrays or not manifest.slices else _LARGE
         compared = pool.map(
-            lambda name: _compared(path / name, *manifest.files[name]), sound
+            lambda name: _compared(path / name, *manifest.files[name], most), sound
         )
         changed = [
             f"{name}: {why}" for name, why in zip(sound, compared, strict=True) if why
@@ -204,6 +214,8 @@ def _parsed(content: Mapping[str, Any]) -> Manifest:
     declared = sum(leaf.num_bytes for leaf in leaves.values())
     stored = sum(size for size, _ in files.values())
     _require(declared <= stored, f"leaves of {declared:,} bytes in files of {stored:,}")
+    stored_as = content.get("slices", {}).items()
+    slices = {name: _slices(name, own, leaves[name]) for name, own in stored_as}
     return Manifest(
         step=content["step"],
         run=content["run"],
@@ -213,6 +225,7 @@ def _parsed(content: Mapping[str, Any]) -> Manifest:
         metric=metric,
         versions=dict(content["versions"].items()),
         files=files,
+        slices=slices,
     )
 
 
@@ -227,6 +240,22 @@ def _leaf(name: str, leaf: Mapping[str, Any]) -> LeafSpec:
     except (TypeError, ValueError) as error:
         raise _WrongError(f"leaf {name!r}: {error}") from error
     return spec
+
+
+def _slices(name: str, entry: Mapping[str, Any], leaf: LeafSpec) -> Slices:
+    shape, found, whole = entry["shape"], entry["checksums"], leaf.stored.shape
+    what = f"leaf {name!r}: slices"
+    _require(type(shape) is list and len(shape) == len(whole), what)
+    pairs = zip(whole, shape, strict=True)
+    _require(
+        all(type(own) is int and own > 0 and n % own == 0 for n, own in pairs), what
+    )
+    slices = Slices(tuple(shape), dict(found.items()))
+    count = math.prod(n // own for n, own in zip(whole, shape, strict=True))
+    _require(len(found) == count, what)
+    _require(all(place in found for place, _ in slices.boxes(whole)), what)
+    _require(all(type(x) is str and _HEX.fullmatch(x) for x in found.values()), what)
+    return slices
 
 
 def _file(name: str, entry: Any) -> tuple[int, str]:
@@ -272,11 +301,13 @@ def _seal_file(path: Path) -> tuple[int, str]:
     return size, own.hexdigest()
 
 
-def _compared(path: Path, size: int, digest: str) -> str | None:
+def _compared(path: Path, size: int, digest: str, most: int | None) -> str | None:
     try:
         found = path.lstat().st_size
         if found != size:
             return f"has {found:,} bytes, not {size:,}"
+        if most is not None and size > most:
+            return None
         own = xxhash.xxh3_128()
         for block in _blocks(path):
             own.update(block)

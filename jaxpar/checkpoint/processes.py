@@ -8,7 +8,7 @@ all processes raise.
 
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -71,3 +71,26 @@ def from_first(compute: Callable[[], T]) -> T:
     if "error" in answer:
         raise _ERRORS.get(answer["error"], ValueError)(answer["text"])
     return answer["value"]
+
+
+def on_all(compute: Callable[[], T]) -> T:
+    """Compute a value on every process; where one raises, all do.
+
+    Args:
+        compute: Called on every process. May raise ValueError or OSError.
+
+    Returns:
+        This process's result.
+    """
+    value, error = None, None
+    try:
+        value = compute()
+    except (OSError, ValueError) as raised:
+        error = raised
+    failed = gather(None if error is None else [type(error).__name__, str(error)])
+    if error is not None:
+        raise error
+    for index, each in enumerate(failed):
+        if each is not None:
+            raise _ERRORS.get(each[0], ValueError)(f"process {index}: {each[1]}")
+    return cast("T", value)

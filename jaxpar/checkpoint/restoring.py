@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,10 @@ import jax.numpy as jnp
 
 from jaxpar.checkpoint import arrays as stored_arrays
 from jaxpar.checkpoint import leaves as named
-from jaxpar.checkpoint.manifest import DamagedError
+from jaxpar.checkpoint.former_names import as_stored
+from jaxpar.checkpoint.manifest import DamagedError, Manifest, read_manifest
+from jaxpar.checkpoint.shard_parts import ShardParts, without
+from jaxpar.checkpoint.slices import DifferentError, Slices
 from jaxpar.tree import from_stored, stored_struct
 
 _CANT_READ = (
@@ -80,6 +83,57 @@ class Restored:
         return self.data_state
 
 
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """What was read of a step.
+
+    Attributes:
+      leaves: in the target's order; those that were not read are the target's own.
+      anew: path of a part that starts anew -> why.
+    """
+
+    leaves: list[Any]
+    anew: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """Which leaves a restore reads, of whatever step.
+
+    Attributes:
+      targets: leaf -> its shape, dtype and sharding.
+      wanted: leaf to read -> its name in a checkpoint of today's names.
+      former: leaf -> its names in older checkpoints.
+      parts: which parts are per shard, or not saved.
+      partly: whether the checkpoint may have more.
+    """
+
+    targets: Mapping[str, Any]
+    wanted: Mapping[str, str]
+    former: Mapping[str, Sequence[str]]
+    parts: ShardParts
+    partly: bool = dataclasses.field(kw_only=True)
+
+    def read(self, path: Path) -> tuple[Manifest, Read]:
+        """Read a step's folder.
+
+        Raises:
+          DamagedError: if what is read is not what was saved.
+          ValueError: if its leaves differ from the targets.
+        """
+        manifest, targets = read_manifest(path), self.targets
+        wanted = as_stored(self.wanted, self.former, manifest.leaves)
+        given = named.leaf_specs(targets), manifest.leaves, manifest.meta
+        anew = self.parts.anew(wanted, *given)
+        wanted = without(wanted, anew)
+        stored = self.parts.logical(manifest.leaves, manifest.meta, wanted.values())
+        require_same(path, targets, wanted, stored, partly=self.partly)
+        own = {name: targets[name] for name in wanted}
+        found = load(path, own, wanted, manifest.slices)
+        leaves = [found.get(name, leaf) for name, leaf in targets.items()]
+        return manifest, Read(leaves, anew)
+
+
 def require_same(
     path: Path,
     targets: Mapping[str, Any],
@@ -123,19 +177,30 @@ def _cast_on_reading(
 
 
 def load(
-    path: Path, targets: Mapping[str, Any], there: Mapping[str, str]
+    path: Path,
+    targets: Mapping[str, Any],
+    there: Mapping[str, str],
+    slices: Mapping[str, Slices],
 ) -> dict[str, jax.Array]:
-    """Read leaves from a verified step, each onto its target's sharding."""
+    """Read leaves from a verified step, each onto its target's sharding.
+
+    What is read is compared with its checksums in memory, by each process.
+
+    Raises:
+      DamagedError: if it differs, or is not in Orbax's format.
+    """
     structs = {
         there[name]: stored_struct(target)
         for name, target in targets.items()
         if target.size
     }
     try:
-        found = stored_arrays.read_sharded(path, structs) if structs else {}
+        found = stored_arrays.read_sharded(path, structs, slices) if structs else {}
     except OSError as error:
         error.add_note(f"Reading the arrays of {str(path)!r} failed.")
         raise
+    except DifferentError as error:
+        raise DamagedError(f"{str(path)!r} is damaged: {error}") from error
     except _CANT_READ as error:
         reason = f"{type(error).__name__}: {str(error)[:500]}"
         raise DamagedError(

@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import jax
 from jaxpar.checkpoint import arrays as stored_arrays
 from jaxpar.checkpoint import folder as files
 from jaxpar.checkpoint.manifest import Manifest, seal, sync
+from jaxpar.checkpoint.processes import gather
 from jaxpar.checkpoint.retention import Keep
+from jaxpar.checkpoint.slices import Slices, checksums
 from jaxpar.launch.lease import require_lease
 
 
@@ -48,6 +51,21 @@ def finish(
         steps = dict.fromkeys(files.complete_steps(folder))
         for step in keep.going(files.metrics(folder) if keep.best else steps):
             files.delete_step(folder, step)
+
+
+def all_checksums(arrays: Mapping[str, jax.Array]) -> dict[str, Slices]:
+    """What the devices hold of arrays, each slice hashed by the process that owns it.
+
+    Args:
+      arrays: name -> array; every process calls it.
+    """
+    own = checksums(arrays)
+    everyone = gather({name: each.checksums for name, each in own.items()})
+    found: dict[str, dict[str, str]] = {name: {} for name in own}
+    for process in everyone:
+        for name, entries in process.items():
+            found[name].update(entries)
+    return {name: Slices(each.shape, found[name]) for name, each in own.items()}
 
 
 def versions() -> dict[str, str]:

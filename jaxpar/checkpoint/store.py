@@ -2,6 +2,7 @@
 
 import atexit
 import concurrent.futures
+import functools
 import math
 import operator
 import os
@@ -19,13 +20,13 @@ from jaxpar.checkpoint import folder as files
 from jaxpar.checkpoint import leaves as named
 from jaxpar.checkpoint.former_names import as_stored
 from jaxpar.checkpoint.json_values import as_json
-from jaxpar.checkpoint.manifest import Manifest, read_manifest
-from jaxpar.checkpoint.processes import from_first, gather
-from jaxpar.checkpoint.restoring import Restored, load, require_same
+from jaxpar.checkpoint.manifest import DamagedError, Manifest, read_manifest
+from jaxpar.checkpoint.processes import from_first, gather, on_all
+from jaxpar.checkpoint.restoring import Request, Restored
 from jaxpar.checkpoint.retention import Keep, as_keep
-from jaxpar.checkpoint.saving import finish, versions
+from jaxpar.checkpoint.saving import all_checksums, finish, versions
 from jaxpar.checkpoint.selection import select
-from jaxpar.checkpoint.shard_parts import ShardParts, without
+from jaxpar.checkpoint.shard_parts import ShardParts
 from jaxpar.launch.lease import LeaseLostError, lease_of, require_lease
 from jaxpar.tree import to_stored
 
@@ -132,6 +133,8 @@ class Checkpoints:
         if run is None:
             return
         self._run, self._damaged = run, set()  # They are renamed by now.
+        # Orbax rejects arrays without elements; the table of leaves suffices for them.
+        held = {n: to_stored(leaf) for n, leaf in leaves.items() if leaf.size}
         manifest = Manifest(
             step=step,
             run=run,
@@ -140,10 +143,9 @@ class Checkpoints:
             meta=content,
             metric=_finite(metric),
             versions=versions(),
+            slices=all_checksums(held),
         )
         self._writer = self._writer or stored_arrays.Writer()
-        # Orbax rejects arrays without elements; the table of leaves suffices for them.
-        held = {n: to_stored(leaf) for n, leaf in leaves.items() if leaf.size}
         self._writer.start(files.saving_path(self._folder, step), held)
         self._saving = _background.submit(
             finish, self._folder, self._writer, manifest, self._keep
@@ -216,9 +218,11 @@ class Checkpoints:
     ) -> Restored:
         """Read a checkpoint into the shapes, dtypes and shardings of target.
 
-        Every file is verified first. Waits for a save in progress. Afterwards this
-        object continues the run of that checkpoint: it may save into the folder, with
-        `reset` also another optimizer's leaves.
+        Every slice that is read is compared in memory with what the devices held at
+        the save, by the process that uses it; other files are verified first, and all
+        of a checkpoint of older versions. Waits for a save in progress.
+        Afterwards this object continues the run of that checkpoint: it may save into
+        the folder, with `reset` also another optimizer's leaves.
 
         Args:
           target: tree with the leaves of the saved one, as jax.ShapeDtypeStruct with a
@@ -246,39 +250,39 @@ class Checkpoints:
         named.require_shardings(targets)
         wanted = select(targets, only=only, reset=reset, rename=rename or {})
         self.wait()
-        found = from_first(lambda: files.choose(self._folder, step))
-        skipped = dict(found["skipped"])
-        path = files.step_path(self._folder, found["step"])
-        manifest = read_manifest(path)
-        wanted = as_stored(wanted, self._former, manifest.leaves)
         partly = only is not None or bool(reset)
-        given = named.leaf_specs(targets), manifest.leaves, manifest.meta
-        anew = self._parts.anew(wanted, *given)
-        wanted = without(wanted, anew)
-        stored = self._parts.logical(manifest.leaves, manifest.meta, wanted.values())
-        require_same(path, targets, wanted, stored, partly=partly)
-        for part, why in anew.items():
+        request = Request(targets, wanted, self._former, self._parts, partly=partly)
+        damaged: dict[int, str] = {}
+        while True:
+            choose = functools.partial(files.choose, self._folder, step, damaged)
+            found = from_first(choose)
+            path = files.step_path(self._folder, found["step"])
+            try:
+                manifest, read = on_all(functools.partial(request.read, path))
+                break
+            except DamagedError as error:
+                if step is not None:
+                    raise
+                damaged[found["step"]] = str(error)
+        for part, why in read.anew.items():
             if why:
                 warnings.warn(f"{part} starts anew: {why}.", stacklevel=4)
+        skipped = dict(found["skipped"])
         if skipped:
             warnings.warn(
                 f"skipped {'; '.join(skipped.values())}: restoring step "
                 f"{found['step']}",
                 stacklevel=4,
             )
-        read = load(path, {name: targets[name] for name in wanted}, wanted)
         self._run, self._damaged = manifest.run, set(skipped)
         self._reset_at = found["step"] if reset else None
         return Restored(
             step=found["step"],
-            tree=jax.tree.unflatten(
-                jax.tree.structure(target),
-                [read.get(name, leaf) for name, leaf in targets.items()],
-            ),
+            tree=jax.tree.unflatten(jax.tree.structure(target), read.leaves),
             meta=manifest.meta,
             data_states=manifest.data_states,
             skipped=skipped,
-            anew=tuple(anew),
+            anew=tuple(read.anew),
         )
 
     def close(self) -> None:

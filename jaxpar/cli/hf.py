@@ -141,13 +141,13 @@ def _export(args: ExportModel) -> None:
     checkpoints = find_parameters(args.run)
     number = files.choose(checkpoints, args.step)["step"]
     path = files.step_path(checkpoints, number)
-    stored = files.verified(path, number).leaves
-    params = [n for n in stored if n.startswith(("params/", "frozen/"))]
+    manifest = files.verified(path, number, of_arrays=False)
+    params = [n for n in manifest.leaves if n.startswith(("params/", "frozen/"))]
     ours = from_huggingface(args.like)
     full = {name.partition("/")[2]: name for name in params}
 
     def read(name: str) -> np.ndarray:
-        return read_whole(path, full[name])
+        return read_whole(path, full[name], manifest)
 
     factors = [name for name in full if name.endswith("/adapter/a")]
     if factors and args.lora_alpha is None:

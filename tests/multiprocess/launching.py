@@ -150,9 +150,9 @@ def final_files(out: Path, step: int) -> dict[str, bytes]:
     from jaxpar.checkpoint import arrays, manifest  # noqa: PLC0415
 
     path = step_path(out / "checkpoints", step)
-    leaves = manifest.read_manifest(path).leaves
+    saved = manifest.read_manifest(path)
     return {
-        name: arrays.read_whole(path, name).tobytes()
-        for name, leaf in leaves.items()
+        name: arrays.read_whole(path, name, saved).tobytes()
+        for name, leaf in saved.leaves.items()
         if leaf.num_bytes
     }

@@ -200,6 +200,13 @@ def test_batch_that_one_process_refuses_is_refused_on_each(two: Both) -> None:
     assert "leaf tokens is int32[4, 6], but must be int32[4, 7]" in second["refused"]
 
 
+def test_damage_that_one_process_reads_is_raised_on_each(two: Both) -> None:
+    """So all go on to the step before."""
+    first, second = (seen["together"] for seen in two.seen("data4"))
+    assert second == "w[0:8] is not what the devices held"
+    assert first == f"process 1: {second}"
+
+
 def test_programs_that_are_not_the_same_are_refused_on_each(two: Both) -> None:
     """They would wait for each other for ever, or compute with each other's bytes."""
     for seen in two.seen("data4"):

@@ -20,6 +20,8 @@ import optax
 from jax.sharding import Mesh
 
 import jaxpar
+from jaxpar.checkpoint import DamagedError
+from jaxpar.checkpoint.processes import on_all
 from jaxpar.data import Loader, Tokens
 
 BATCH, LENGTH, VOCAB, WIDTH, LAYERS = 16, 6, 40, 32, 2
@@ -142,6 +144,7 @@ def run(case: Case, devices: list[Any]) -> dict[str, Any]:
         "refusal": _refusal(engine),
         "refused": _refused(engine),
         "programs": _refused_programs(case, mesh),
+        "together": _failure_of_one(),
         "evaluated": [_evaluated(engine, counts) for counts in case.evaluated],
     }
 
@@ -192,6 +195,20 @@ def _refused_programs(case: Case, mesh: Mesh) -> str:
     except ValueError as error:
         return str(error)
     return "none"
+
+
+def _failure_of_one() -> str:
+    """What each process is told when what only the second one reads is damaged."""
+    try:
+        return on_all(_read_on_the_first)
+    except DamagedError as error:
+        return str(error)
+
+
+def _read_on_the_first() -> str:
+    if jax.process_index() == 1:
+        raise DamagedError("w[0:8] is not what the devices held")
+    return "read"
 
 
 def join(spec: dict[str, Any]) -> None:

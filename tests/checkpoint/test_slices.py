@@ -1,0 +1,183 @@
+"""Is every slice compared with what the devices held, onto any sharding?"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxpar
+from jaxpar.checkpoint import Checkpoints, DamagedError, restoring, saving
+from jaxpar.checkpoint import folder as files
+from jaxpar.checkpoint.slices import (
+    Box,
+    DifferentError,
+    Slices,
+    checksums,
+    read_compared,
+)
+
+WHOLE = np.arange(8 * 12.0, dtype=np.float32).reshape(8, 12)
+SPECS = [
+    PartitionSpec(),
+    PartitionSpec("data"),
+    PartitionSpec(None, "tensor"),
+    PartitionSpec("tensor", "data"),
+    PartitionSpec(("data", "tensor")),
+]
+
+
+def sharding(spec: PartitionSpec) -> NamedSharding:
+    shape = jaxpar.MeshShape(data=4, tensor=2)
+    return NamedSharding(jaxpar.make_mesh(shape, jax.devices()[:8]), spec)
+
+
+def struct(spec: PartitionSpec, like: Any = WHOLE) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding(spec))
+
+
+def reading(array: np.ndarray, seen: list[Box]) -> Callable[[str, Box], np.ndarray]:
+    def read(name: str, box: Box) -> np.ndarray:
+        assert name == "w"
+        seen.append(box)
+        return np.array(array[tuple(slice(*each) for each in box)])
+
+    return read
+
+
+@pytest.mark.parametrize("there", SPECS, ids=str)
+@pytest.mark.parametrize("here", SPECS, ids=str)
+def test_each_slice_is_read_once_and_cut_to_any_sharding(
+    there: PartitionSpec, here: PartitionSpec
+) -> None:
+    slices = checksums({"w": jax.device_put(WHOLE, sharding(there))})
+    seen: list[Box] = []
+    given = {"w": struct(here)}, slices, reading(WHOLE, seen)
+    found = read_compared(*given, in_flight=100)["w"]
+    np.testing.assert_array_equal(found, WHOLE)
+    assert found.sharding == sharding(here)
+    assert len(seen) == len(set(seen)) == len(slices["w"].checksums)
+
+
+@pytest.mark.parametrize("here", SPECS, ids=str)
+def test_bit_that_has_changed_is_found_and_its_slice_named(here: PartitionSpec) -> None:
+    slices = checksums({"w": jax.device_put(WHOLE, sharding(PartitionSpec("data")))})
+    other = WHOLE.copy()
+    other.view(np.uint32)[5, 11] ^= 1
+    with pytest.raises(DifferentError, match=r"w\[4:6, 0:12\] is not what the devices"):
+        read_compared({"w": struct(here)}, slices, reading(other, []), in_flight=1)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [jnp.float32(3), jnp.arange(5) > 2, jnp.ones((2, 3), jnp.bfloat16)],
+    ids=lambda x: str(x.dtype),
+)
+def test_scalars_and_other_dtypes_have_checksums(array: jax.Array) -> None:
+    slices = checksums({"w": array})
+    target = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+    read = reading(np.asarray(array), [])
+    found = read_compared({"w": target}, slices, read, in_flight=1)["w"]
+    np.testing.assert_array_equal(found, array)
+    assert slices["w"].shape == array.shape
+
+
+def test_array_without_checksums_is_read_as_it_is_stored_here() -> None:
+    seen: list[Box] = []
+    given = {"w": struct(PartitionSpec("data"))}, {}, reading(WHOLE, seen)
+    np.testing.assert_array_equal(read_compared(*given, in_flight=1)["w"], WHOLE)
+    assert sorted(seen) == [((n, n + 2), (0, 12)) for n in (0, 2, 4, 6)]
+
+
+def test_slices_know_where_they_are() -> None:
+    boxes = dict(Slices((2, 3), {}).boxes((4, 3)))
+    assert boxes == {"0.0": ((0, 2), (0, 3)), "1.0": ((2, 4), (0, 3))}
+
+
+def alter(step: Path) -> None:
+    """Change a byte of the array in a step's folder."""
+    content = np.arange(3000.0, dtype=np.float32).tobytes()
+    for path in (p for p in (step / "arrays").rglob("*") if p.is_file()):
+        whole = path.read_bytes()
+        if content in whole:
+            at = whole.index(content) + 1000
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            return
+    pytest.fail("no file has the array's bytes")
+
+
+def tree(step: int) -> dict[str, jax.Array]:
+    return {"w": jnp.arange(3000.0), "step": jnp.int32(step)}
+
+
+def save(folder: Path, steps: range) -> None:
+    checkpoints = Checkpoints(folder)
+    for step in steps:
+        checkpoints.save(step, tree(step))
+    checkpoints.close()
+
+
+def test_byte_that_changes_between_the_write_and_the_seal_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files' checksums are then of the wrong byte."""
+    save(tmp_path, range(1, 2))
+    real = saving.seal
+
+    def seal(folder: Path, manifest: Any) -> Any:
+        alter(folder)
+        return real(folder, manifest)
+
+    monkeypatch.setattr(saving, "seal", seal)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.restore(tree(0))
+    checkpoints.save(2, tree(2))
+    checkpoints.close()
+    assert files.choose(tmp_path, None)["step"] == 2
+    with pytest.raises(DamagedError, match=r"w\[0:3000\] is not what the devices held"):
+        Checkpoints(tmp_path).restore(tree(0), step=2)
+    with pytest.warns(UserWarning, match=r"w\[0:3000\].*restoring step 1"):
+        found = Checkpoints(tmp_path).restore(tree(0))
+    assert int(found.tree["step"]) == found.step == 1
+
+
+def test_large_files_are_compared_when_they_are_read_alone(tmp_path: Path) -> None:
+    """A restore reads them once."""
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, {"w": jnp.full(1 << 19, float(step))})
+    checkpoints.close()
+    step = files.step_path(tmp_path, 2)
+    large = max(step.rglob("*"), key=lambda path: path.stat().st_size)
+    assert large.stat().st_size > 2 << 20
+    whole = bytearray(large.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    large.write_bytes(whole)
+    assert files.choose(tmp_path, None)["step"] == 2
+    with pytest.raises(DamagedError, match=f"{large.name}: another checksum"):
+        files.verified(step, 2)
+    with pytest.warns(UserWarning, match=r"w\[0:524288\].*restoring step 1"):
+        found = Checkpoints(tmp_path).restore({"w": jnp.zeros(1 << 19)})
+    assert float(found.tree["w"][0]) == 1
+
+
+def test_byte_that_changes_between_the_check_and_the_read_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, range(1, 3))
+    real = restoring.load
+
+    def load(path: Path, *given: Any) -> Any:
+        if path.name.endswith("2"):
+            alter(path)
+        return real(path, *given)
+
+    monkeypatch.setattr(restoring, "load", load)
+    with pytest.warns(UserWarning, match=r"w\[0:3000\].*restoring step 1"):
+        found = Checkpoints(tmp_path).restore(tree(0))
+    assert int(found.tree["step"]) == found.step == 1
+    np.testing.assert_array_equal(found.tree["w"], jnp.arange(3000.0))
