@@ -28,11 +28,11 @@ from jaxpar.launch.rendezvous import POLL_SECONDS
 from jaxpar.launch.report import Report
 from jaxpar.launch.scheduler import Place
 from jaxpar.launch.start import Launch, host_gpus
+from jaxpar.launch.stop_signals import STOPPING, listen
 
 VARIABLE = "JAXPAR_RAY_PLACE"
 """Environment variable of a supervisor that Ray has placed."""
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _END_SECONDS = 10.0
 """Time for the first host's supervisor to end, after that of another host."""
 
@@ -132,8 +132,8 @@ class _Signals:
         self.listen()
 
     def listen(self) -> None:
-        for number in _SIGNALS:
-            signal.signal(number, self._notice)
+        for number in STOPPING:
+            listen(number, self._notice)
 
     def _notice(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT and self.asked == signal.SIGINT:

@@ -30,6 +30,7 @@ from jaxpar.launch.rendezvous import (
 )
 from jaxpar.launch.report import Report
 from jaxpar.launch.start import Launch, workers_of
+from jaxpar.launch.stop_signals import STOPPING, listen
 from jaxpar.launch.watchdog import Watchdog
 
 _HOUR = 3600.0
@@ -135,8 +136,8 @@ class _Supervisor:
 
     def run(self) -> int:
         """Run one attempt after the other."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self._notice)
+        for number in STOPPING:
+            listen(number, self._notice)
         while True:
             attempt = self._next_attempt()
             if attempt.state == "over":

@@ -1,7 +1,8 @@
 """When must a run end early: at a signal, on all processes at the same step.
 
 Schedulers send SIGTERM before they take a machine away; Slurm can be configured to send
-SIGUSR1 some time before (``--signal=USR1@120``).
+SIGUSR1 some time before (``--signal=USR1@120``). Ctrl-C is SIGINT, a terminal that is
+closed sends SIGHUP.
 """
 
 import os
@@ -12,6 +13,9 @@ from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
+
+from jaxpar.launch.stop_signals import STOPPING, listen
+from jaxpar.progress import announce
 
 
 class RunStopped(SystemExit):
@@ -36,9 +40,9 @@ class StopSignals:
     """Notices signals that request an end, within a ``with`` block.
 
     In one process the handlers are Python's. In several, jax's coordination service
-    listens to SIGTERM and agrees on a step; SIGUSR1 is forwarded as SIGTERM. Outside
-    the main thread Python allows no handlers: there SIGUSR1 is ignored, and in a single
-    process SIGTERM too.
+    listens to SIGTERM and agrees on a step; the others are forwarded as SIGTERM. A
+    second SIGINT ends the program at once. Outside the main thread Python allows no
+    handlers: there these signals do what they did before.
     """
 
     def __init__(self):
@@ -47,10 +51,10 @@ class StopSignals:
         self._asked: str | None = None
 
     def __enter__(self) -> "StopSignals":
-        wanted = [signal.SIGUSR1, *([signal.SIGTERM] if self._alone else [])]
         is_main = threading.current_thread() is threading.main_thread()
-        for number in wanted if is_main else ():
-            self._before[number] = signal.signal(number, self._notice)
+        for number in STOPPING if is_main else ():
+            if self._alone or number != signal.SIGTERM:
+                self._before[number] = listen(number, self._notice)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -58,6 +62,9 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _notice(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            signal.signal(number, self._before[number])  # For the second one.
+            announce("SIGINT: saving, and ending; press Ctrl-C again to end at once")
         if self._alone:
             self._asked = signal.Signals(number).name
         else:

@@ -7,10 +7,11 @@ import threading
 import pytest
 
 from jaxpar.launch.exit_codes import STOPPED
+from jaxpar.launch.stop_signals import STOPPING
 from jaxpar.training.signals import RunStopped, StopSignals
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", STOPPING)
 def test_signal_is_asked_for_and_handlers_come_back(number):
     before = signal.getsignal(number)
     with StopSignals() as signals:
@@ -18,6 +19,14 @@ def test_signal_is_asked_for_and_handlers_come_back(number):
         os.kill(os.getpid(), number)
         assert signals.asked(2) == signal.Signals(number).name
     assert signal.getsignal(number) is before
+
+
+def test_second_interrupt_ends_the_program_at_once() -> None:
+    with StopSignals() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.asked(1) == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_other_threads_set_no_handlers():
