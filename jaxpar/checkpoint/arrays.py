@@ -30,6 +30,7 @@ from jaxpar.checkpoint.slices import (
     Reads,
     Slices,
     read_compared,
+    read_slice,
 )
 
 ARRAYS = "arrays"
@@ -109,6 +110,27 @@ def read_sharded(
     largest = max(x.size * x.dtype.itemsize for x in structs.values())
     in_flight = max(largest, _LEAST_IN_FLIGHT)
     return read_compared(structs, slices, _reader(folder, shapes), in_flight=in_flight)
+
+
+def compare_slices(
+    folder: Path, manifest: Manifest, slices: Mapping[str, Slices]
+) -> None:
+    """Read slices that have a checksum, one after the other, and compare them.
+
+    Args:
+      folder: the step's folder.
+      manifest: of the step.
+      slices: leaf name -> its slices.
+
+    Raises:
+      DifferentError: if one is not what was written.
+    """
+    shapes = {name: spec.stored.shape for name, spec in manifest.leaves.items()}
+    read = _reader(folder, shapes)
+    for name, each in slices.items():
+        for place, box in each.boxes(shapes[name]):
+            if place in each.checksums:
+                read_slice(read, name, each, (place, box))
 
 
 def read_whole(folder: Path, leaf: str, manifest: Manifest) -> np.ndarray:

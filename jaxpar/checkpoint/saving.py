@@ -1,7 +1,10 @@
 """When is a step saved: once its files are on disk, verified and under its name."""
 
 import contextlib
+import dataclasses
+import math
 import shutil
+import time
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -13,22 +16,67 @@ from jaxpar.checkpoint import folder as files
 from jaxpar.checkpoint.manifest import Manifest, seal, sync
 from jaxpar.checkpoint.processes import gather
 from jaxpar.checkpoint.retention import Keep
-from jaxpar.checkpoint.slices import Slices, checksums
+from jaxpar.checkpoint.slices import Slices
 from jaxpar.launch.lease import require_lease
+
+REREAD = 0.125
+"""Share of the slices that is read back by default, other ones at each save."""
+_POLL_SECONDS = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadBack:
+    """What a process reads back of a step that it has written.
+
+    Attributes:
+      own: leaf -> the slices that it owns, as its devices held them.
+      share: of these, above 0 and at most 1; 0 for none.
+    """
+
+    own: Mapping[str, Slices]
+    share: float
+
+    def compare(self, folder: Path, manifest: Manifest) -> None:
+        """Compare a sample with what is in a step's folder.
+
+        Raises:
+          DifferentError: if it is not what the devices held.
+        """
+        every = round(1 / self.share) if self.share else 0
+        slices = [
+            (name, place)
+            for name, each in sorted(self.own.items())
+            for place in sorted(each.checksums)
+        ]
+        sample = set(slices[manifest.step % every :: every] if every else [])
+        chosen = {
+            name: Slices(
+                each.shape,
+                {p: x for p, x in each.checksums.items() if (name, p) in sample},
+            )
+            for name, each in self.own.items()
+        }
+        stored_arrays.compare_slices(folder, manifest, chosen)
 
 
 def finish(
-    folder: Path, writer: stored_arrays.Writer, manifest: Manifest, keep: Keep
+    folder: Path,
+    writer: stored_arrays.Writer,
+    manifest: Manifest,
+    keep: Keep,
+    read_back: ReadBack,
 ) -> None:
     """Wait for a step's arrays; verify and rename it, and delete old steps.
 
-    Process 0 does what is done once; nothing here waits for another process.
+    Process 0 does what is done once. The others wait for it only to read back what
+    they have written.
 
     Args:
       folder: of the checkpoints.
       writer: writes the arrays.
       manifest: of the step, without files.
       keep: which steps to keep.
+      read_back: what this process compares.
 
     Raises:
       OSError, ValueError, RuntimeError: the cause of a failure (`LeaseLostError` is
@@ -42,6 +90,7 @@ def finish(
         writer.wait()
         if is_first:
             stored_arrays.require_declared(written, manifest.leaves)
+            read_back.compare(written, manifest)
             seal(written, manifest)
             require_lease(folder)
             written.rename(files.step_path(folder, manifest.step))
@@ -51,21 +100,32 @@ def finish(
         steps = dict.fromkeys(files.complete_steps(folder))
         for step in keep.going(files.metrics(folder) if keep.best else steps):
             files.delete_step(folder, step)
+    elif _appears(written, files.step_path(folder, manifest.step)):
+        read_back.compare(files.step_path(folder, manifest.step), manifest)
 
 
-def all_checksums(arrays: Mapping[str, jax.Array]) -> dict[str, Slices]:
-    """What the devices hold of arrays, each slice hashed by the process that owns it.
+def _appears(written: Path, step: Path) -> bool:
+    """Wait until process 0 has given a step its name; False if it has failed."""
+    while not files.is_complete(step):
+        if not written.exists():
+            return files.is_complete(step)
+        time.sleep(_POLL_SECONDS)
+    return True
 
-    Args:
-      arrays: name -> array; every process calls it.
-    """
-    own = checksums(arrays)
+
+def of_all(own: Mapping[str, Slices]) -> dict[str, Slices]:
+    """The slices of all processes, of those that each owns; every process calls it."""
     everyone = gather({name: each.checksums for name, each in own.items()})
     found: dict[str, dict[str, str]] = {name: {} for name in own}
     for process in everyone:
         for name, entries in process.items():
             found[name].update(entries)
     return {name: Slices(each.shape, found[name]) for name, each in own.items()}
+
+
+def finite(metric: float | None) -> float | None:
+    """A metric that can be ordered; None if it can't."""
+    return None if metric is None or not math.isfinite(metric) else float(metric)
 
 
 def versions() -> dict[str, str]:

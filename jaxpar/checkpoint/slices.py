@@ -79,6 +79,31 @@ def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, Slices]:
     return slices
 
 
+def read_slice(
+    read: Reads, name: str, slices: Slices, which: tuple[str, Box]
+) -> np.ndarray:
+    """Read a slice, and compare it in memory.
+
+    Args:
+      read: reads it.
+      name: of the array.
+      slices: of the array; without a checksum it is not compared.
+      which: its number and place.
+
+    Raises:
+      DifferentError: if it has another checksum.
+    """
+    place, box = which
+    found = read(name, box)
+    wanted = slices.checksums.get(place)
+    if wanted is not None and _checksum(found) != wanted:
+        raise DifferentError(
+            f"{name}[{_text(box)}] is not what the devices held when it was saved: "
+            "bytes have changed"
+        )
+    return found
+
+
 def read_compared(
     structs: Mapping[str, jax.ShapeDtypeStruct],
     slices: Mapping[str, Slices],
@@ -167,13 +192,7 @@ class _Incoming:
 
     def fill(self, read: Reads, place: str, box: Box) -> None:
         """Read a slice, compare it, and hand it to the shards that have a part."""
-        found = read(self.name, box)
-        wanted = self.slices.checksums.get(place)
-        if wanted is not None and _checksum(found) != wanted:
-            raise DifferentError(
-                f"{self.name}[{_text(box)}] is not what the devices held when it was "
-                "saved: bytes have changed"
-            )
+        found = read_slice(read, self.name, self.slices, (place, box))
         for shard in self.shards:
             if (common := _common(box, shard)) is not None:
                 self._hand(found, box, shard, common)

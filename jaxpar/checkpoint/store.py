@@ -3,7 +3,6 @@
 import atexit
 import concurrent.futures
 import functools
-import math
 import operator
 import os
 import uuid
@@ -24,9 +23,10 @@ from jaxpar.checkpoint.manifest import DamagedError, Manifest, read_manifest
 from jaxpar.checkpoint.processes import from_first, gather, on_all
 from jaxpar.checkpoint.restoring import Request, Restored
 from jaxpar.checkpoint.retention import Keep, as_keep
-from jaxpar.checkpoint.saving import all_checksums, finish, versions
+from jaxpar.checkpoint.saving import REREAD, ReadBack, finish, finite, of_all, versions
 from jaxpar.checkpoint.selection import select
 from jaxpar.checkpoint.shard_parts import ShardParts
+from jaxpar.checkpoint.slices import checksums
 from jaxpar.launch.lease import LeaseLostError, lease_of, require_lease
 from jaxpar.tree import to_stored
 
@@ -74,16 +74,23 @@ class Checkpoints:
                 "mount the bucket and give the path where it is mounted"
             )
         self._folder = Path(folder).expanduser().absolute()
-        self._keep, self._former, self._parts = as_keep(keep), former, parts
+        self._former, self._parts = former, parts
+        self.set_rules(keep, REREAD)
         self._run: str | None = None
         self._reset_at: int | None = None
         self._damaged: set[int] = set()
         self._writer: stored_arrays.Writer | None = None
         self._saving: concurrent.futures.Future[None] | None = None
 
-    def set_keep(self, keep: int | Keep | None) -> None:
-        """Set the checkpoints to keep at later saves."""
-        self._keep = as_keep(keep)
+    def set_rules(self, keep: int | Keep | None, reread: float) -> None:
+        """Set what later saves keep, and the share of their slices they read back.
+
+        Raises:
+          ValueError: if keep is below 1, or reread not from 0 to 1.
+        """
+        if not 0 <= reread <= 1:
+            raise ValueError(f"reread={reread} must be from 0 to 1; 1 reads all back.")
+        self._keep, self._reread = as_keep(keep), reread
 
     def save(
         self,
@@ -125,8 +132,8 @@ class Checkpoints:
         named.require_global(leaves)
         state = as_json("data_state", data_state)
         lease = lease_of(self._folder)
-        own = {**self._parts.meta(), **({"lease": lease.number} if lease else {})}
-        content = as_json("meta", {**own, **(meta or {})})
+        number = {"lease": lease.number} if lease else {}
+        content = as_json("meta", {**self._parts.meta(), **number, **(meta or {})})
         self.wait()
         specs = named.leaf_specs(leaves)
         run = from_first(lambda: self._admit(step, specs, force))
@@ -135,20 +142,23 @@ class Checkpoints:
         self._run, self._damaged = run, set()  # They are renamed by now.
         # Orbax rejects arrays without elements; the table of leaves suffices for them.
         held = {n: to_stored(leaf) for n, leaf in leaves.items() if leaf.size}
+        own = checksums(held)
         manifest = Manifest(
             step=step,
             run=run,
             leaves=specs,
             data_states=gather(state),
             meta=content,
-            metric=_finite(metric),
+            metric=finite(metric),
             versions=versions(),
-            slices=all_checksums(held),
+            slices=of_all(own),
         )
         self._writer = self._writer or stored_arrays.Writer()
         self._writer.start(files.saving_path(self._folder, step), held)
         self._saving = _background.submit(
-            finish, self._folder, self._writer, manifest, self._keep
+            finish,
+            *(self._folder, self._writer, manifest, self._keep),
+            ReadBack(own, self._reread),
         )
         _unfinished[self] = None
 
@@ -356,11 +366,6 @@ class Checkpoints:
                 f"step {newest}: a step must be newer than those saved. Save to "
                 f"another folder, or move the steps from {step} on away"
             )
-
-
-def _finite(metric: float | None) -> float | None:
-    """A metric that can be ordered; None if it can't."""
-    return None if metric is None or not math.isfinite(metric) else float(metric)
 
 
 def _checked_step(step: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jaxpar.checkpoint import Checkpoints, Keep
+from jaxpar.checkpoint.saving import REREAD
 from jaxpar.engine.compiled_step import CompiledStep
 from jaxpar.engine.loss_step import LossStep, skipped_steps
 from jaxpar.engine.one_thread import OneThread
@@ -72,11 +73,12 @@ class SavedState(CompiledStep):
         keep: int | Keep | None = 3,
         meta: dict[str, Any] | None = None,
         metric: float | None = None,
+        reread: float = REREAD,
     ) -> None:
         """Save the state; returns when it is copied to the host.
 
         The step is saved once `wait`, or the next save, has returned: it is then
-        written, synced, read back and renamed.
+        written, synced, compared with what the devices held, and renamed.
 
         Args:
           folder: the run's checkpoints, one sub-folder per step.
@@ -86,9 +88,12 @@ class SavedState(CompiledStep):
             `jaxpar.Keep` for every k-th and the best as well.
           meta: JSON values to store with the state.
           metric: of this step, lower is better, for `jaxpar.Keep.best`.
+          reread: share of the state that each process reads back and compares, another
+            part at each save; 1 for all.
 
         Raises:
-          ValueError: if the folder holds another model's checkpoints.
+          ValueError: if the folder holds another model's checkpoints, or reread is not
+            from 0 to 1.
           FloatingPointError: if a parameter is not finite, or anything is NaN.
           OSError: if the disk is full, or an earlier save failed. Steps saved before
             are intact.
@@ -99,7 +104,7 @@ class SavedState(CompiledStep):
             self._settle()
             require_sound(state := self.placement.unpack(self._packed))
             checkpoints = self._opened(folder)
-            checkpoints.set_keep(keep)
+            checkpoints.set_rules(keep, reread)
             checkpoints.save(
                 self.steps,
                 state,

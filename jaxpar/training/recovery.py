@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from jaxpar.checkpoint.saving import REREAD
 from jaxpar.types import Batch, Metrics
 
 _MAD_TO_SIGMA = 1.4826
@@ -36,6 +37,9 @@ class Recovery:
     slow: float = 1.5
     """A worker that takes this many times the others' median, in three consecutive
     comparisons, is reported."""
+    reread: float = REREAD
+    """Share of a saved state that is read back and compared with what the devices held,
+    another part at each save. 1: all."""
     on_failed_save: Literal["stop", "warn"] = "stop"
     """After a failed save: exit with code 74, or a warning."""
 
@@ -48,10 +52,13 @@ class Recovery:
             ("probe_every", 0),
             ("compare_every", 0),
             ("slow", 1),
+            ("reread", 0),
         ):
             value = getattr(self, name)
             if value < least:
                 raise ValueError(f"recovery: {name}={value} must be at least {least}.")
+        if self.reread > 1:
+            raise ValueError(f"recovery: reread={self.reread} must be at most 1, all.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -331,6 +331,7 @@ class RunLoop:
                     meta=self.run.record
                     | {"batches_drawn": self.drawn, "rows_drawn": self.rows},
                     metric=heldout,
+                    reread=self.rules.recovery.reread,
                 )
             self.clock.saved(self.engine.steps)
         except OSError as error:

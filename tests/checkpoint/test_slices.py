@@ -11,8 +11,16 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpar
-from jaxpar.checkpoint import Checkpoints, DamagedError, restoring, saving
+from jaxpar.checkpoint import (
+    Checkpoints,
+    DamagedError,
+    SaveFailedError,
+    arrays,
+    restoring,
+    saving,
+)
 from jaxpar.checkpoint import folder as files
+from jaxpar.checkpoint.manifest import Manifest
 from jaxpar.checkpoint.slices import (
     Box,
     DifferentError,
@@ -181,3 +189,61 @@ def test_byte_that_changes_between_the_check_and_the_read_is_not_loaded(
         found = Checkpoints(tmp_path).restore(tree(0))
     assert int(found.tree["step"]) == found.step == 1
     np.testing.assert_array_equal(found.tree["w"], jnp.arange(3000.0))
+
+
+def alter_when_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte changes once Orbax has written it, before anything reads it back."""
+    real = arrays.Writer.wait
+
+    def wait(self: Any) -> None:
+        real(self)
+        alter(next(folder for folder in self.seen))
+
+    def start(self: Any, folder: Path, given: Any) -> None:
+        self.seen = [folder]
+        begin(self, folder, given)
+
+    begin = arrays.Writer.start
+    monkeypatch.setattr(arrays.Writer, "start", start)
+    monkeypatch.setattr(arrays.Writer, "wait", wait)
+
+
+def test_what_is_read_back_and_differs_is_a_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, range(1, 2))
+    alter_when_written(monkeypatch)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.set_rules(3, 1.0)
+    checkpoints.restore(tree(0))
+    checkpoints.save(2, tree(2))
+    with pytest.raises(SaveFailedError, match=r"w\[0:3000\] is not what the devices"):
+        checkpoints.wait()
+    assert checkpoints.steps() == [1]
+    checkpoints.set_rules(3, 0.0)
+    checkpoints.save(3, tree(3))
+    checkpoints.close()
+    assert checkpoints.steps() == [1, 3]
+
+
+def test_every_slice_is_read_back_in_turn(tmp_path: Path) -> None:
+    """With a share of an eighth, by eight saves in a row."""
+    value = jnp.arange(3000.0)
+    slices = checksums({f"w{i}": value for i in range(9)})
+    read: list[str] = []
+
+    def compared(folder: Path, manifest: Manifest, chosen: dict[str, Slices]) -> None:
+        read.extend(name for name, each in chosen.items() if each.checksums)
+
+    for step in range(8):
+        manifest = Manifest(step, "", {}, [], {}, None, {})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(arrays, "compare_slices", compared)
+            saving.ReadBack(slices, 0.125).compare(tmp_path, manifest)
+    assert sorted(read) == [f"w{i}" for i in range(9)]
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1])
+def test_share_that_is_read_back_is_at_most_all(share: float, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"reread={share} must be from 0 to 1"):
+        Checkpoints(tmp_path).set_rules(3, share)
