@@ -6,6 +6,7 @@ is replaced; an exit code that a restart would not mend ends the job.
 """
 
 import json
+import shlex
 import sys
 from typing import Any
 
@@ -113,7 +114,7 @@ def _failure_rules() -> list[dict[str, Any]]:
 
 def commands(job: K8s) -> list[str]:
     """The shell commands that make the secret and start the run."""
-    apply = f"To start: kubectl apply -f {job.file or 'FILE'}"
+    apply = f"To start: kubectl apply -f {shlex.quote(str(job.file or 'FILE'))}"
     if not job.secret:
         return [apply]
     hosts = f"$(seq 0 {job.hosts - 1})"

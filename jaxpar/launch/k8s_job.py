@@ -125,7 +125,7 @@ def _check_names(job: K8s) -> None:
                 f"{flag} {name!r}: must be {form}, ending with a letter or digit, at "
                 f"most {longest} characters, for example 'gpt-1'"
             )
-    if not re.fullmatch(r"\S+", job.image):
+    if not re.fullmatch(r"\S+", job.image) or not job.image.isprintable():
         raise ValueError(
             f"--image {job.image!r}: must name an image that has jaxpar, for example "
             "'registry.example.com/team/train:1'"
@@ -155,14 +155,26 @@ def _check_numbers(job: K8s) -> None:
 
 
 def _check_places(job: K8s) -> None:
+    texts = (("SCRIPT", job.script), ("--mount", job.mount), ("--out", job.folder))
+    for flag, text in (*texts, *(("--", flag) for flag in job.flags)):
+        if re.search("[\ud800-\udfff]", str(text)):  # Bytes of another encoding.
+            raise ValueError(
+                f"{flag} {str(text)!r}: must be UTF-8, as a manifest is; rename it"
+            )
+    if job.file is not None and not str(job.file).isprintable():
+        raise ValueError(
+            f"--file {str(job.file)!r}: must have no control characters, for the "
+            "commands that are printed; choose another name"
+        )
     if not job.script.name:
         raise ValueError(
             f"SCRIPT {str(job.script)!r}: must be a file in the image or on the volume"
         )
-    if not job.mount.is_absolute() or not job.mount.name or ".." in job.mount.parts:
+    is_whole = job.mount.is_absolute() and job.mount.name
+    if not is_whole or ".." in job.mount.parts or ":" in str(job.mount):
         raise ValueError(
-            f"--mount {job.mount}: must be a folder's whole path in the pods, for "
-            "example /runs"
+            f"--mount {job.mount}: must be a folder's whole path in the pods, without "
+            "a colon, for example /runs"
         )
     if job.mount not in job.folder.parents or ".." in job.folder.parts:
         raise ValueError(

@@ -1,6 +1,7 @@
 """How is a Slurm batch script written: it requeues itself at its time limit."""
 
 import dataclasses
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -86,6 +87,12 @@ class Batch:
                 )
         for each in self.option:
             _check_option(each)
+        for each in self.preamble:
+            if not each.isprintable():
+                raise ValueError(
+                    f"--batch.preamble {each!r}: must be one line of shell, without "
+                    "control characters; give the flag several times for several lines"
+                )
 
 
 def _check_option(option: str) -> None:
@@ -95,11 +102,24 @@ def _check_option(option: str) -> None:
         flag = _OWN[name]
         remedy = f"give {flag}" if flag else "the script sets it"
         raise ValueError(f"--batch.option {option!r}: {remedy}")
-    if not re.fullmatch(r"[a-z][a-z-]*", name) or not option.isprintable():
+    if not re.fullmatch(r"[a-z][a-z-]*", name) or not _is_one_value(option):
         raise ValueError(
             f"--batch.option {option!r}: must be an option of sbatch by its long name, "
-            "without dashes before it and in one line, such as constraint=a100"
+            "without dashes before it, in one line and without a backslash, such as "
+            "constraint=a100"
         )
+
+
+def _is_one_value(text: str) -> bool:
+    """Whether quotes keep a text as it is: Slurm reads a backslash in them too."""
+    return text.isprintable() and "\\" not in text
+
+
+def _quoted(word: str) -> str:
+    """A word for bash, in one line whatever its bytes are."""
+    if word.isprintable():
+        return shlex.quote(word)
+    return "$'" + "".join(f"\\x{byte:02x}" for byte in os.fsencode(word)) + "'"
 
 
 def write_script(
@@ -120,7 +140,7 @@ def write_script(
       ValueError: if a path has a line break, another control character or a backslash.
     """
     for flag, path in (("--out", folder.absolute()), ("the folder", Path.cwd())):
-        if not str(path).isprintable() or "\\" in str(path):
+        if not _is_one_value(str(path)):
             raise ValueError(
                 f"{flag} {str(path)!r}: Slurm takes no path with a backslash or with a "
                 "line break; use another one"
@@ -156,7 +176,7 @@ def write_script(
             # srun does not take the cores of a task from the job.
             f"srun --ntasks-per-node=1 --cpus-per-task={cores} \\",
             f"  --output={log} --open-mode=append \\",
-            f"  {_UNTIL_IT_LISTENS} {shlex.join(command)}",
+            f"  {_UNTIL_IT_LISTENS} {' '.join(map(_quoted, command))}",
             "code=$?",
             f"if [ $code -eq {STOPPED} ]; then",
             "  # Saved at the warning: requeue to resume.",
