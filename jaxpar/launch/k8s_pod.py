@@ -44,9 +44,7 @@ def make_pod(job: K8s, container: dict[str, Any]) -> dict[str, Any]:
                     "allowPrivilegeEscalation": False,
                     "capabilities": {"drop": ["ALL"]},
                 },
-                "volumeMounts": [
-                    {"name": name, "mountPath": path} for name, path, _ in volumes
-                ],
+                "volumeMounts": _mounts(job),
             }
         ],
         "volumes": [{"name": name, **source} for name, _, source in volumes],
@@ -93,6 +91,26 @@ def _volumes(job: K8s) -> list[tuple[str, str, dict[str, Any]]]:
     return found
 
 
+def _mounts(job: K8s) -> list[dict[str, Any]]:
+    """Where the volumes are; of the secret, a pod sees its own host's files alone."""
+    found = [
+        {"name": name, "mountPath": path}
+        for name, path, _ in _volumes(job)
+        if path != _SECRET
+    ]
+    if job.secret:
+        found += [
+            {
+                "name": "secret",
+                "mountPath": f"{_SECRET}/{file}",
+                "subPathExpr": secret_key(file, f"$({_INDEX})"),
+                "readOnly": True,
+            }
+            for file in (AUTHORITY, CERTIFICATE, KEY)
+        ]
+    return found
+
+
 def _command(job: K8s) -> list[str]:
     """``jaxpar``, after the pod's certificates are where only its user reads them.
 
@@ -101,7 +119,7 @@ def _command(job: K8s) -> list[str]:
     if not job.secret:
         return ["jaxpar"]
     copies = [
-        f"cp -f {_SECRET}/{secret_key(file, f'$({_INDEX})')} {_CERTS}/{file}"
+        f"cp -f {_SECRET}/{file} {_CERTS}/{file}"
         for file in (AUTHORITY, CERTIFICATE, KEY)
     ]
     steps = " && ".join(["umask 077", *copies, 'exec "$@"'])

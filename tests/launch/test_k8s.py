@@ -8,6 +8,7 @@ variables and exit codes is done by hand.
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.launch.exit_codes import DIVERGED, FINAL, GAVE_UP, STOPPED
-from jaxpar.launch.k8s import commands, make_job_set, manifest, write_manifest
+from jaxpar.launch.k8s import K8s, commands, make_job_set, manifest, write_manifest
 from jaxpar.launch.security import read_tls
 from jaxpar.launch.worker_environment import Tls
 from tests.launch.jobs import (
@@ -26,6 +27,7 @@ from tests.launch.jobs import (
     every_job,
     in_cluster,
     job_spec,
+    pod,
     told,
 )
 
@@ -148,9 +150,12 @@ def test_secret_made_as_told_gives_each_pod_its_own_certificates(tmp_path):
     )
     for index in range(2):
         certs.mkdir(exist_ok=True)
+        mounted = mount_of_secret(job, index, secret, tmp_path / f"pod{index}")
+        keys = [path.read_bytes() for path in mounted.rglob("*key.pem")]
+        assert keys == [Path(secret, f"{index}.key.pem").read_bytes()], "its own alone"
         command = [
             in_cluster(text, index)
-            .replace("/run/jaxpar/secret", str(secret))
+            .replace("/run/jaxpar/secret", str(mounted))
             .replace("/run/jaxpar/certs", str(certs))
             for text in container(job)["command"]
         ]
@@ -164,6 +169,20 @@ def test_secret_made_as_told_gives_each_pod_its_own_certificates(tmp_path):
         assert names.value.get_values_for_type(x509.DNSName) == [
             told(job, index)[0].address
         ]
+
+
+def mount_of_secret(job: K8s, index: int, secret: Path, to: Path) -> Path:
+    """What a pod sees of the secret: as the kubelet mounts it, by copies."""
+    (only,) = pod(job)["containers"]
+    for mount in only["volumeMounts"]:
+        if mount["name"] != "secret":
+            continue
+        name = in_cluster(mount.get("subPathExpr", "."), index)
+        place = Path(f"{to}{mount['mountPath'].removeprefix('/run/jaxpar/secret')}")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        source = secret / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, place)
+    return to
 
 
 def test_no_secret_is_in_the_manifest(tmp_path, monkeypatch):
