@@ -9,7 +9,7 @@ import tyro
 from rich.console import Console
 
 from jaxpar.cli.hand_over import OF_SCRIPTS, hand_over, this_command
-from jaxpar.launch.extras import import_extra, pip_install
+from jaxpar.launch.extras import pip_install
 from jaxpar.launch.group import variables, worker_command
 from jaxpar.launch.k8s import K8s, write_manifest
 from jaxpar.launch.limits import Limits
@@ -48,7 +48,9 @@ class Supervised:
         needs --tls or --insecure.
       port: of the coordinator; if not given, a free one.
       tls: folder of this host's certificates, or of all hosts', by `jaxpar launch
-        certs`.
+        certs`. TLS covers JAX's coordinator, not what workers exchange in collectives:
+        where others can listen, join the hosts by WireGuard or the cluster's own
+        fabric. Workers of one host have TLS by themselves.
       insecure: listen on an address that others reach, without certificates.
       limits: how long a worker may be in one phase before the group is restarted.
       restarts: restarts of the group within an hour, at most.
@@ -149,14 +151,21 @@ class Ray(Supervised):
 class Certs:
     """Make a private authority and a certificate for each host, for mutual TLS.
 
+    TLS covers JAX's coordinator. What workers exchange in collectives is not encrypted:
+    where others can listen, join the hosts by WireGuard or the cluster's own fabric.
+
     hosts: names or addresses, as given to --address.
-    out: a new folder, with a folder for each host to be copied to it.
+    out: a new folder, with a folder for each host to be copied to it, and the
+      authority's key, which stays there.
     days: validity of the certificates.
+    renew: sign those of --out anew, with the same keys; old and new ones work together.
+      A run does so by itself where --tls is the folder with all of them.
     """
 
-    hosts: tyro.conf.Positional[tuple[str, ...]]
+    hosts: tyro.conf.Positional[tuple[str, ...]] = ()
     out: Path = Path("certs")
-    days: int = 30
+    days: int = 365
+    renew: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,9 +392,22 @@ def _print_what_starts(launch: Launch) -> None:
 
 
 def _make_certificates(args: Certs) -> None:
-    import_extra("cryptography", "`jaxpar launch certs`")
-    from jaxpar.launch.certificates import make_certificates  # noqa: PLC0415 - an extra
+    # Slow to import, and for this alone.
+    from jaxpar.launch.certificates import (  # noqa: PLC0415
+        make_certificates,
+        renew_certificates,
+    )
 
-    console = Console(highlight=False, soft_wrap=True)
-    for place in make_certificates(args.out, args.hosts, days=args.days):
+    if args.renew and args.hosts:
+        raise ValueError(
+            f"--renew: certificates of {', '.join(args.hosts)} can't be added: leave "
+            "the hosts out, or make new ones for all of them without --renew"
+        )
+    made = (
+        renew_certificates(args.out, days=args.days)
+        if args.renew
+        else make_certificates(args.out, args.hosts, days=args.days)
+    )
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    for place in made:
         console.print(f"{place.name}: copy {place} there, and launch with --tls")

@@ -9,7 +9,6 @@ from typing import Any
 
 PACKAGES = {
     "PIL": ("pillow", "images"),
-    "cryptography": ("cryptography", "certs"),
     "matplotlib": ("matplotlib", "plot"),
     "mlflow": ("mlflow-skinny", "mlflow"),
     "pyarrow": ("pyarrow", "data"),

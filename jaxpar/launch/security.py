@@ -58,11 +58,20 @@ def read_tls(folder: Path, address: str | None = None) -> Tls:
                 f"--tls {str(folder)!r} has no {name}: make the certificates of all "
                 "hosts with `jaxpar launch certs`, and copy this host's folder here"
             )
-    mode = (folder / KEY).stat().st_mode
-    if mode & 0o077:
-        raise PermissionError(
-            f"--tls: {str(folder / KEY)!r} can be read by others (mode "
-            f"{mode & 0o777:o}): chmod 600 it"
-        )
+    require_private(folder / KEY)
     paths = [str((folder / name).absolute()) for name in (CERTIFICATE, KEY, AUTHORITY)]
     return Tls(*paths)
+
+
+def require_private(key: Path) -> None:
+    """Refuse a key that others than this user can read.
+
+    Raises:
+      PermissionError: for it.
+    """
+    mode = key.stat().st_mode
+    if mode & 0o077:
+        raise PermissionError(
+            f"--tls: {str(key)!r} can be read by others (mode {mode & 0o777:o}): "
+            "chmod 600 it"
+        )

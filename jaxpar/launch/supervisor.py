@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
-from jaxpar.launch.exit_codes import GAVE_UP, REPLACED, STOPPED
+from jaxpar.launch.exit_codes import GAVE_UP, REFUSED, REPLACED, STOPPED
 from jaxpar.launch.group import Group
 from jaxpar.launch.lease import LeaseLostError, take_lease
 from jaxpar.launch.rendezvous import (
@@ -189,19 +189,37 @@ class _Supervisor:
                 return found
             return None
 
-        seconds = self.launch.limits.rendezvous
-        announced = wait_until(newer, seconds, self._publish)
-        return announced or Attempt(
+        over = Attempt(
             number=self.number,
             state="over",
             coordinator=None,
             members={},
             processes={},
             planned=0,
-            code=GAVE_UP,
-            why=f"host 0 announced nothing within {seconds:g} s: is its launcher "
-            f"running, with the same folder ({str(self.board.folder)!r})?",
         )
+        ended = self._ended_certificates()
+        if ended:
+            return dataclasses.replace(over, code=REFUSED, why=ended)
+        seconds = self.launch.limits.rendezvous
+        why = (
+            f"host 0 announced nothing within {seconds:g} s: is its launcher "
+            f"running, with the same folder ({str(self.board.folder)!r})?"
+        )
+        announced = wait_until(newer, seconds, self._publish)
+        return announced or dataclasses.replace(over, code=GAVE_UP, why=why)
+
+    def _ended_certificates(self) -> str | None:
+        """Renew certificates that end soon; why that can't be done, if they have."""
+        if self.launch.tls is None:
+            return None
+        # Slow to import, and for hosts with certificates alone.
+        from jaxpar.launch.certificates import keep_valid  # noqa: PLC0415
+
+        try:
+            keep_valid(self.launch.tls, self.report.say)
+        except ValueError as error:
+            return str(error)
+        return None
 
     def _announce(self) -> Attempt:
         members = self._wait_for_members()
@@ -218,7 +236,12 @@ class _Supervisor:
             planned=self.board.planned(total),
         )
         asked = [m.asked for m in members if m.asked]
-        if asked:
+        ended = self._ended_certificates()
+        if ended:
+            attempt = dataclasses.replace(
+                attempt, state="over", code=REFUSED, why=ended
+            )
+        elif asked:
             why = f"{asked[0]} received while nothing ran: restart to resume"
             attempt = dataclasses.replace(attempt, state="over", code=STOPPED, why=why)
         elif len(members) < least:

@@ -3,15 +3,19 @@
 import json
 import os
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxpar.cli.main import main
+from jaxpar.launch.certificates import make_certificates
 from jaxpar.launch.worker_environment import VARIABLE, current
+from tests.launch.clock import set_clock
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -102,16 +106,16 @@ def test_mpi_without_mpiexec_says_what_to_install(script, capsys, monkeypatch) -
     assert "install an MPI (pip install 'jaxpar[mpi]')" in said
 
 
-def test_certificates_without_their_package_say_what_to_install(
-    tmp_path, capsys, monkeypatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "cryptography", None)
+def test_certificates_are_made_and_renewed_by_name(tmp_path, capsys) -> None:
     out = tmp_path / "certs"
-    assert refused(capsys, "certs", "node1", f"--out={out}") == (
-        "jaxpar: `jaxpar launch certs` needs cryptography, which is not installed: "
-        "pip install 'jaxpar[certs]'"
-    )
-    assert not out.exists()
+    main(["launch", "certs", "node1", f"--out={out}"])
+    before = (out / "node1" / "cert.pem").read_bytes()
+    told = capsys.readouterr().out
+    main(["launch", "certs", "--renew", f"--out={out}"])
+    assert capsys.readouterr().out == told
+    assert (out / "node1" / "cert.pem").read_bytes() != before
+    said = refused(capsys, "certs", "--renew", "node2", f"--out={out}")
+    assert "--renew: certificates of node2 can't be added: leave the hosts out" in said
 
 
 def test_supervisor_has_no_jax() -> None:
@@ -144,6 +148,30 @@ def test_script_that_refuses_is_told_once_and_not_tried_again(tmp_path: Path) ->
     assert "restarting" not in ran.stdout
     attempt = json.loads((tmp_path / "run" / "launch" / "attempt.json").read_text())
     assert (attempt["number"], attempt["state"]) == (1, "over")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="jax has no TLS")
+def test_certificates_that_have_ended_are_renewed_or_refused(
+    tmp_path, monkeypatch
+) -> None:
+    """Two workers meet over TLS, with certificates that ended before the start."""
+    script, certs = tmp_path / "train.py", tmp_path / "certs"
+    script.write_text("import jax; print('met', jax.process_count())")
+    set_clock(monkeypatch, -3)
+    make_certificates(certs, ["127.0.0.1"], days=2)
+    shutil.copytree(certs / "127.0.0.1", tmp_path / "copied")
+    own = ("--processes=2", str(script))
+    ran = run(f"--tls={tmp_path / 'copied'}", *own, out=tmp_path / "refused")
+    assert ran.returncode == 78, ran.stdout
+    assert "has ended on" in ran.stdout
+    assert "jaxpar launch certs --renew" in ran.stdout
+    assert "met" not in ran.stdout
+    ran = run(f"--tls={certs}", *own, out=tmp_path / "run")
+    assert ran.returncode == 0, ran.stdout
+    assert "launch: certificates renewed: they are valid until " in ran.stdout
+    assert "met 2" in ran.stdout
 
 
 @pytest.mark.multiprocess
