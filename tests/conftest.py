@@ -90,6 +90,7 @@ def _make_hypothesis_repeatable() -> None:
 def _cache_compiled_programs() -> None:
     python = f"py{sys.version_info.major}.{sys.version_info.minor}"
     folder = CACHE / f"jax-{jax.__version__}-{python}"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

@@ -140,32 +140,40 @@ def _wait_for(worker: Worker, host: str, port: int) -> None:
 
 
 def use_private_cache(folder: Path | None = None) -> None:
-    """Store compiled programs in a folder of this user's, unless one is set.
+    """Store compiled programs in a folder that this user alone can write in.
 
-    Its content is executed: others must not be able to write there.
+    Its content is executed. A folder that was set is checked like the default one;
+    whoever may write in a bucket is its owner's to say.
 
     Args:
-      folder: made if missing; None for jaxpar's in the user's cache.
+      folder: made if missing; None for jaxpar's in the user's cache. One that was set
+        before (JAX_COMPILATION_CACHE_DIR) is used instead.
 
     Raises:
       PermissionError: if others may write in it, or another user owns it.
     """
-    if jax.config.jax_compilation_cache_dir:
+    preset = jax.config.jax_compilation_cache_dir
+    if preset and "://" in preset:
         return
-    if folder is None:
+    if preset:
+        folder = Path(preset)
+    elif folder is None:
         home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         folder = Path(home, "jaxpar", "compiled").expanduser()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     status = folder.lstat()
+    own = "JAX_COMPILATION_CACHE_DIR" if preset else "the compilation cache"
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise PermissionError(
-            f"the compilation cache {str(folder)!r} is another user's, or a link: move "
-            "it away, or set another (JAX_COMPILATION_CACHE_DIR)"
+            f"{own} {str(folder)!r} is another user's, or a link: move it away, or set "
+            "another (JAX_COMPILATION_CACHE_DIR)"
         )
     if status.st_mode & 0o022:
         raise PermissionError(
-            f"the compilation cache {str(folder)!r} can be written by others (mode "
-            f"{status.st_mode & 0o777:o}): chmod 700 it, or move it away"
+            f"{own} {str(folder)!r} can be written by others, who could have their "
+            f"programs run (mode {status.st_mode & 0o7777:o}): chmod 700 it, or set "
+            "another (JAX_COMPILATION_CACHE_DIR)"
         )
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    if not preset:
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -135,8 +135,6 @@ def test_cache_of_compiled_programs_is_private(
     set_to = {}
     monkeypatch.setattr(jax.config, "update", set_to.__setitem__)
     before = jax.config.jax_compilation_cache_dir
-    use_private_cache(tmp_path / "cache")
-    assert not set_to, "one was set before"
     monkeypatch.setattr(type(jax.config), "jax_compilation_cache_dir", None)
     folder = tmp_path / "cache"
     use_private_cache(folder)
@@ -149,3 +147,35 @@ def test_cache_of_compiled_programs_is_private(
     with pytest.raises(PermissionError, match="another user's, or a link"):
         use_private_cache(tmp_path / "link")
     assert os.getuid() == folder.stat().st_uid
+
+
+def test_cache_that_was_set_is_private_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By JAX_COMPILATION_CACHE_DIR: what is in it is executed as well."""
+    set_to: dict[str, Any] = {}
+    monkeypatch.setattr(jax.config, "update", set_to.__setitem__)
+
+    def preset(folder: str | Path) -> None:
+        value = str(folder)
+        monkeypatch.setattr(type(jax.config), "jax_compilation_cache_dir", value)
+        use_private_cache()
+
+    folder = tmp_path / "cache"
+    preset(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    for mode in (0o770, 0o707, 0o1777):
+        folder.chmod(mode)
+        told = r"JAX_COMPILATION_CACHE_DIR.*can be written by others.*chmod 700"
+        with pytest.raises(PermissionError, match=told):
+            preset(folder)
+    folder.chmod(0o755)
+    preset(folder)
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(PermissionError, match="another user's, or a link"):
+        preset(tmp_path / "link")
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    with pytest.raises(PermissionError, match="another user's, or a link"):
+        preset(folder)
+    preset("gs://bucket/cache")
+    assert not set_to, "what was set stays"
