@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
+from jaxpar.cli.certs import Certs
 from jaxpar.cli.hand_over import OF_SCRIPTS, hand_over, this_command
 from jaxpar.launch.extras import pip_install
 from jaxpar.launch.group import variables, worker_command
@@ -148,27 +148,6 @@ class Ray(Supervised):
 
 
 @dataclasses.dataclass(frozen=True)
-class Certs:
-    """Make a private authority and a certificate for each host, for mutual TLS.
-
-    TLS covers JAX's coordinator. What workers exchange in collectives is not encrypted:
-    where others can listen, join the hosts by WireGuard or the cluster's own fabric.
-
-    hosts: names or addresses, as given to --address.
-    out: a new folder, with a folder for each host to be copied to it, and the
-      authority's key, which stays there.
-    days: validity of the certificates.
-    renew: sign those of --out anew, with the same keys; old and new ones work together.
-      A run does so by itself where --tls is the folder with all of them.
-    """
-
-    hosts: tyro.conf.Positional[tuple[str, ...]] = ()
-    out: Path = Path("certs")
-    days: int = 365
-    renew: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
 class K8sManifest(K8s):
     """Write a manifest that starts a run in a Kubernetes cluster.
 
@@ -210,7 +189,7 @@ def start_run(args: StartRun) -> None:
     """Start the run; the process ends with the run's code."""
     where = args.where
     if isinstance(where, Certs):
-        _make_certificates(where)
+        where.make()
     elif isinstance(where, K8sManifest):
         write_manifest(
             dataclasses.replace(where, file=None) if where.dry_run else where
@@ -389,25 +368,3 @@ def _print_what_starts(launch: Launch) -> None:
         contract = variables(worker)[VARIABLE]
         command = shlex.join(worker_command(launch.command))
         print(f"{VARIABLE}={shlex.quote(contract)} {command}")
-
-
-def _make_certificates(args: Certs) -> None:
-    # Slow to import, and for this alone.
-    from jaxpar.launch.certificates import (  # noqa: PLC0415
-        make_certificates,
-        renew_certificates,
-    )
-
-    if args.renew and args.hosts:
-        raise ValueError(
-            f"--renew: certificates of {', '.join(args.hosts)} can't be added: leave "
-            "the hosts out, or make new ones for all of them without --renew"
-        )
-    made = (
-        renew_certificates(args.out, days=args.days)
-        if args.renew
-        else make_certificates(args.out, args.hosts, days=args.days)
-    )
-    console = Console(highlight=False, soft_wrap=True, markup=False)
-    for place in made:
-        console.print(f"{place.name}: copy {place} there, and launch with --tls")

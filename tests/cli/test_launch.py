@@ -106,18 +106,6 @@ def test_mpi_without_mpiexec_says_what_to_install(script, capsys, monkeypatch) -
     assert "install an MPI (pip install 'jaxpar[mpi]')" in said
 
 
-def test_certificates_are_made_and_renewed_by_name(tmp_path, capsys) -> None:
-    out = tmp_path / "certs"
-    main(["launch", "certs", "node1", f"--out={out}"])
-    before = (out / "node1" / "cert.pem").read_bytes()
-    told = capsys.readouterr().out
-    main(["launch", "certs", "--renew", f"--out={out}"])
-    assert capsys.readouterr().out == told
-    assert (out / "node1" / "cert.pem").read_bytes() != before
-    said = refused(capsys, "certs", "--renew", "node2", f"--out={out}")
-    assert "--renew: certificates of node2 can't be added: leave the hosts out" in said
-
-
 def test_supervisor_has_no_jax() -> None:
     code = (
         "import sys; import jaxpar.cli.launch, jaxpar.launch.supervisor; "
