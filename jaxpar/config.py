@@ -27,6 +27,9 @@ Chosen = TypeVar("Chosen")
 SEARCHED = ("mesh", "zero", "accumulate", "schedule", "remat")
 """Fields of a config that ``--mesh auto`` chooses (`jaxpar.planner.choices.KNOBS`)."""
 
+HIDDEN = "(hidden)"
+"""What a run's record has instead of a secret (`jaxpar.training.secret_values`)."""
+
 Search = Callable[[Path, str, Sequence[str]], Sequence[str]]
 """``(recipe, target, flags) -> flags`` of the best mesh and its settings."""
 
@@ -294,6 +297,8 @@ def _flags(settings: Mapping[str, Any], prefix: str) -> Iterator[str]:
     """Settings as flags; a value that is a mapping has its names below its own."""
     for name, value in settings.items():
         flag = prefix + str(name).replace("_", "-")
+        if value == HIDDEN or (isinstance(value, list) and HIDDEN in value):
+            continue  # The default, or what is given beside the file.
         if isinstance(value, Mapping):
             yield from _flags(value, f"{flag}.")
         elif isinstance(value, bool):

@@ -182,11 +182,14 @@ def _claim(folder: Path, asked: _Asked) -> tuple[dict[str, Any], int]:
         lease = take_lease(folder)
     # Again: whoever had the lease before may have written it.
     found = _record_to_go_on(folder, asked)
+    private = options_of(asked.config).private
     if found is not None:
+        if private:
+            (folder / FILE).chmod(0o600)
         return found, lease.number
     made = first_record(resolved(asked.wanted, None, asked.fixed))
     lease.require()
-    write(folder, made)
+    write(folder, made, private=private)
     return made, lease.number
 
 

@@ -19,6 +19,8 @@ class StartOptions:
     """By how much the held-out loss must fall to count for --patience."""
     patience: int | None = None
     """End the run after so many evaluations without a better held-out loss."""
+    private: bool = False
+    """Let only this user read the run's settings (run.json)."""
     profile: str | None = None
     """Steps to trace, such as 10:15, into the run's folder "profile"."""
     tensorboard: bool = False

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.training.options import OPTIONS
+from jaxpar.training.secret_values import command_without_secrets, without_secrets
 
 FILE = "run.json"
 
@@ -48,10 +49,11 @@ schedule as a field; "schedule" is then a pipeline's."""
 
 
 def as_json(config: Any, identity: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's settings, as ``run.json`` has them."""
+    """A run's settings, as ``run.json`` has them: without secrets."""
     fields = dataclasses.asdict(config)
     own = {name: value for name, value in fields.items() if name not in OPTIONS}
-    return json.loads(json.dumps({"config": own, "identity": dict(identity)}))
+    config = without_secrets(own)
+    return json.loads(json.dumps({"config": config, "identity": dict(identity)}))
 
 
 def with_todays_fields(found: Mapping[str, Any], config: Any) -> dict[str, Any]:
@@ -64,7 +66,9 @@ def with_todays_fields(found: Mapping[str, Any], config: Any) -> dict[str, Any]:
       found: the record.
       config: today's config.
     """
-    own = {k: v for k, v in found["config"].items() if k not in OPTIONS}
+    own = without_secrets(
+        {k: v for k, v in found["config"].items() if k not in OPTIONS}
+    )
     for field in dataclasses.fields(config):
         presets = field.metadata.get("presets", {})
         there: Any = own.get(field.name)
@@ -199,9 +203,13 @@ def read(folder: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def write(folder: Path, record: Mapping[str, Any]) -> None:
-    """Replace the record atomically."""
-    unfinished = (folder / FILE).with_suffix(".tmp")
+def write(folder: Path, record: Mapping[str, Any], *, private: bool = False) -> None:
+    """Replace the record atomically; once it is private, it stays so."""
+    path = folder / FILE
+    unfinished = path.with_suffix(".tmp")
+    if private or (path.exists() and not path.stat().st_mode & 0o077):
+        unfinished.touch()
+        unfinished.chmod(0o600)
     unfinished.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     unfinished.replace(folder / FILE)
 
@@ -211,7 +219,8 @@ def _software() -> dict[str, Any]:
     versions = {"python": platform.python_version()} | {
         name: metadata.version(name) for name in ("jax", "flax", "optax")
     }
-    return {"versions": versions, "command": sys.argv, "commit": _commit()}
+    command = command_without_secrets(sys.argv)
+    return {"versions": versions, "command": command, "commit": _commit()}
 
 
 def _commit() -> str | None:
