@@ -23,7 +23,7 @@ from jaxpar.launch.scheduler import (
     require_program,
     slurm_place,
 )
-from jaxpar.launch.security import read_tls, require_secure
+from jaxpar.launch.security import is_loopback, read_tls, require_secure
 from jaxpar.launch.start import Launch, host_gpus, workers_of
 from jaxpar.launch.supervisor import supervise
 from jaxpar.launch.worker import end_with_parent
@@ -51,7 +51,7 @@ class Supervised:
         certs`. TLS covers JAX's coordinator, not what workers exchange in collectives:
         where others can listen, join the hosts by WireGuard or the cluster's own
         fabric. Workers of one host have TLS by themselves.
-      insecure: listen on an address that others reach, without certificates.
+      insecure: listen without certificates, also on an address that others reach.
       limits: how long a worker may be in one phase before the group is restarted.
       restarts: restarts of the group within an hour, at most.
       heartbeat: seconds of silence after which JAX considers a worker dead.
@@ -346,6 +346,7 @@ def make_launch(
         local_devices=args.local_devices,
         gpus=gpus,
         tls=tls,
+        own_tls=tls is None and not args.insecure and is_loopback(args.address),
         limits=args.limits,
         restarts=args.restarts,
         heartbeat_seconds=args.heartbeat,

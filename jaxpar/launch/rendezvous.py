@@ -115,6 +115,8 @@ class Attempt:
       planned: workers of the whole run at its first launch.
       code: of the run, when it is over.
       why: the reason, as text.
+      tls: folder of certificates that the head made, for workers of its own host alone;
+        None for none.
     """
 
     number: int
@@ -125,6 +127,7 @@ class Attempt:
     planned: int
     code: int = 0
     why: str = ""
+    tls: str | None = None
 
     def first_worker(self, host: int) -> int:
         """The index of a host's first worker."""

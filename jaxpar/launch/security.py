@@ -1,6 +1,11 @@
 """Who may connect to a run's coordinator: this host, or holders of a certificate."""
 
+import contextlib
 import ipaddress
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 
 from jaxpar.launch.worker_environment import Tls
@@ -75,3 +80,35 @@ def require_private(key: Path) -> None:
             f"--tls: {str(key)!r} can be read by others (mode {mode & 0o777:o}): "
             "chmod 600 it"
         )
+
+
+@contextlib.contextmanager
+def own_certificates(address: str, say: Callable[[str], None]) -> Iterator[str | None]:
+    """Make certificates for workers on one host, of which its other users know nothing.
+
+    Args:
+      address: of the host, by which its workers reach each other.
+      say: is given a line if the disk takes none.
+
+    Yields:
+      Their folder, for the time of the block; None if this jax takes none.
+    """
+    version = re.findall(r"\d+", metadata.version("jax"))[:3]
+    if tuple(map(int, version)) < (0, 11, 2):
+        yield None
+        return
+    # Slow to import.
+    from jaxpar.launch.certificates import make_certificates  # noqa: PLC0415
+
+    with contextlib.ExitStack() as stack:
+        folder = None
+        try:
+            made = tempfile.TemporaryDirectory(prefix="jaxpar-tls-")
+            place = stack.enter_context(made)
+            (folder,) = make_certificates(Path(place), [address])
+        except OSError as error:
+            say(
+                f"other users of this host can connect to the coordinator: there is no "
+                f"place for temporary certificates ({error}; TMPDIR has another one)"
+            )
+        yield None if folder is None else str(folder)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from jaxpar.launch.limits import Limits
 from jaxpar.launch.rendezvous import Attempt
+from jaxpar.launch.security import read_tls
 from jaxpar.launch.worker_environment import Tls, Worker
 
 
@@ -25,6 +26,7 @@ class Launch:
       local_devices: CPU devices of each worker; None for as many as the mesh needs.
       gpus: of this host, divided among its workers; empty for none.
       tls: certificates of this host; None for none.
+      own_tls: whether the head makes certificates, as all workers are on its host.
       limits: of each phase.
       restarts: restarts that are tried within an hour.
       heartbeat_seconds: see `Worker`.
@@ -42,6 +44,7 @@ class Launch:
     local_devices: int | None = None
     gpus: tuple[int, ...] = ()
     tls: Tls | None = None
+    own_tls: bool = False
     limits: Limits = dataclasses.field(default_factory=Limits)
     restarts: int = 10
     heartbeat_seconds: int = 30
@@ -52,6 +55,7 @@ def workers_of(launch: Launch, attempt: Attempt) -> list[Worker]:
     """The environments of a host's workers in an attempt."""
     first = attempt.first_worker(launch.host)
     each = len(launch.gpus) // launch.processes
+    own = read_tls(Path(attempt.tls)) if attempt.tls else None
     return [
         Worker(
             coordinator=attempt.coordinator,
@@ -61,7 +65,7 @@ def workers_of(launch: Launch, attempt: Attempt) -> list[Worker]:
             address=launch.address,
             local_devices=launch.local_devices,
             gpus=launch.gpus[i * each : (i + 1) * each] or None,
-            tls=launch.tls,
+            tls=launch.tls or own,
             folder=str(launch.folder),
             attempt=attempt.number,
             files=str(launch.folder / "launch" / f"{attempt.number:04d}"),

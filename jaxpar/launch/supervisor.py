@@ -29,6 +29,7 @@ from jaxpar.launch.rendezvous import (
     wait_until,
 )
 from jaxpar.launch.report import Report
+from jaxpar.launch.security import own_certificates
 from jaxpar.launch.start import Launch, workers_of
 from jaxpar.launch.stop_signals import STOPPING, listen
 from jaxpar.launch.watchdog import Watchdog
@@ -131,6 +132,7 @@ class _Supervisor:
         self.budget = RestartBudget(launch.restarts)
         self.asked: int | None = None
         self.is_head = launch.host == 0
+        self._certificates = contextlib.ExitStack()
         before = self.board.attempt()
         self.number = 0 if before is None else before.number
 
@@ -145,7 +147,8 @@ class _Supervisor:
                 return attempt.code
             self.number = attempt.number
             self.board.publish(attempt=attempt.number, running=True, outcome=None)
-            outcome = self._attend(attempt)
+            with self._certificates:
+                outcome = self._attend(attempt)
             self.board.publish(running=False, outcome=outcome)
             if self.is_head:
                 self._decide(attempt)
@@ -252,6 +255,10 @@ class _Supervisor:
                 f"launchers with the same folder ({str(self.board.folder)!r})"
             )
             attempt = dataclasses.replace(attempt, state="over", code=GAVE_UP, why=why)
+        elif attempt.coordinator is not None and self.launch.own_tls:
+            made = own_certificates(self.launch.address, self.report.say)
+            own = self._certificates.enter_context(made)
+            attempt = dataclasses.replace(attempt, tls=own)
         self.board.announce(attempt)
         return attempt
 
