@@ -330,7 +330,7 @@ def _read(path: Path) -> bytes:
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
             raise DamagedError(f"{str(path)!r} is not a file of a checkpoint")
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-            return file.read(_MOST_BYTES)
+            return file.read(status.st_size)  # A buffer of this size is made first.
     except OSError as error:
         raise DamagedError(f"{str(path)!r} can't be read ({error.strerror})") from error
 

@@ -107,7 +107,7 @@ def read_heartbeat(path: Path) -> Beat | None:
             return None
         if len(content) < _FORM.size:
             return None
-        writes, phase, step, resumed, since = _FORM.unpack(content)
+        writes, phase, step, resumed, since = _FORM.unpack_from(content)
         if writes % 2 == 0 and 0 <= phase < len(PHASES):
             return Beat(
                 phase=PHASES[phase],

@@ -24,6 +24,8 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+from jaxpar.launch.typed_json import read_record
+
 BEAT_SECONDS = 1.0
 STALE_SECONDS = 60.0
 """Silence after which a lease may be taken from its holder."""
@@ -76,7 +78,7 @@ class Holder:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return True
-        except PermissionError:  # Another user's, whose start may be hidden.
+        except (PermissionError, OverflowError):  # Another user's, or no process.
             return False
         began = _process_start(self.pid)
         return began is not None and began != self.began
@@ -277,8 +279,8 @@ def newest_lease(folder: Path) -> int:
 def read_holder(folder: Path, number: int) -> Holder | None:
     """What a lease's file says; None if it can't be read."""
     try:
-        return Holder(**json.loads((folder / f"lease.{number}").read_text()))
-    except (OSError, ValueError, TypeError):
+        return read_record(Holder, folder / f"lease.{number}")
+    except OSError:
         return None
 
 

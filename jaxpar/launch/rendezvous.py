@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxpar.launch.lease import require_lease
+from jaxpar.launch.typed_json import read_record
 
 Kind = Literal["done", "stopped", "saved", "refused", "failed", "stalled", "ended"]
 """How an attempt ended on a host, in order: all done; a signal to the launcher; a
@@ -65,12 +66,6 @@ class Outcome:
     code: int
     why: str
     workers: list[WorkerEnd]
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "Outcome":
-        """Convert from `dataclasses.asdict`'s form."""
-        ends = [WorkerEnd(**each) for each in content["workers"]]
-        return cls(**{**content, "workers": ends})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +129,11 @@ class Attempt:
         return sum(n for other, n in self.processes.items() if other < host)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    processes: int
+
+
 class Board:
     """The files through which supervisors coordinate.
 
@@ -164,12 +164,7 @@ class Board:
 
     def member(self, host: int) -> Member | None:
         """Read the file of a host's supervisor."""
-        content = _read(self._member_file(host))
-        if content is None:
-            return None
-        if content["outcome"]:
-            content["outcome"] = Outcome.from_json(content["outcome"])
-        return Member(**content)
+        return read_record(Member, self._member_file(host))
 
     def silent_seconds(self, member: Member, *, unseen: float = 0.0) -> float:
         """Seconds since a member's count last changed.
@@ -192,12 +187,7 @@ class Board:
 
     def attempt(self) -> Attempt | None:
         """Read the head's last announcement."""
-        content = _read(self.folder / "attempt.json")
-        if content is None:
-            return None
-        for field in ("members", "processes"):
-            content[field] = {int(host): x for host, x in content[field].items()}
-        return Attempt(**content)
+        return read_record(Attempt, self.folder / "attempt.json")
 
     def announce(self, attempt: Attempt) -> None:
         """Announce an attempt to all hosts; called by the head."""
@@ -206,11 +196,11 @@ class Board:
     def planned(self, processes: int) -> int:
         """The number of workers at the run's first launch; called by the head."""
         path = self.folder / "plan.json"
-        content = _read(path)
-        if content is None:
-            content = {"processes": processes}
-            _write(path, content)
-        return content["processes"]
+        plan = read_record(_Plan, path)
+        if plan is None:
+            plan = _Plan(processes)
+            _write(path, dataclasses.asdict(plan))
+        return plan.processes
 
     def _member_file(self, host: int) -> Path:
         return self.folder / f"host-{host:04d}.json"
@@ -264,11 +254,3 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(content), encoding="utf-8")
     os.replace(unfinished, path)
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """Read a file that others replace; None if there is none."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
-        return None

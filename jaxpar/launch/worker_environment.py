@@ -127,6 +127,9 @@ def say_error(worker: Worker, error: str) -> None:
 def read_error(worker: Worker) -> str | None:
     """A worker's fatal error; None if it wrote none."""
     try:
-        return json.loads(worker.error.read_text(encoding="utf-8"))["error"]
-    except (FileNotFoundError, json.JSONDecodeError):
+        found = json.loads(worker.error.read_text(encoding="utf-8"))["error"]
+        return found.encode(errors="replace").decode()
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+    except (AttributeError, KeyError, TypeError):  # It is JSON of something else.
         return None

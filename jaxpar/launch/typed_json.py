@@ -1,0 +1,64 @@
+"""How is a dataclass read from JSON that anybody may have written?"""
+
+import dataclasses
+import json
+import os
+import types
+import typing
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_MOST_BYTES = 16 << 20
+"""Largest size of such a file."""
+
+
+def read_record(kind: type[T], path: Path) -> T | None:
+    """Read a dataclass from a file that others replace.
+
+    Args:
+      kind: a dataclass of int, float, bool, str, None, Literal, lists, dicts and other
+        such dataclasses.
+      path: of the file.
+
+    Returns:
+      The dataclass; None if there is no file, or it holds anything else.
+    """
+    try:
+        with path.open("rb") as file:
+            # A buffer of this size is made first.
+            size = min(os.fstat(file.fileno()).st_size, _MOST_BYTES)
+            return as_kind(kind, json.loads(file.read(size)))
+    except (FileNotFoundError, ValueError, TypeError, RecursionError):
+        return None
+
+
+def as_kind(kind: Any, value: Any) -> Any:
+    """A value of JSON as a type has it; keys of dicts may be int.
+
+    Raises:
+      ValueError: if it is of another type, or a number or text that can't be used.
+      TypeError: if a field of a dataclass is missing or unknown.
+    """
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        (kind,) = (each for each in args if each is not type(None))
+        return as_kind(kind, value)
+    if origin is typing.Literal and value in args:
+        return value
+    if origin is list and type(value) is list:
+        return [as_kind(args[0], each) for each in value]
+    if origin is dict and type(value) is dict:
+        return {args[0](key): as_kind(args[1], each) for key, each in value.items()}
+    if dataclasses.is_dataclass(kind) and type(value) is dict:
+        hints = typing.get_type_hints(kind)
+        return kind(**{k: as_kind(hints.get(k), v) for k, v in value.items()})
+    is_usable = type(value) is not int or abs(value) < 2**63
+    if type(value) is not kind or not is_usable:
+        raise ValueError(f"{str(value)[:40]!r} is not {kind}")
+    if type(value) is str:
+        value.encode()  # Half a character can't be printed.
+    return value
