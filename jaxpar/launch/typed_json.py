@@ -54,8 +54,8 @@ def as_kind(kind: Any, value: Any) -> Any:
     if origin is dict and type(value) is dict:
         return {args[0](key): as_kind(args[1], each) for key, each in value.items()}
     if dataclasses.is_dataclass(kind) and type(value) is dict:
-        hints = typing.get_type_hints(kind)
-        return kind(**{k: as_kind(hints.get(k), v) for k, v in value.items()})
+        hints, make = typing.get_type_hints(kind), typing.cast(Any, kind)
+        return make(**{k: as_kind(hints.get(k), v) for k, v in value.items()})
     is_usable = type(value) is not int or abs(value) < 2**63
     if type(value) is not kind or not is_usable:
         raise ValueError(f"{str(value)[:40]!r} is not {kind}")

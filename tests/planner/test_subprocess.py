@@ -2,11 +2,14 @@
 
 import os
 import signal
+import stat
 import sys
+import tempfile
 
 import jax
 import pytest
 
+from jaxpar.planner import subprocess
 from jaxpar.planner.subprocess import CompilerProcessError, Stopped, call
 
 
@@ -84,3 +87,18 @@ def test_end_without_an_answer_is_told_with_its_last_lines():
         CompilerProcessError, match=r"(?s)x: its process ended with code 1\..*'kernel'"
     ):
         call("operator:call", other, what="x")
+
+
+def test_pickles_are_in_a_folder_of_this_user_alone(tmp_path, monkeypatch):
+    """Whoever could write one would have it executed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    run, seen = subprocess._run, []
+
+    def look(files, **streams):
+        seen.extend(stat.S_IMODE(file.parent.stat().st_mode) for file in files)
+        return run(files, **streams)
+
+    monkeypatch.setattr(subprocess, "_run", look)
+    assert call("operator:add", 2, 3, what="sum") == 5
+    assert seen == [0o700, 0o700]
+    assert not list(tmp_path.iterdir()), "nor is one left"
