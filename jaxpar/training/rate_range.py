@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 
@@ -29,8 +29,8 @@ class RateRange:
 
 
 def find_rate_range(
-    rates: Sequence[float] | np.ndarray,
-    losses: Sequence[float] | np.ndarray,
+    rates: Sequence[SupportsFloat] | np.ndarray,
+    losses: Sequence[SupportsFloat] | np.ndarray,
     *,
     share: float = 0.1,
 ) -> RateRange:
