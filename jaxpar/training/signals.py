@@ -15,7 +15,8 @@ import jax
 from jax.experimental import multihost_utils
 
 from jaxpar.launch.stop_signals import STOPPING, listen
-from jaxpar.progress import announce
+
+_SAID = b"SIGINT: saving, and ending; press Ctrl-C again to end at once\n"
 
 
 class RunStopped(SystemExit):
@@ -64,7 +65,8 @@ class StopSignals:
     def _notice(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT:
             signal.signal(number, self._before[number])  # For the second one.
-            announce("SIGINT: saving, and ending; press Ctrl-C again to end at once")
+            # A handler may interrupt a print, which can't be begun again within itself.
+            os.write(2, _SAID)
         if self._alone:
             self._asked = signal.Signals(number).name
         else:
