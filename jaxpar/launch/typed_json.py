@@ -23,7 +23,7 @@ def read_record(kind: type[T], path: Path) -> T | None:
       path: of the file.
 
     Returns:
-      The dataclass; None if there is no file, or it holds anything else.
+      The dataclass; None if there is no file, or it does not hold one.
     """
     try:
         with path.open("rb") as file:

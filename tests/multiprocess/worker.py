@@ -198,7 +198,7 @@ def _refused_programs(case: Case, mesh: Mesh) -> str:
 
 
 def _failure_of_one() -> str:
-    """What each process is told when what only the second one reads is damaged."""
+    """What each process is told of damage that only the second one has read."""
     try:
         return on_all(_read_on_the_first)
     except DamagedError as error:
