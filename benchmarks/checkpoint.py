@@ -4,8 +4,8 @@ States of 0.5 and 2 GB on eight CPU devices, all of it on one disk, taking turns
 run: how long training is held by an asynchronous save (the mark: 1.1 times a copy of
 the shards, and 50 ms), the whole save (1.25 times writing and syncing the shards), the
 restore (1.25 times reading them), each verified; verifying alone (10 % of the save);
-TensorStore's part of the restore, which is everyone's who reads by Orbax; and bare
-Orbax, which verifies and syncs nothing. Medians.
+the same arrays read by TensorStore alone, which a restore uses; and bare Orbax, which
+verifies and syncs nothing. Medians.
 
     python benchmarks/checkpoint.py --folder /path/on/the/disk
 """

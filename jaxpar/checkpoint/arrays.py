@@ -36,6 +36,16 @@ from jaxpar.checkpoint.slices import (
 ARRAYS = "arrays"
 """Orbax's sub-folder of a step."""
 
+_CANT_READ = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What TensorStore raises for files that are not in its format."""
+
 _LEAST_IN_FLIGHT = 64 << 20
 """Bytes in flight between disk and devices, at least; the largest leaf's if that is
 more: host memory that a restore needs besides the shards."""
@@ -147,18 +157,21 @@ def read_whole(folder: Path, leaf: str, manifest: Manifest) -> np.ndarray:
     Raises:
       DamagedError: if what is read is not what was written.
     """
-    spec = manifest.leaves[leaf].stored
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    struct = jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=device)
+    shape = manifest.leaves[leaf].stored.shape
+    slices = manifest.slices.get(leaf, Slices(shape, {}))
+    read = _reader(folder, {leaf: shape})
+    found = np.empty(shape, jnp.dtype(manifest.leaves[leaf].stored.dtype))
     try:
-        found = read_sharded(folder, {leaf: struct}, manifest.slices)
+        for place, box in slices.boxes(shape):
+            index = tuple(slice(*ends) for ends in box)
+            found[index] = read_slice(read, leaf, slices, (place, box))
     except DifferentError as error:
         raise DamagedError(f"{str(folder)!r} is damaged: {error}") from error
-    return np.asarray(found[leaf])
+    return found
 
 
 def _reader(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Reads:
-    """Reads boxes of leaves, each opened once."""
+    """Reads boxes of leaves, each opened once; what it can't read is damaged."""
 
     @functools.cache
     def opened(leaf: str) -> Any:
@@ -180,8 +193,14 @@ def _reader(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Reads:
         return found
 
     def read(name: str, box: Box) -> np.ndarray:
-        place = tuple(slice(start, end) for start, end in box)
-        return opened(name)[place].read(order="C").result()
+        place = tuple(slice(*ends) for ends in box)
+        try:
+            return opened(name)[place].read(order="C").result()
+        except DifferentError:
+            raise
+        except _CANT_READ as error:
+            reason = f"{type(error).__name__}: {str(error)[:500]}"
+            raise DifferentError(f"{name} can't be read ({reason})") from error
 
     context = tensorstore.Context()
     return read

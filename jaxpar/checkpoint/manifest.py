@@ -1,7 +1,7 @@
 """What does a saved step consist of: files with checksums, leaves, and the rest.
 
-The manifest is the last file to be written, and its own checksum is next to it. A step
-is loaded only if its files match its manifest bit for bit. Files are never opened by
+The manifest is the last file to be written, and its own checksum is next to it. What is
+loaded of a step matches its manifest bit for bit. Files are never opened by
 the names in a manifest: the files that exist are compared with it.
 """
 

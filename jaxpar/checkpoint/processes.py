@@ -27,6 +27,7 @@ _ERRORS: dict[str, type[Exception]] = {
         NotADirectoryError,
         PermissionError,
         OSError,
+        RuntimeError,
         ValueError,
         LeaseLostError,
     )
@@ -77,7 +78,7 @@ def on_all(compute: Callable[[], T]) -> T:
     """Compute a value on every process; where one raises, all do.
 
     Args:
-        compute: Called on every process. May raise ValueError or OSError.
+        compute: Called on every process. May raise ValueError, OSError, RuntimeError.
 
     Returns:
         This process's result.
@@ -85,7 +86,7 @@ def on_all(compute: Callable[[], T]) -> T:
     value, error = None, None
     try:
         value = compute()
-    except (OSError, ValueError) as raised:
+    except (OSError, ValueError, RuntimeError) as raised:
         error = raised
     failed = gather(None if error is None else [type(error).__name__, str(error)])
     if error is not None:

@@ -21,7 +21,7 @@ from jaxpar.launch.lease import require_lease
 
 REREAD = 0.125
 """Share of the slices that is read back by default, other ones at each save."""
-_POLL_SECONDS = 0.2
+_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.2, 600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +30,13 @@ class ReadBack:
 
     Attributes:
       own: leaf -> the slices that it owns, as its devices held them.
-      share: of these, above 0 and at most 1; 0 for none.
+      share: of these, at most 1; 0 for none.
+      turn: number of the save, by which the sample is another each time.
     """
 
     own: Mapping[str, Slices]
     share: float
+    turn: int
 
     def compare(self, folder: Path, manifest: Manifest) -> None:
         """Compare a sample with what is in a step's folder.
@@ -48,7 +50,7 @@ class ReadBack:
             for name, each in sorted(self.own.items())
             for place in sorted(each.checksums)
         ]
-        sample = set(slices[manifest.step % every :: every] if every else [])
+        sample = set(slices[self.turn % every :: every] if every else [])
         chosen = {
             name: Slices(
                 each.shape,
@@ -105,12 +107,11 @@ def finish(
 
 
 def _appears(written: Path, step: Path) -> bool:
-    """Wait until process 0 has given a step its name; False if it has failed."""
-    while not files.is_complete(step):
-        if not written.exists():
-            return files.is_complete(step)
+    """Wait until process 0 has given a step its name; False if it does not."""
+    until = time.monotonic() + _LONGEST_POLL_SECONDS
+    while written.exists() and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
-    return True
+    return files.is_complete(step)
 
 
 def of_all(own: Mapping[str, Slices]) -> dict[str, Slices]:

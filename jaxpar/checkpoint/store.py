@@ -41,10 +41,10 @@ class Checkpoints:
     """Sharded, asynchronous, verified checkpoints of one run in one folder.
 
     A checkpoint holds a tree's arrays by path name, the position in the data and a
-    small mapping, and a manifest with every file's checksum. It restores bit for bit
-    onto any other mesh, sharding and number of processes. A folder belongs to one run:
-    to save into a folder that already has checkpoints, restore from it first. All
-    processes call every method, and mount the same folder.
+    small mapping, and a manifest with checksums. It restores bit for bit onto any other
+    mesh, sharding and number of processes. A folder belongs to one run: to save into a
+    folder that already has checkpoints, restore from it first. All processes call every
+    method, and mount the same folder.
 
     Call wait() before the program ends: otherwise a save in progress is lost, with a
     warning.
@@ -79,6 +79,7 @@ class Checkpoints:
         self._run: str | None = None
         self._reset_at: int | None = None
         self._damaged: set[int] = set()
+        self._turn, self._begun = 0, -1
         self._writer: stored_arrays.Writer | None = None
         self._saving: concurrent.futures.Future[None] | None = None
 
@@ -140,7 +141,7 @@ class Checkpoints:
         if run is None:
             return
         self._run, self._damaged = run, set()  # They are renamed by now.
-        # Orbax rejects arrays without elements; the table of leaves suffices for them.
+        # Orbax rejects arrays without elements, of which the table of leaves suffices.
         held = {n: to_stored(leaf) for n, leaf in leaves.items() if leaf.size}
         own = checksums(held)
         manifest = Manifest(
@@ -155,10 +156,11 @@ class Checkpoints:
         )
         self._writer = self._writer or stored_arrays.Writer()
         self._writer.start(files.saving_path(self._folder, step), held)
+        self._turn, self._begun = self._turn + 1, step
         self._saving = _background.submit(
             finish,
             *(self._folder, self._writer, manifest, self._keep),
-            ReadBack(own, self._reread),
+            ReadBack(own, self._reread, self._turn),
         )
         _unfinished[self] = None
 
@@ -184,6 +186,7 @@ class Checkpoints:
         failed = gather(None if error is None else repr(error))
         if not any(failed):
             return
+        self._damaged.add(self._begun)  # Another process may have given it its name.
         self._release()
         lost = [why for why in failed if why and why.startswith("LeaseLostError")]
         if lost:
@@ -264,8 +267,8 @@ class Checkpoints:
         request = Request(targets, wanted, self._former, self._parts, partly=partly)
         damaged: dict[int, str] = {}
         while True:
-            choose = functools.partial(files.choose, self._folder, step, damaged)
-            found = from_first(choose)
+            given = self._folder, step, damaged
+            found = from_first(functools.partial(files.choose, *given))
             path = files.step_path(self._folder, found["step"])
             try:
                 manifest, read = on_all(functools.partial(request.read, path))
@@ -277,8 +280,7 @@ class Checkpoints:
         for part, why in read.anew.items():
             if why:
                 warnings.warn(f"{part} starts anew: {why}.", stacklevel=4)
-        skipped = dict(found["skipped"])
-        if skipped:
+        if skipped := dict(found["skipped"]):
             warnings.warn(
                 f"skipped {'; '.join(skipped.values())}: restoring step "
                 f"{found['step']}",

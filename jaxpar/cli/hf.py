@@ -132,6 +132,7 @@ def _import(args: ImportModel) -> None:
 def _export(args: ExportModel) -> None:
     from jaxpar.checkpoint import folder as files  # noqa: PLC0415 - imports jax
     from jaxpar.checkpoint.arrays import read_whole  # noqa: PLC0415
+    from jaxpar.checkpoint.manifest import read_manifest  # noqa: PLC0415
     from jaxpar.models.hf.adapters import merged  # noqa: PLC0415
     from jaxpar.models.hf.pretrained import from_huggingface  # noqa: PLC0415
     from jaxpar.models.hf.writing import write_folder  # noqa: PLC0415
@@ -141,7 +142,7 @@ def _export(args: ExportModel) -> None:
     checkpoints = find_parameters(args.run)
     number = files.choose(checkpoints, args.step)["step"]
     path = files.step_path(checkpoints, number)
-    manifest = files.verified(path, number, of_arrays=False)
+    manifest = read_manifest(path)
     params = [n for n in manifest.leaves if n.startswith(("params/", "frozen/"))]
     ours = from_huggingface(args.like)
     full = {name.partition("/")[2]: name for name in params}

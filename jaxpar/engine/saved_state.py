@@ -125,7 +125,7 @@ class SavedState(CompiledStep):
     ) -> int:
         """Restore a saved state, onto this engine's mesh, ZeRO stage and precision.
 
-        All its files are verified first.
+        What each process reads is compared in memory with what the devices held.
 
         Args:
           folder: where it was saved.

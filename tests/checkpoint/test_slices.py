@@ -18,6 +18,7 @@ from jaxpar.checkpoint import (
     arrays,
     restoring,
     saving,
+    store,
 )
 from jaxpar.checkpoint import folder as files
 from jaxpar.checkpoint.manifest import Manifest
@@ -226,6 +227,62 @@ def test_what_is_read_back_and_differs_is_a_failed_save(
     assert checkpoints.steps() == [1, 3]
 
 
+def test_saves_of_one_run_read_other_slices_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever their steps."""
+    read: list[str] = []
+
+    def compared(folder: Path, manifest: Manifest, chosen: dict[str, Slices]) -> None:
+        read.extend(name for name, each in chosen.items() if each.checksums)
+
+    monkeypatch.setattr(arrays, "compare_slices", compared)
+    checkpoints = Checkpoints(tmp_path)
+    for step in range(8, 80, 8):
+        checkpoints.save(step, {f"w{i}": jnp.float32(i) for i in range(8)})
+    checkpoints.close()
+    assert sorted(set(read)) == [f"w{i}" for i in range(8)]
+
+
+def test_step_that_another_process_finds_damaged_is_not_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Process 0 has given it its name by then."""
+    checkpoints, real = Checkpoints(tmp_path), store.finish
+    checkpoints.save(1, tree(1))
+    checkpoints.wait()
+
+    def finish(*given: Any) -> None:
+        real(*given)
+        raise DifferentError("w[0:3000] is not what the devices held")
+
+    monkeypatch.setattr(store, "finish", finish)
+    checkpoints.save(2, tree(2))
+    with pytest.raises(SaveFailedError, match="newest checkpoint there is step 1"):
+        checkpoints.wait()
+    monkeypatch.undo()
+    with pytest.warns(UserWarning, match="step_00000002"):
+        checkpoints.save(2, tree(2))
+    checkpoints.close()
+    assert checkpoints.steps() == [1, 2]
+
+
+def test_device_without_room_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sound steps would be set aside, and an older one taken."""
+    save(tmp_path, range(1, 3))
+
+    def full(*_: Any) -> None:
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(jax, "make_array_from_single_device_arrays", full)
+    checkpoints = Checkpoints(tmp_path)
+    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+        checkpoints.restore(tree(0))
+    assert checkpoints.steps() == [1, 2]
+
+
 def test_every_slice_is_read_back_in_turn(tmp_path: Path) -> None:
     """With a share of an eighth, by eight saves in a row."""
     value = jnp.arange(3000.0)
@@ -235,11 +292,12 @@ def test_every_slice_is_read_back_in_turn(tmp_path: Path) -> None:
     def compared(folder: Path, manifest: Manifest, chosen: dict[str, Slices]) -> None:
         read.extend(name for name, each in chosen.items() if each.checksums)
 
-    for step in range(8):
-        manifest = Manifest(step, "", {}, [], {}, None, {})
+    for turn in range(8):
+        # Runs save at every so many steps, often a multiple of eight.
+        manifest = Manifest(120 * turn, "", {}, [], {}, None, {})
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(arrays, "compare_slices", compared)
-            saving.ReadBack(slices, 0.125).compare(tmp_path, manifest)
+            saving.ReadBack(slices, 0.125, turn).compare(tmp_path, manifest)
     assert sorted(read) == [f"w{i}" for i in range(9)]
 
 
