@@ -162,6 +162,14 @@ def unchecked_losses() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def impatient() -> Iterator[None]:
+    """Try operations on files again for a moment only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxpar.launch.own_files.SECONDS", 0.2)
+        yield
+
+
 @pytest.fixture
 def checked_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check loss functions as users' are."""

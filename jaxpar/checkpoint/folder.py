@@ -7,7 +7,6 @@ complete then. Later damage is found by comparing its files with the manifest.
 
 import contextlib
 import errno
-import itertools
 import os
 import re
 import shutil
@@ -20,6 +19,15 @@ from typing import Any
 from jaxpar.checkpoint import manifest as manifests
 from jaxpar.checkpoint.manifest import DIGEST, MANIFEST, DamagedError, Manifest
 from jaxpar.launch.lease import lease_of
+from jaxpar.launch.own_files import (
+    exists,
+    is_file,
+    is_folder,
+    is_link,
+    names_in,
+    retried,
+)
+from jaxpar.launch.own_files import set_aside as put_aside
 
 STEP_PREFIX = "step"
 STEP_DIGITS = 8
@@ -27,7 +35,7 @@ SAVING, DELETING = ".saving", ".deleting"
 
 _STEP_NAME = re.compile(rf"{STEP_PREFIX}_(\d{{{STEP_DIGITS},}})")
 _LEFT = re.compile(
-    rf"{_STEP_NAME.pattern}({re.escape(SAVING)}([.]\d+)?|{re.escape(DELETING)})"
+    rf"{_STEP_NAME.pattern}({re.escape(SAVING)}([.]\d+)*|{re.escape(DELETING)})"
 )
 _SPARE_BYTES = 1 << 20
 """Bytes besides the arrays: the manifest, and Orbax's own files."""
@@ -38,32 +46,33 @@ def step_path(folder: Path, step: int) -> Path:
     return folder / f"{STEP_PREFIX}_{step:0{STEP_DIGITS}d}"
 
 
-def saving_path(folder: Path, step: int) -> Path:
+def saving_path(folder: Path, step: int, number: int = 0) -> Path:
     """Return where a step is written until it is complete.
 
     Under a lease it has the lease's number, so that a process that lost the run, and
-    goes on writing before it knows, writes nothing into another one's step.
+    goes on writing before it knows, writes nothing into another one's step. It has the
+    number of the save, so that threads of a failed one write nothing into the next.
     """
     path, lease = step_path(folder, step), lease_of(folder)
-    return path.with_name(path.name + SAVING + (f".{lease.number}" if lease else ""))
+    numbers = (lease.number if lease else 0, number)
+    ending = "".join(f".{each}" for each in numbers if each)
+    return path.with_name(path.name + SAVING + ending)
 
 
 def step_folders(folder: Path) -> dict[int, Path]:
     """Return every folder with a step's name, complete or not, newest first."""
-    if not folder.is_dir():
-        return {}
-    matches = ((_STEP_NAME.fullmatch(path.name), path) for path in folder.iterdir())
+    matches = ((_STEP_NAME.fullmatch(name), folder / name) for name in names_in(folder))
     found = {
         int(match[1]): path
         for match, path in matches
-        if match and path.is_dir() and not path.is_symlink()
+        if match and is_folder(path) and not is_link(path)
     }
     return dict(sorted(found.items(), reverse=True))
 
 
 def is_complete(path: Path) -> bool:
     """Whether a step's folder has a manifest; its files may be damaged."""
-    return (path / MANIFEST).is_file() and (path / DIGEST).is_file()
+    return is_file(path / MANIFEST) and is_file(path / DIGEST)
 
 
 def complete_steps(folder: Path) -> Iterator[int]:
@@ -178,7 +187,8 @@ def require_room(folder: Path, step: int, needed: int) -> None:
     Raises:
       OSError: if fewer bytes are free.
     """
-    free, needed = shutil.disk_usage(folder).free, needed + _SPARE_BYTES
+    free = retried(lambda: shutil.disk_usage(folder).free, folder)
+    needed += _SPARE_BYTES
     if free < needed:
         raise OSError(
             errno.ENOSPC,
@@ -208,26 +218,47 @@ def set_aside(folder: Path, damaged: Iterable[int]) -> list[str]:
     going = {s for s in folders if s > newest or s in set(damaged)}
     names = []
     for path in (folders[step] for step in sorted(going)):
-        endings = itertools.chain([""], (f".{number}" for number in itertools.count(2)))
-        new = (folder / f"{path.name}.damaged{ending}" for ending in endings)
-        path.rename(next(name for name in new if not name.exists()))
+        put_aside(path)
         names.append(path.name)
     return names
 
 
 def clean_up(folder: Path) -> None:
     """Delete the remains of interrupted saves and deletions."""
-    for path in folder.iterdir():
-        if _LEFT.fullmatch(path.name) and not path.is_symlink():
-            shutil.rmtree(path)
+    for name in filter(_LEFT.fullmatch, names_in(folder)):
+        if not is_link(folder / name):
+            delete(folder / name)
 
 
 def delete_step(folder: Path, step: int) -> None:
     """Delete a step atomically: first its name, then its files."""
     path = step_path(folder, step)
     going = path.with_name(path.name + DELETING)
-    path.rename(going)
-    shutil.rmtree(going)
+    rename(path, going)
+    delete(going)
+
+
+def rename(path: Path, new: Path) -> None:
+    """Rename a folder; one that a failing disk has renamed already is fine."""
+
+    def moved() -> None:
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(new)
+        if not exists(new):
+            raise FileNotFoundError(errno.ENOENT, "is missing", os.fspath(path))
+
+    retried(moved, path)
+
+
+def delete(path: Path) -> None:
+    """Delete a folder that no step is in; what resists is left to a later save."""
+
+    def remove() -> None:
+        if exists(path):
+            shutil.rmtree(path)
+
+    with contextlib.suppress(OSError):
+        retried(remove, path)
 
 
 def metrics(folder: Path) -> dict[int, float | None]:
@@ -247,16 +278,15 @@ def make_writable(folder: Path) -> None:
         NotADirectoryError: If the folder, or a folder above it, is a file.
         PermissionError: If it can't be created or written in.
     """
-    blocking = next((p for p in (folder, *folder.parents) if p.exists()), folder)
-    if not blocking.is_dir():
+    blocking = next((p for p in (folder, *folder.parents) if exists(p)), folder)
+    if not is_folder(blocking):
         raise NotADirectoryError(
             f"folder {str(folder)!r} can't hold checkpoints: {str(blocking)!r} is a "
             "file; choose another folder, or move that file away"
         )
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        retried(lambda: folder.mkdir(parents=True, exist_ok=True), folder)
+        retried(lambda: tempfile.TemporaryFile(dir=folder).close(), folder)
     except OSError as error:
         raise PermissionError(
             f"folder {str(folder)!r} can't be written ({os.strerror(error.errno or 0)})"

@@ -20,6 +20,7 @@ import xxhash
 
 from jaxpar.checkpoint.leaves import LeafSpec
 from jaxpar.checkpoint.slices import Slices
+from jaxpar.launch.own_files import retried, write_whole
 
 FORMAT = 2
 """Increase it when older code can't read what is written from then on."""
@@ -98,9 +99,9 @@ def seal(folder: Path, manifest: Manifest) -> Manifest:
         files = dict(zip(names, entries, strict=True))
     sealed = dataclasses.replace(manifest, files=files)
     text = sealed.as_json()
-    _write(folder / MANIFEST, text)
-    _write(folder / DIGEST, digest(text).encode())
-    for directory, _, _ in os.walk(folder):
+    write_whole(folder / MANIFEST, text, durable=True)
+    write_whole(folder / DIGEST, digest(text).encode(), durable=True)
+    for directory, _, _ in os.walk(folder, onerror=_raise):
         sync(Path(directory))
     return sealed
 
@@ -280,9 +281,17 @@ def is_inside(name: str) -> bool:
     )
 
 
-def _walk(folder: Path) -> Iterator[tuple[str, str | None]]:
-    """Yield every file below a folder, and why it is not a regular file."""
-    for directory, folders, files in os.walk(folder):
+def _walk(folder: Path) -> list[tuple[str, str | None]]:
+    """Every file below a folder, and why it is not a regular file.
+
+    Raises:
+      OSError: if a folder can't be listed: its files would not be missed.
+    """
+    return retried(lambda: list(_walked(folder)), folder)
+
+
+def _walked(folder: Path) -> Iterator[tuple[str, str | None]]:
+    for directory, folders, files in os.walk(folder, onerror=_raise):
         for name in sorted(folders + files):
             path = Path(directory, name)
             mode = path.lstat().st_mode
@@ -290,6 +299,10 @@ def _walk(folder: Path) -> Iterator[tuple[str, str | None]]:
                 continue
             why = None if stat.S_ISREG(mode) else "is a link or not a regular file"
             yield path.relative_to(folder).as_posix(), why
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _seal_file(path: Path) -> tuple[int, str]:
@@ -302,7 +315,7 @@ def _seal_file(path: Path) -> tuple[int, str]:
 
 
 def _compared(path: Path, size: int, digest: str, most: int | None) -> str | None:
-    try:
+    def compared() -> str | None:
         found = path.lstat().st_size
         if found != size:
             return f"has {found:,} bytes, not {size:,}"
@@ -311,9 +324,13 @@ def _compared(path: Path, size: int, digest: str, most: int | None) -> str | Non
         own = xxhash.xxh3_128()
         for block in _blocks(path):
             own.update(block)
+        is_same = own.hexdigest() == digest
+        return None if is_same else "another checksum: bytes have changed"
+
+    try:
+        return retried(compared, path)
     except OSError as error:
         return f"can't be read ({error.strerror})"
-    return None if own.hexdigest() == digest else "another checksum: bytes have changed"
 
 
 def _blocks(path: Path) -> Iterator[memoryview]:
@@ -325,18 +342,16 @@ def _blocks(path: Path) -> Iterator[memoryview]:
 
 def _read(path: Path) -> bytes:
     """Read a small file that is not a link."""
-    try:
+
+    def read() -> bytes:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
             raise DamagedError(f"{str(path)!r} is not a file of a checkpoint")
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-            return file.read(status.st_size)  # A buffer of this size is made first.
+            # A buffer of this size is made first.
+            return file.read(status.st_size)
+
+    try:
+        return retried(read, path)
     except OSError as error:
         raise DamagedError(f"{str(path)!r} can't be read ({error.strerror})") from error
-
-
-def _write(path: Path, text: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

@@ -12,6 +12,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from jaxpar.launch.own_files import is_folder
+
 if TYPE_CHECKING:
     from jaxpar.checkpoint.manifest import Manifest
 
@@ -257,7 +259,7 @@ def _import(args: Import) -> None:
 
 def _there(folder: Path) -> Path:
     """A folder of checkpoints, as it was given or in a run's folder."""
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise ValueError(f"{str(folder)!r} is not a folder.")
     own = folder / "checkpoints"
-    return (own if own.is_dir() else folder).absolute()
+    return (own if is_folder(own) else folder).absolute()

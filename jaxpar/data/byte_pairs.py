@@ -24,6 +24,7 @@ from jaxpar.data.encoding import Encoded, Encoder, encode_documents, tokenizer_e
 from jaxpar.data.text_documents import chunks, documents_of, require_bytes
 from jaxpar.data.token_files import open_split, write_tokens
 from jaxpar.data.tokens import Tokens, first_of, is_first
+from jaxpar.launch.own_files import exists, retried, write_whole
 from jaxpar.progress import counting
 
 _TRAINED_ON = 1 << 28
@@ -54,15 +55,12 @@ def open_tokenizer(
       ValueError: if the text is not bytes, or the vocabulary smaller than 256.
     """
     path = Path(path)
-    if path.exists():
+    if exists(path):
         return Tokenizer.from_file(str(path))
     tokenizer = train_tokenizer(text, vocab_size)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with (own := unfinished(path)).open("w", encoding="utf-8") as file:
-        file.write(tokenizer.to_str(pretty=True))
-        file.flush()
-        os.fsync(file.fileno())
-    own.replace(path)
+    retried(lambda: path.parent.mkdir(parents=True, exist_ok=True), path)
+    write_whole(own := unfinished(path), tokenizer.to_str(pretty=True), durable=True)
+    retried(lambda: own.replace(path), path)
     return tokenizer
 
 

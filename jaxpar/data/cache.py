@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.data.tokens import is_first
+from jaxpar.launch.own_files import exists, is_folder, read_json, retried, write_whole
 from jaxpar.progress import waiting
 
 VERSION = 2
@@ -71,9 +72,9 @@ def root_for(sources: Sequence[Path], cache: str | os.PathLike[str] | None) -> P
     if cache is not None:
         return Path(cache)
     first = sources[0]
-    if first.with_name(_INDEX).exists():  # Itself of a cache: beside it.
+    if exists(first.with_name(_INDEX)):  # Itself of a cache: beside it.
         return first.parent.parent
-    return (first if first.is_dir() else first.parent) / FOLDER
+    return (first if is_folder(first) else first.parent) / FOLDER
 
 
 def identity_of(files: Sequence[tuple[str, Path]]) -> list[list[Any]]:
@@ -85,8 +86,8 @@ def identity_of(files: Sequence[tuple[str, Path]]) -> list[list[Any]]:
 def _index_of(folder: Path) -> dict[str, Any] | None:
     """What the builder of a folder returned; None where it is missing or damaged."""
     try:
-        return json.loads((folder / _INDEX).read_text(encoding="utf-8"))["built"]
-    except (FileNotFoundError, NotADirectoryError, ValueError, LookupError, TypeError):
+        return read_json(folder / _INDEX)["built"]
+    except (LookupError, TypeError):
         return None
 
 
@@ -102,15 +103,12 @@ def _build(
     folder: Path, key: Mapping[str, Any], build: Callable[[Path], dict[str, Any]]
 ) -> dict[str, Any]:
     own = unfinished(folder)
-    own.mkdir()
+    retried(own.mkdir, own)
     try:
         index = {"key": key, "built": build(own)}
-        with (own / _INDEX).open("w", encoding="utf-8") as file:
-            json.dump(index, file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
+        write_whole(own / _INDEX, json.dumps(index, indent=2), durable=True)
         try:
-            own.rename(folder)
+            retried(lambda: own.rename(folder), folder)
         except OSError:
             # Another host was faster, and its folder is as good.
             built = _index_of(folder)
@@ -124,9 +122,10 @@ def _build(
 
 def _require_writable(root: Path) -> None:
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        (probe := unfinished(root / ".probe")).touch()
-        probe.unlink()
+        retried(lambda: root.mkdir(parents=True, exist_ok=True), root)
+        probe = unfinished(root / ".probe")
+        retried(probe.touch, probe)
+        retried(lambda: probe.unlink(missing_ok=True), probe)
     except OSError as error:
         raise ValueError(
             f"cache: '{root}' can't be written ({error.strerror}), where the tokens of "
@@ -137,7 +136,7 @@ def _require_writable(root: Path) -> None:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
     """Hold a lock, which ends with the process at the latest; False without locks."""
-    with path.open("a") as file:
+    with retried(lambda: path.open("a"), path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

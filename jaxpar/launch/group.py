@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from jaxpar.launch.heartbeat import Beat, read_heartbeat
+from jaxpar.launch.own_files import attempted, read, retried
 from jaxpar.launch.rendezvous import WorkerEnd
 from jaxpar.launch.worker_environment import Worker, read_error
 
@@ -36,6 +37,8 @@ class Group:
         self.began = time.monotonic()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ended_by_us: set[int] = set()
+        unknown = Beat("start", None, None, self.began)
+        self._beats = dict.fromkeys((worker.heartbeat for worker in workers), unknown)
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.end)
             for worker in workers:
@@ -43,8 +46,9 @@ class Group:
             on_failure.pop_all()
 
     def _start(self, worker: Worker, command: Sequence[str]) -> None:
-        Path(worker.files).mkdir(parents=True, exist_ok=True, mode=0o700)
-        with worker.log.open("wb") as log:
+        folder = Path(worker.files)
+        retried(lambda: folder.mkdir(0o700, parents=True, exist_ok=True), folder)
+        with retried(lambda: worker.log.open("wb"), worker.log) as log:
             process = subprocess.Popen(
                 worker_command(command),
                 stdin=subprocess.DEVNULL,
@@ -62,8 +66,12 @@ class Group:
 
     def beats(self) -> list[Beat]:
         """What each worker is doing; "start" until it has reported."""
-        unknown = Beat("start", None, None, self.began)
-        return [read_heartbeat(worker.heartbeat) or unknown for worker in self.workers]
+        for path in self._beats:
+            attempted(lambda path=path: self._read_beat(path), path)
+        return [self._beats[worker.heartbeat] for worker in self.workers]
+
+    def _read_beat(self, path: Path) -> None:
+        self._beats[path] = read_heartbeat(path) or self._beats[path]
 
     def stopped(self) -> set[int]:
         """The positions of workers that a signal has stopped."""
@@ -135,17 +143,20 @@ def variables(worker: Worker) -> Mapping[str, str]:
 
 def tail(log: Path) -> list[str]:
     """The last lines of a log."""
-    try:
-        with log.open("rb") as file:
+    text = b""
+
+    def read_end() -> None:
+        nonlocal text
+        with contextlib.suppress(FileNotFoundError), log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except FileNotFoundError:
-        return []
-    return text.splitlines()[-_TAIL_LINES:]
+            text = file.read()
+
+    attempted(read_end, log)
+    return text.decode(errors="replace").splitlines()[-_TAIL_LINES:]
 
 
 def _stacks(worker: Worker) -> str:
-    with contextlib.suppress(FileNotFoundError):
-        return worker.stacks.read_text(encoding="utf-8", errors="replace")
+    with contextlib.suppress(OSError):
+        return (read(worker.stacks) or b"").decode(errors="replace")
     return ""

@@ -11,6 +11,7 @@ import struct
 import time
 from pathlib import Path
 
+from jaxpar.launch.own_files import attempted, read
 from jaxpar.launch.worker_environment import current
 
 PHASES = (
@@ -64,10 +65,15 @@ class Heartbeat:
         self._step: int | None = None
         self._resumed: int | None = None
         if path is not None:
-            with path.open("w+b") as file:
-                file.truncate(_FORM.size)
-                self._map = mmap.mmap(file.fileno(), _FORM.size)
+            attempted(lambda: self._open(path), path)
         self._write()
+
+    def _open(self, path: Path) -> None:
+        with path.open("w+b") as file:
+            # Not a hole: a page that a full disk can't take would end the process.
+            file.write(bytes(_FORM.size))
+            file.flush()
+            self._map = mmap.mmap(file.fileno(), _FORM.size)
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """Begin a phase; `step` None leaves the step as it is."""
@@ -101,11 +107,8 @@ class Heartbeat:
 def read_heartbeat(path: Path) -> Beat | None:
     """Read what another process is doing; None before its first write."""
     for _ in range(3):
-        try:
-            content = path.read_bytes()
-        except FileNotFoundError:
-            return None
-        if len(content) < _FORM.size:
+        content = read(path)
+        if content is None or len(content) < _FORM.size:
             return None
         writes, phase, step, resumed, since = _FORM.unpack_from(content)
         if writes % 2 == 0 and 0 <= phase < len(PHASES):

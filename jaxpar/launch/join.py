@@ -11,6 +11,7 @@ import jax
 import psutil
 
 from jaxpar.launch.gloo import listen_on
+from jaxpar.launch.own_files import retried
 from jaxpar.launch.worker_environment import Worker, say_error
 
 _TRY_SECONDS = 0.2
@@ -59,7 +60,7 @@ def join(worker: Worker) -> None:
         coordinator_bind_address=worker.coordinator,
         **_tls_options(worker),
     )
-    worker.error.unlink()
+    retried(lambda: worker.error.unlink(missing_ok=True), worker.error)
     listen_on(worker.address)
 
 

@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+from jaxpar.launch.own_files import names_in, retried, write_whole
 from jaxpar.launch.typed_json import read_record
 
 BEAT_SECONDS = 1.0
@@ -165,9 +166,7 @@ class Lease:
         count = self._holder.count + 1
         self._holder = dataclasses.replace(self._holder, count=count, **changes)
         path = self.folder / f"lease.{self.number}"
-        unfinished = self.folder / f"lease.{self.number}.{os.getpid()}.tmp"
-        unfinished.write_text(json.dumps(dataclasses.asdict(self._holder)))
-        os.replace(unfinished, path)
+        write_whole(path, json.dumps(dataclasses.asdict(self._holder)))
 
 
 _held: dict[Path, Lease] = {}
@@ -200,7 +199,7 @@ def take_lease(
     own = _held.get(folder)
     if own is not None and not own.is_over and not own.is_lost():
         return own
-    folder.mkdir(parents=True, exist_ok=True)
+    retried(lambda: folder.mkdir(parents=True, exist_ok=True), folder)
     newest = newest_lease(folder)
     if newest:
         _wait_for_silence(folder, newest, stale_seconds, say)
@@ -212,17 +211,21 @@ def take_lease(
         since=datetime.datetime.now().astimezone().isoformat(" ", "seconds"),
         user=_user(),
     )
-    unfinished = folder / f"lease.{newest + 1}.{os.getpid()}.tmp"
-    unfinished.write_text(json.dumps(dataclasses.asdict(holder)))
+    unfinished, path = (
+        folder / f"lease.{newest + 1}{ending}" for ending in (f".{os.getpid()}.tmp", "")
+    )
+    write_whole(unfinished, json.dumps(dataclasses.asdict(holder)))
     try:
-        os.link(unfinished, folder / f"lease.{newest + 1}")
+        retried(lambda: os.link(unfinished, path), path)
     except FileExistsError:
-        raise _held_by(folder, newest + 1) from None
+        # Made by this process, if a disk has done it and reported an error.
+        if read_holder(folder, newest + 1) != holder:
+            raise _held_by(folder, newest + 1) from None
     finally:
-        unfinished.unlink()
+        _unlink(unfinished)
     # Older ones are needed by nobody: their holders look for a higher number.
     for number in range(1, newest):
-        (folder / f"lease.{number}").unlink(missing_ok=True)
+        _unlink(folder / f"lease.{number}")
     lease = _held[folder] = Lease(folder, newest + 1, holder, beat_seconds)
     atexit.register(lease.give_back)
     return lease
@@ -263,16 +266,12 @@ def require_lease(path: Path) -> None:
 
 def is_lease(name: str) -> bool:
     """Whether a file of a run's folder belongs to leases."""
-    return re.fullmatch(r"lease\.\d+(\.\d+\.tmp)?", name) is not None
+    return re.fullmatch(r"lease\.\d+(\.\d+)?(\.tmp)*", name) is not None
 
 
 def newest_lease(folder: Path) -> int:
     """The highest number of a folder's leases; 0 without any."""
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        return 0
-    matches = map(_NAME.fullmatch, names)
+    matches = map(_NAME.fullmatch, names_in(folder))
     return max((int(match[1]) for match in matches if match), default=0)
 
 
@@ -311,6 +310,11 @@ def _held_by(folder: Path, number: int) -> LeaseHeldError:
         f"{read_holder(folder, number)} (lease {number}). Wait for its end, end it, or "
         "choose another folder (--out)"
     )
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(OSError):  # Nobody reads what is left.
+        retried(lambda: path.unlink(missing_ok=True), path)
 
 
 def _place() -> str:

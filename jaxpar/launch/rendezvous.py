@@ -9,7 +9,6 @@ common clock: a supervisor is alive while others see its count change.
 import dataclasses
 import json
 import math
-import os
 import secrets
 import socket
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxpar.launch.lease import require_lease
+from jaxpar.launch.own_files import attempted, retried, write_whole
 from jaxpar.launch.typed_json import read_record
 
 Kind = Literal["done", "stopped", "saved", "refused", "failed", "stalled", "ended"]
@@ -146,7 +146,7 @@ class Board:
 
     def __init__(self, folder: Path, host: int, processes: int, address: str):
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        retried(lambda: folder.mkdir(0o700, parents=True, exist_ok=True), folder)
         self.me = Member(
             host=host,
             id=secrets.token_hex(8),
@@ -160,7 +160,9 @@ class Board:
     def publish(self, **changes: Any) -> None:
         """Write this host's file, with changes; this is also its sign of life."""
         self.me = dataclasses.replace(self.me, count=self.me.count + 1, **changes)
-        _write(self._member_file(self.me.host), dataclasses.asdict(self.me))
+        path, content = self._member_file(self.me.host), dataclasses.asdict(self.me)
+        # The next one, a moment later, says the same.
+        attempted(lambda: _write(path, content), path)
 
     def member(self, host: int) -> Member | None:
         """Read the file of a host's supervisor."""
@@ -251,6 +253,4 @@ def cause_of(outcomes: Mapping[int, Outcome]) -> Outcome:
 def _write(path: Path, content: dict[str, Any]) -> None:
     """Replace a file atomically."""
     require_lease(path)
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(content), encoding="utf-8")
-    os.replace(unfinished, path)
+    write_whole(path, json.dumps(content))

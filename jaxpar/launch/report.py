@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from jaxpar.launch.own_files import append, read, retried
 from jaxpar.launch.rendezvous import Attempt, Outcome, WorkerEnd
 
 _FOLLOW_SECONDS = 0.1
@@ -74,20 +75,18 @@ class Report:
 
     def _slow_workers(self) -> list[str]:
         """The run's own reports of slow workers, in this attempt."""
-        try:
-            lines = self._events.read_text(encoding="utf-8").splitlines()
-        except FileNotFoundError:
-            return []
-        events = [json.loads(line) for line in lines if line.endswith("}")]
-        return [
-            f"at step {each['step']}: {each['why']}"
-            for each in events
-            if each["event"] == "slow" and each["time"] >= self._began
-        ]
+        found = []
+        # Another process writes it: a line may be unfinished, and none is needed.
+        with contextlib.suppress(OSError):
+            for line in (read(self._events) or b"").splitlines():
+                with contextlib.suppress(ValueError, LookupError, TypeError):
+                    each = json.loads(line)
+                    if each["event"] == "slow" and each["time"] >= self._began:
+                        found.append(f"at step {each['step']}: {each['why']}")
+        return found
 
     def _add(self, text: str) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(text + "\n")
+        append(self.path, text + "\n")
 
 
 def _worker(end: WorkerEnd, *, whole: bool) -> list[str]:
@@ -102,10 +101,10 @@ def _worker(end: WorkerEnd, *, whole: bool) -> list[str]:
 
 
 def _copy(log: Path, is_over: threading.Event) -> None:
-    with log.open("rb") as file:
+    with contextlib.suppress(OSError), retried(lambda: log.open("rb"), log) as file:
         while True:
             was_over = is_over.is_set()
-            new = file.read()
+            new = retried(file.read, log)
             if new:
                 sys.stdout.write(new.decode(errors="replace"))
                 sys.stdout.flush()

@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
-import os
 import types
 import typing
 from pathlib import Path
 from typing import Any, TypeVar
+
+from jaxpar.launch.own_files import read
 
 T = TypeVar("T")
 
@@ -24,13 +25,13 @@ def read_record(kind: type[T], path: Path) -> T | None:
 
     Returns:
       The dataclass; None if there is no file, or it does not hold one.
+
+    Raises:
+      OSError: if the disk does not recover.
     """
     try:
-        with path.open("rb") as file:
-            # A buffer of this size is made first.
-            size = min(os.fstat(file.fileno()).st_size, _MOST_BYTES)
-            return as_kind(kind, json.loads(file.read(size)))
-    except (FileNotFoundError, ValueError, TypeError, RecursionError):
+        return as_kind(kind, json.loads(read(path, at_most=_MOST_BYTES) or b"null"))
+    except (ValueError, TypeError, RecursionError):
         return None
 
 

@@ -20,6 +20,7 @@ from types import TracebackType
 from jaxpar.launch.exit_codes import REFUSED
 from jaxpar.launch.group import STACKS_SIGNAL
 from jaxpar.launch.heartbeat import own_heartbeat
+from jaxpar.launch.own_files import retried
 from jaxpar.launch.worker_environment import Worker, current, say_error
 
 _PR_SET_PDEATHSIG = 1
@@ -36,7 +37,7 @@ def main(args: list[str]) -> None:
             "jaxpar.launch.worker is started by a supervisor: use `jaxpar launch`"
         )
     end_with_parent()
-    stacks = worker.stacks.open("w", encoding="utf-8")
+    stacks = retried(lambda: worker.stacks.open("w"), worker.stacks)
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     heartbeat = own_heartbeat()
     sys.excepthook = functools.partial(_end_by, worker)

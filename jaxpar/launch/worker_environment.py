@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxpar.launch.own_files import read_json, write_whole
+
 VARIABLE = "JAXPAR_WORKER"
 
 
@@ -121,15 +123,13 @@ def current(environment: Mapping[str, str] = os.environ) -> Worker | None:
 
 def say_error(worker: Worker, error: str) -> None:
     """Write the error that ends a worker, before it ends."""
-    worker.error.write_text(json.dumps({"error": error}), encoding="utf-8")
+    write_whole(worker.error, json.dumps({"error": error}))
 
 
 def read_error(worker: Worker) -> str | None:
     """A worker's fatal error; None if it wrote none."""
     try:
-        found = json.loads(worker.error.read_text(encoding="utf-8"))["error"]
+        found = (read_json(worker.error) or {})["error"]
         return found.encode(errors="replace").decode()
-    except (FileNotFoundError, ValueError, RecursionError):
-        return None
     except (AttributeError, KeyError, TypeError):  # It is JSON of something else.
         return None

@@ -6,7 +6,6 @@ runs, so that a killed start has one too.
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from rich.table import Table
 
 from jaxpar.launch.heartbeat import own_heartbeat
 from jaxpar.launch.lease import require_lease
+from jaxpar.launch.own_files import attempted, read_json, write_whole
 from jaxpar.training.annotations import Annotations
 
 FILE = "goodput.json"
@@ -121,10 +121,13 @@ class Clock:
             return
         self._count()
         self._written = time.monotonic()
-        require_lease(self._path)
-        unfinished = self._path.with_suffix(".tmp")
-        unfinished.write_text(json.dumps([*self._earlier, self._account()]))
-        os.replace(unfinished, self._path)
+        accounts = json.dumps([*self._earlier, self._account()])
+
+        def write() -> None:
+            require_lease(self._path)
+            write_whole(self._path, accounts)
+
+        attempted(write, self._path)
 
     def _count(self) -> None:
         now = time.monotonic()
@@ -143,9 +146,21 @@ class Clock:
 
 
 def read_account(folder: Path) -> list[dict[str, Any]]:
-    """Read the accounts of a run's starts, oldest first."""
-    path = folder / FILE
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    """Read the accounts of a run's starts, oldest first; none where it is damaged."""
+    found = read_json(folder / FILE)
+    return found if is_account(found) else []
+
+
+def is_account(value: Any) -> bool:
+    """Whether the content of a file is accounts of a run's starts."""
+    return isinstance(value, list) and all(
+        isinstance(each, dict)
+        and {"resumed", "step"} <= each.keys()
+        and all(isinstance(each.get(name), int | float) for name in ("began", "ended"))
+        and isinstance(each.get("seconds"), dict)
+        and isinstance(each.get("marks"), list)
+        for each in value
+    )
 
 
 def seconds_at(account: Mapping[str, Any], step: int) -> float:

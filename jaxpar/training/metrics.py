@@ -23,11 +23,12 @@ import numpy as np
 from jax.typing import ArrayLike
 from rich.console import Console
 
+from jaxpar.launch import own_files
 from jaxpar.launch.lease import require_lease
 from jaxpar.training.progress_line import ProgressLine
 from jaxpar.training.writers import Guarded, MetricsWriter
 
-_FILE = "metrics.jsonl"
+FILE = "metrics.jsonl"
 _RESERVED = ("step", "time")
 _NON_FINITE = ("nan", "inf", "-inf")
 _OF_WORKERS = ("step_seconds", "data_seconds", "memory_gb")
@@ -91,16 +92,17 @@ class MetricsLogger:
         self._pending: tuple[int, Mapping[str, ArrayLike]] | None = None
         shown = Console() if console is True else console or None
         self._progress = ProgressLine(shown, total_steps, tokens_per_step)
-        self._file = None
+        self._is_open = False
         self._writes = jax.process_index() == 0
         if not self._writes:
             return
-        path = pathlib.Path(folder, _FILE)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = pathlib.Path(folder, FILE)
+        own_files.retried(lambda: path.parent.mkdir(parents=True, exist_ok=True), path)
         require_lease(path)
         _prepare_file(path, append, resume_at)
         self._path = path
-        self._file = path.open("a", encoding="utf-8")
+        own_files.append(path, "")
+        self._is_open = True
         self._writers = writers if isinstance(writers, Guarded) else Guarded(writers)
         place = path.parent
         self._writers.each(lambda each: each.begin(place, settings, resume_at))
@@ -130,7 +132,7 @@ class MetricsLogger:
         """
         if not self._writes:
             return
-        if self._file is None:
+        if not self._is_open:
             raise ValueError(
                 f"step {step} was logged after close(); log inside the with block."
             )
@@ -161,20 +163,24 @@ class MetricsLogger:
         try:
             self.flush()
         finally:
-            if self._file is not None:
+            if self._is_open:
                 self._progress.close()
-                self._file.close()
+                self._say_unwritten()
                 self._writers.each(lambda each: each.close())
-            self._file = None
+            self._is_open = False
+
+    def _say_unwritten(self) -> None:
+        if own_files.unwritten(self._path):
+            own_files.append(self._path, "")
+        if lines := own_files.unwritten(self._path):
+            warnings.warn(f"{lines} lines of {self._path} are lost", stacklevel=3)
 
     def _write(self, step: int, metrics: Mapping[str, ArrayLike]) -> None:
-        assert self._file is not None
         read = jax.device_get(metrics)
         values = {name: float(read[name]) for name in metrics}
         now = time.time()
         require_lease(self._path)
-        self._file.write(_to_line({"step": step, "time": now, **values}))
-        self._file.flush()
+        own_files.append(self._path, _to_line({"step": step, "time": now, **values}))
         self._writers.each(lambda each: each.write(step, now, values))
         if not values or any(not name.startswith("eval/") for name in values):
             self._progress.update(step, values)
@@ -231,13 +237,17 @@ def _to_record(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except ValueError:
         return None
-    is_record = isinstance(record, dict) and isinstance(record.get("step"), int)
-    return record if is_record else None
+    return record if is_record(record) else None
+
+
+def is_record(value: Any) -> bool:
+    """Whether the value of a line is a record of metrics."""
+    return isinstance(value, dict) and isinstance(value.get("step"), int)
 
 
 def _read_lines(path: pathlib.Path) -> list[tuple[bytes, dict[str, Any]]]:
     """List a file's lines with their records, without a truncated last line."""
-    lines = path.read_bytes().split(b"\n")
+    lines = (own_files.read(path) or b"").split(b"\n")
     if not lines[-1]:
         lines.pop()
         is_torn = False
@@ -262,7 +272,8 @@ def _read_lines(path: pathlib.Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 def _prepare_file(path: pathlib.Path, append: bool, resume_at: int | None) -> None:
     """Keep the records that the run resumes from, or refuse to mix two runs."""
-    if not path.exists() or not path.stat().st_size:
+    content = own_files.read(path)
+    if not content:
         return
     if not append:
         raise FileExistsError(
@@ -274,12 +285,5 @@ def _prepare_file(path: pathlib.Path, append: bool, resume_at: int | None) -> No
         for line, record in _read_lines(path)
         if resume_at is None or record["step"] <= resume_at
     )
-    if kept == path.read_bytes():
-        return
-    # A crash while writing must leave either the old file or the new one.
-    new = path.with_suffix(".tmp")
-    with new.open("wb") as file:
-        file.write(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
+    if kept != content:
+        own_files.write_whole(path, kept, durable=True)

@@ -19,12 +19,14 @@ from jaxpar.checkpoint.folder import complete_steps
 from jaxpar.checkpoint.processes import from_first, gather
 from jaxpar.launch.agreement import require_same
 from jaxpar.launch.lease import is_lease, read_holder, take_lease, use_lease
+from jaxpar.launch.own_files import exists, is_folder, names_in
 from jaxpar.launch.worker_environment import current
 from jaxpar.training.early_stop import make_early_stop
 from jaxpar.training.options import options_of
 from jaxpar.training.origin import find_parameters
 from jaxpar.training.profile import profiled_steps
 from jaxpar.training.record import (
+    CHECKPOINTS,
     FILE,
     OF_RATES,
     SAME_NUMBERS,
@@ -38,7 +40,7 @@ from jaxpar.training.record import (
     with_todays_fields,
     write,
 )
-from jaxpar.training.run import CHECKPOINTS, Run
+from jaxpar.training.run import Run
 from jaxpar.training.writers import writers_of
 
 _LAUNCH = "launch"
@@ -197,7 +199,7 @@ def _record_to_go_on(folder: Path, asked: _Asked) -> dict[str, Any] | None:
     """The record of the run in a folder as it goes on; None if none has begun there."""
     found = read(folder)
     # A start whose settings no engine could be made of has written a record alone.
-    if found is None or not any((folder / name).exists() for name in _BEGUN):
+    if found is None or not any(exists(folder / name) for name in _BEGUN):
         return None
     found = with_todays_fields(found, asked.config)
     now = resolved(asked.wanted, found, asked.fixed)
@@ -234,14 +236,14 @@ def _same(one: str | Path, other: str | Path) -> bool:
 
 def _require_usable(folder: Path) -> None:
     """Raise if a folder holds neither a run nor nothing."""
-    if folder.exists() and not folder.is_dir():
+    if exists(folder) and not is_folder(folder):
         raise ValueError(
             f"out={str(folder)!r} is a file. Choose an empty or a new folder (--out)."
         )
-    own = {_LAUNCH, Path(FILE).with_suffix(".tmp").name}
-    found = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    own = {_LAUNCH, f"{FILE}.tmp"}
+    found = set(names_in(folder))
     others = [name for name in found - own if not is_lease(name)]
-    if others and FILE not in found:
+    if others and FILE not in found and read(folder) is None:
         raise ValueError(
             f"out={str(folder)!r} has files but no {FILE}, so it is not a jaxpar run. "
             "Choose an empty or a new folder (--out)."

@@ -11,6 +11,7 @@ from jaxpar.checkpoint.former_names import as_stored
 from jaxpar.checkpoint.manifest import read_manifest
 from jaxpar.checkpoint.processes import from_first
 from jaxpar.engine.engine import Engine
+from jaxpar.launch.own_files import is_file, names_in
 from jaxpar.tree import named_leaves
 
 _SAFETENSORS = "*.safetensors"
@@ -28,10 +29,12 @@ def find_parameters(origin: Path) -> Path:
       ValueError: if it holds safetensors, and the run has several processes.
     """
     for folder in (origin / "checkpoints", origin):
-        if folder.is_dir() and next(complete_steps(folder), None) is not None:
+        if next(complete_steps(folder), None) is not None:
             return folder
-    is_file = origin.match(_SAFETENSORS) and origin.is_file()
-    if is_file or (origin.is_dir() and any(origin.glob(_SAFETENSORS))):
+    names = map(Path, names_in(origin))
+    if any(each.match(_SAFETENSORS) for each in names) or (
+        origin.match(_SAFETENSORS) and is_file(origin)
+    ):
         if jax.process_count() > 1:
             raise ValueError(
                 f"init_from={str(origin)!r} has safetensors, which a run of several "

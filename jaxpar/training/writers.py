@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from jaxpar.launch.extras import import_extra
+from jaxpar.launch.own_files import read, write_whole
 from jaxpar.training.options import options_of
 
 _FLUSH_SECONDS = 10
@@ -153,8 +154,8 @@ class MLflow:
         self._client = self._package.MlflowClient(self._uri)
         self._metric = import_extra("mlflow.entities", "MLflow").Metric
         file = folder / "mlflow.id"
-        if file.exists():
-            self._id = file.read_text().strip()
+        if known := read(file):
+            self._id = known.decode().strip()
             self._client.update_run(self._id, status="RUNNING")
             return
         found = self._client.get_experiment_by_name(self._experiment)
@@ -167,7 +168,7 @@ class MLflow:
         self._id = run.info.run_id
         for name, value in settings.items():
             self._client.log_param(self._id, name, value)
-        file.write_text(self._id)
+        write_whole(file, self._id)
 
     def write(self, step: int, seconds: float, numbers: Mapping[str, float]) -> None:
         """Take the numbers; they are sent once a second."""
@@ -252,6 +253,7 @@ class Guarded:
 
 def _own_id(file: Path) -> str:
     """The id in a file; made at the first start."""
-    if not file.exists():
-        file.write_text(uuid.uuid4().hex)
-    return file.read_text().strip()
+    known = read(file)
+    if not known:
+        write_whole(file, known := uuid.uuid4().hex.encode())
+    return known.decode().strip()

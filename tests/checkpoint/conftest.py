@@ -62,14 +62,14 @@ class Disk:
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     disk = Disk(threading.Event())
     disk.release.set()
-    write = manifest._write
+    write = manifest.write_whole
 
-    def slow_write(path: Path, text: bytes) -> None:
+    def slow_write(path: Path, text: bytes, **options: bool) -> None:
         assert disk.release.wait(30)
         if disk.full:
             raise OSError(28, "No space left on device")
-        write(path, text)
+        write(path, text, **options)
 
-    monkeypatch.setattr(manifest, "_write", slow_write)
+    monkeypatch.setattr(manifest, "write_whole", slow_write)
     yield disk
     disk.release.set()
