@@ -243,6 +243,7 @@ ESSENTIAL: dict[str, tuple[str, ...]] = {
         "*nan*",
         "*warning*",
     ),
+    "tests/training/test_mending.py": ("*empty-run*", "*garbage-events*", "*at_once*"),
     "tests/training/test_module_table.py": (),
     "tests/training/test_origin.py": ("*[[]run]", "*refused*"),
     "tests/training/test_profile.py": (

@@ -71,7 +71,9 @@ class Writer:
 
     def __init__(self):
         quiet_orbax()
-        self._orbax = ocp.AsyncCheckpointer(_handler())
+        # Threads that wait for a folder that could not be made would wait for minutes.
+        options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+        self._orbax = ocp.AsyncCheckpointer(_handler(), async_options=options)
 
     def start(self, folder: Path, arrays: Mapping[str, jax.Array]) -> None:
         """Copy arrays to the host, and begin to write them.
@@ -241,8 +243,8 @@ def _handler() -> ocp.PyTreeCheckpointHandler:
 def _let_writers_end() -> None:
     """Join the threads of a failed save.
 
-    Orbax reports the first error and leaves the other threads writing into the step's
-    folder, which a second try to save the step reuses.
+    Orbax reports the first error and leaves the other threads writing, with their
+    copies of the arrays.
     """
     until = time.monotonic() + _WRITERS_SECONDS
     for thread in threading.enumerate():

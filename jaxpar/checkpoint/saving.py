@@ -1,13 +1,14 @@
 """When is a step saved: once its files are on disk, verified and under its name."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import math
-import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -17,11 +18,15 @@ from jaxpar.checkpoint.manifest import Manifest, seal, sync
 from jaxpar.checkpoint.processes import gather
 from jaxpar.checkpoint.retention import Keep
 from jaxpar.checkpoint.slices import Slices
-from jaxpar.launch.lease import require_lease
+from jaxpar.launch.lease import LeaseLostError, require_lease
 
 REREAD = 0.125
 """Share of the slices that is read back by default, other ones at each save."""
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.2, 600.0
+
+
+class SaveFailedError(OSError):
+    """A checkpoint could not be written; earlier ones are complete."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +66,28 @@ class ReadBack:
         stored_arrays.compare_slices(folder, manifest, chosen)
 
 
+def start(
+    background: concurrent.futures.Executor,
+    held: Mapping[str, jax.Array],
+    written: Path,
+    writer: stored_arrays.Writer,
+    *rest: Any,
+) -> concurrent.futures.Future[None]:
+    """Begin to write a step, and `finish` it in the background.
+
+    An error at once is one of the result, so that all processes learn of it.
+    """
+    try:
+        writer.start(written, held)
+    except (OSError, ValueError, RuntimeError) as error:
+        failed: concurrent.futures.Future[None] = concurrent.futures.Future()
+        failed.set_exception(error)
+        return failed
+    return background.submit(finish, written, writer, *rest)
+
+
 def finish(
-    folder: Path,
+    written: Path,
     writer: stored_arrays.Writer,
     manifest: Manifest,
     keep: Keep,
@@ -74,7 +99,7 @@ def finish(
     they have written.
 
     Args:
-      folder: of the checkpoints.
+      written: where the step is written, in the folder of the checkpoints.
       writer: writes the arrays.
       manifest: of the step, without files.
       keep: which steps to keep.
@@ -84,18 +109,17 @@ def finish(
       OSError, ValueError, RuntimeError: the cause of a failure (`LeaseLostError` is
         one); the step's files are deleted then.
     """
-    written = files.saving_path(folder, manifest.step)
-    is_first = jax.process_index() == 0
+    folder, is_first = written.parent, jax.process_index() == 0
     with contextlib.ExitStack() as on_failure:
         if is_first:
-            on_failure.callback(shutil.rmtree, written, ignore_errors=True)
+            on_failure.callback(files.delete, written)
         writer.wait()
         if is_first:
             stored_arrays.require_declared(written, manifest.leaves)
             read_back.compare(written, manifest)
             seal(written, manifest)
             require_lease(folder)
-            written.rename(files.step_path(folder, manifest.step))
+            files.rename(written, files.step_path(folder, manifest.step))
             sync(folder)
         on_failure.pop_all()
     if is_first:
@@ -112,6 +136,36 @@ def _appears(written: Path, step: Path) -> bool:
     while written.exists() and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
     return files.is_complete(step)
+
+
+def failure(
+    folder: Path,
+    failed: Sequence[str | None],
+    error: BaseException | None,
+    newest: int | None,
+) -> LeaseLostError | SaveFailedError:
+    """The error of a failed save.
+
+    Args:
+      folder: of the checkpoints.
+      failed: what each process says of it; None where nothing failed.
+      error: of this process.
+      newest: the newest complete step.
+    """
+    lost = [why for why in failed if why and why.startswith("LeaseLostError")]
+    if lost:
+        own = isinstance(error, LeaseLostError)
+        return LeaseLostError(str(error) if own else lost[0])
+    said = "; ".join(
+        why if len(failed) == 1 else f"process {i}: {why}"
+        for i, why in enumerate(failed)
+        if why
+    )
+    return SaveFailedError(
+        f"a save to {str(folder)!r} failed: {said}. The newest checkpoint there is "
+        f"{'none' if newest is None else f'step {newest}'}; make room or repair the "
+        "disk, and save again"
+    )
 
 
 def of_all(own: Mapping[str, Slices]) -> dict[str, Slices]:

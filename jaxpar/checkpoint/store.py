@@ -3,6 +3,7 @@
 import atexit
 import concurrent.futures
 import functools
+import itertools
 import operator
 import os
 import uuid
@@ -23,18 +24,24 @@ from jaxpar.checkpoint.manifest import DamagedError, Manifest, read_manifest
 from jaxpar.checkpoint.processes import from_first, gather, on_all
 from jaxpar.checkpoint.restoring import Request, Restored
 from jaxpar.checkpoint.retention import Keep, as_keep
-from jaxpar.checkpoint.saving import REREAD, ReadBack, finish, finite, of_all, versions
+from jaxpar.checkpoint.saving import (
+    REREAD,
+    ReadBack,
+    SaveFailedError,
+    failure,
+    finite,
+    of_all,
+    start,
+    versions,
+)
 from jaxpar.checkpoint.selection import select
 from jaxpar.checkpoint.shard_parts import ShardParts
 from jaxpar.checkpoint.slices import checksums
-from jaxpar.launch.lease import LeaseLostError, lease_of, require_lease
+from jaxpar.launch.lease import lease_of, require_lease
+from jaxpar.launch.own_files import retried
 from jaxpar.tree import to_stored
 
 _ALL_LOGICAL = ShardParts()
-
-
-class SaveFailedError(OSError):
-    """A checkpoint could not be written; earlier ones are complete."""
 
 
 class Checkpoints:
@@ -82,6 +89,7 @@ class Checkpoints:
         self._turn, self._begun = 0, -1
         self._writer: stored_arrays.Writer | None = None
         self._saving: concurrent.futures.Future[None] | None = None
+        self._numbers = itertools.count()
 
     def set_rules(self, keep: int | Keep | None, reread: float) -> None:
         """Set what later saves keep, and the share of their slices they read back.
@@ -137,7 +145,8 @@ class Checkpoints:
         content = as_json("meta", {**self._parts.meta(), **number, **(meta or {})})
         self.wait()
         specs = named.leaf_specs(leaves)
-        run = from_first(lambda: self._admit(step, specs, force))
+        path = files.saving_path(self._folder, step, next(self._numbers))
+        run = from_first(lambda: self._admit(step, specs, path, force))
         if run is None:
             return
         self._run, self._damaged = run, set()  # They are renamed by now.
@@ -155,13 +164,10 @@ class Checkpoints:
             slices=of_all(own),
         )
         self._writer = self._writer or stored_arrays.Writer()
-        self._writer.start(files.saving_path(self._folder, step), held)
         self._turn, self._begun = self._turn + 1, step
-        self._saving = _background.submit(
-            finish,
-            *(self._folder, self._writer, manifest, self._keep),
-            ReadBack(own, self._reread, self._turn),
-        )
+        read_back = ReadBack(own, self._reread, self._turn)
+        given = path, self._writer, manifest, self._keep, read_back
+        self._saving = start(_background, held, *given)
         _unfinished[self] = None
 
     def wait(self) -> None:
@@ -183,26 +189,12 @@ class Checkpoints:
         if saving is None:
             return
         error = saving.exception()
-        failed = gather(None if error is None else repr(error))
+        failed = gather(None if error is None else repr(error)[:1000])
         if not any(failed):
             return
         self._damaged.add(self._begun)  # Another process may have given it its name.
         self._release()
-        lost = [why for why in failed if why and why.startswith("LeaseLostError")]
-        if lost:
-            own = isinstance(error, LeaseLostError)
-            raise LeaseLostError(str(error) if own else lost[0]) from error
-        said = "; ".join(
-            why if len(failed) == 1 else f"process {i}: {why}"
-            for i, why in enumerate(failed)
-            if why
-        )
-        newest = self.latest()
-        raise SaveFailedError(
-            f"a save to {str(self._folder)!r} failed: {said}. The newest checkpoint "
-            f"there is {'none' if newest is None else f'step {newest}'}; make room or "
-            "repair the disk, and save again"
-        ) from error
+        raise failure(self._folder, failed, error, self.latest()) from error
 
     def steps(self) -> list[int]:
         """Return the complete steps on disk, oldest first."""
@@ -308,7 +300,7 @@ class Checkpoints:
             writer.close()
 
     def _admit(
-        self, step: int, specs: Mapping[str, named.LeafSpec], force: bool
+        self, step: int, specs: Mapping[str, named.LeafSpec], path: Path, force: bool
     ) -> str | None:
         """Prepare the folder for a step; return its run, None if already saved."""
         require_lease(self._folder)
@@ -330,7 +322,7 @@ class Checkpoints:
                 f"'.damaged': {', '.join(names)}",
                 stacklevel=6,
             )
-        files.saving_path(self._folder, step).mkdir()
+        retried(lambda: path.mkdir(exist_ok=True), path)
         return run
 
     def _require_own(

@@ -152,19 +152,24 @@ def read_json(path: Path) -> Any:
     return None
 
 
-def write_whole(path: Path, content: str | bytes, *, durable: bool = False) -> None:
+def write_whole(
+    path: Path, content: str | bytes, *, durable: bool = False, private: bool = False
+) -> None:
     """Replace a file: others find what it was, or the new content, never a part of it.
 
     Args:
       path: the file; one process writes it.
       content: what it will hold.
       durable: whether it must outlast the host's end once this has returned.
+      private: whether only this user may read it.
     """
     unfinished = path.with_name(path.name + ".tmp")
     text = content.encode() if isinstance(content, str) else content
 
     def write() -> None:
         with unfinished.open("wb") as file:
+            if private:
+                os.fchmod(file.fileno(), 0o600)
             file.write(text)
             if durable:
                 file.flush()
@@ -214,6 +219,12 @@ def is_folder(path: Path) -> bool:
 def is_file(path: Path) -> bool:
     """Whether a path is a file's."""
     return stat.S_ISREG(_mode(path))
+
+
+def is_private(path: Path) -> bool:
+    """Whether a file is there that only its user may read."""
+    mode = _mode(path)
+    return mode != 0 and not mode & 0o077
 
 
 def is_link(path: Path) -> bool:

@@ -4,6 +4,7 @@ Some settings may change when a run goes on, for they change no number but by ro
 how it is sharded, how long it is, when it is saved. The others make it another run.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -15,10 +16,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from jaxpar.checkpoint.folder import complete_steps, step_path
+from jaxpar.checkpoint.manifest import DamagedError, read_manifest
+from jaxpar.launch.own_files import is_private, read_json, write_whole
 from jaxpar.training.options import OPTIONS
 from jaxpar.training.secret_values import command_without_secrets, without_secrets
 
-FILE = "run.json"
+FILE, CHECKPOINTS = "run.json", "checkpoints"
+
+_PARTS = ("config", "identity", "init_from", "history", "versions", "command", "commit")
 
 SAME_NUMBERS = (
     "accumulate",
@@ -198,20 +204,31 @@ def later_record(
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """The record of a folder's run; None if it holds none."""
-    path = folder / FILE
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    """The record of a folder's run; None if it holds none.
+
+    Every checkpoint has it too, and gives it where the file is missing or damaged.
+    """
+    found = read_json(folder / FILE)
+    if is_record(found):
+        return found
+    for step in complete_steps(folder / CHECKPOINTS):
+        with contextlib.suppress(DamagedError):
+            meta = read_manifest(step_path(folder / CHECKPOINTS, step)).meta
+            if is_record(meta):
+                return {name: meta[name] for name in _PARTS if name in meta}
+    return None
+
+
+def is_record(value: Any) -> bool:
+    """Whether the content of a file, or a checkpoint's `meta`, records a run."""
+    return isinstance(value, dict) and isinstance(value.get("config"), dict)
 
 
 def write(folder: Path, record: Mapping[str, Any], *, private: bool = False) -> None:
     """Replace the record atomically; once it is private, it stays so."""
     path = folder / FILE
-    unfinished = path.with_suffix(".tmp")
-    if private or (path.exists() and not path.stat().st_mode & 0o077):
-        unfinished.touch()
-        unfinished.chmod(0o600)
-    unfinished.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(folder / FILE)
+    text = json.dumps(record, indent=2) + "\n"
+    write_whole(path, text, durable=True, private=private or is_private(path))
 
 
 def _software() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 ``events.jsonl`` records problems, and what was done about them.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -20,15 +21,17 @@ from jaxpar.checkpoint.folder import choose, complete_steps
 from jaxpar.checkpoint.processes import from_first
 from jaxpar.engine.engine import Engine
 from jaxpar.launch.lease import require_lease
+from jaxpar.launch.own_files import append
+from jaxpar.launch.own_files import read as read_file
 from jaxpar.training.changes import restore_changed, schedule_counts
 from jaxpar.training.early_stop import EarlyStop
 from jaxpar.training.metrics import read_metrics
 from jaxpar.training.origin import load_parameters
-from jaxpar.training.record import changes_numbers, read, write
+from jaxpar.training.record import CHECKPOINTS, changes_numbers, read, write
 from jaxpar.training.writers import MetricsWriter
 from jaxpar.types import Batch, Params
 
-_EVENTS, CHECKPOINTS = "events.jsonl", "checkpoints"
+EVENTS = "events.jsonl"
 NEW_DATA = "new data"
 """The event of a run that goes on at the first row of another stream."""
 
@@ -167,21 +170,30 @@ class Run:
         batches = meta.get("batches_drawn", step)
         return batches, meta.get("rows_drawn", batches * batch_rows)
 
+    def recall_left_out(self, step: int, batch_rows: int) -> list[tuple[int, int]]:
+        """As `rows_left_out`, with those that a checkpoint knows and no event names."""
+        known = self.rows_left_out(batch_rows)
+        saved = Checkpoints(self.checkpoints).meta(step).get("rows_left_out", ())
+        found = sorted({*known, *((first, last) for first, last in saved)})
+        if found != known:
+            self.note("left out before", step, rows_left_out=found)
+        return found
+
     def note(self, event: str, step: int, **fields: Any) -> None:
         """Add a line to the run's events, on process 0."""
         if jax.process_index() == 0:
-            require_lease(self.folder)
+            with contextlib.suppress(OSError):  # Of a disk that can't show a lease.
+                require_lease(self.folder)
             values = {
                 name: str(x) if isinstance(x, float) and not math.isfinite(x) else x
                 for name, x in fields.items()
             }
             line = {"event": event, "step": step, "time": time.time(), **values}
-            with (self.folder / _EVENTS).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line, allow_nan=False) + "\n")
+            append(self.folder / EVENTS, json.dumps(line, allow_nan=False) + "\n")
 
     def events(self) -> list[dict[str, Any]]:
         """Read the run's events, on every process."""
-        return from_first(lambda: _read_events(self.folder / _EVENTS))
+        return from_first(lambda: _read_events(self.folder / EVENTS))
 
     def numbers_before(self, step: int, most: int) -> list[list[float]]:
         """[loss, grad_norm] of the last steps logged before one, on every process."""
@@ -224,12 +236,12 @@ def _optimizers(line: Mapping[str, Any]) -> list[Any]:
 def _listed(names: Sequence[str], most: int = 4) -> str:
     shown = ", ".join(names[:most])
     more = len(names) - most
-    return f"{shown} and {more} more ({_EVENTS} has all)" if more > 0 else shown
+    return f"{shown} and {more} more ({EVENTS} has all)" if more > 0 else shown
 
 
 def _last_step(path: Path) -> int:
     """The last step of a log; 0 if there is none."""
-    records = read_metrics(path) if path.exists() else []
+    records = read_metrics(path)
     return max((int(each["step"]) for each in records), default=0)
 
 
@@ -242,7 +254,7 @@ def digest(batch: Batch) -> str:
 
 
 def _read_numbers(path: Path, step: int) -> list[list[float]]:
-    records = read_metrics(path) if path.exists() else []
+    records = read_metrics(path)
     names = "train/loss", "train/grad_norm"
     return [
         [each[name] for name in names]
@@ -252,7 +264,7 @@ def _read_numbers(path: Path, step: int) -> list[list[float]]:
 
 
 def _read_evaluated(path: Path, step: int) -> list[tuple[int, dict[str, float]]]:
-    records = read_metrics(path) if path.exists() else []
+    records = read_metrics(path)
     found = [
         (each["step"], {k: x for k, x in each.items() if k.startswith("eval/")})
         for each in records
@@ -262,7 +274,7 @@ def _read_evaluated(path: Path, step: int) -> list[tuple[int, dict[str, float]]]
 
 def _read_events(path: Path) -> list[dict[str, Any]]:
     """Complete lines; the last one may be truncated."""
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    lines = (read_file(path) or b"").split(b"\n")[:-1]
     return [json.loads(line) for line in lines]
 
 

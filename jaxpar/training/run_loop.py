@@ -7,6 +7,7 @@ is saved, so that no checkpoint holds a bad step. Problems are written to
 
 import collections
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,17 +16,20 @@ import jax
 from rich.console import Console
 
 from jaxpar.checkpoint import Keep
+from jaxpar.checkpoint.processes import from_first
 from jaxpar.checkpoint.retention import as_keep
 from jaxpar.engine.engine import Engine
 from jaxpar.engine.replicas import CorruptionError
 from jaxpar.launch.exit_codes import CORRUPT, DIVERGED, SAVE_FAILED, STOPPED
 from jaxpar.training import goodput
 from jaxpar.training.evaluations import Evaluations, describe
+from jaxpar.training.mending import mend
 from jaxpar.training.metrics import MetricsLogger
 from jaxpar.training.performance import Performance
 from jaxpar.training.profile import Profile
 from jaxpar.training.recovery import Recovery, StepMonitor, Taken
-from jaxpar.training.run import NEW_DATA, Run, digest
+from jaxpar.training.run import EVENTS, NEW_DATA, Run, digest
+from jaxpar.training.saves import Saves
 from jaxpar.training.signals import RunStopped, StopSignals
 from jaxpar.training.stragglers import StragglerDetector, describe_slow
 from jaxpar.types import Batch
@@ -91,6 +95,7 @@ class RunLoop:
         )
         scales = engine.spec.precision.scales_loss
         self.monitor = StepMonitor(self.recovery, scales_loss=scales)
+        self.mended = from_first(lambda: mend(run))
         self.clock = goodput.Clock(run.folder)
         self.profile = Profile(
             engine, run.folder, rules.profiled, self.clock.annotations
@@ -100,6 +105,12 @@ class RunLoop:
             self.recovery.compare_every, self.recovery.slow
         )
         self.has_compiled = False
+        self.heldout: float | None = None
+        stops = self.recovery.on_failed_save == "stop"
+        self.saves = Saves(
+            *(self._begin_save, engine.wait, self._save_failed),
+            functools.partial(self._stop, SAVE_FAILED) if stops else None,
+        )
 
     def account(self, *, show: bool = True) -> None:
         """Close the account of where the time went, and print it."""
@@ -115,6 +126,8 @@ class RunLoop:
         with self.clock.during("restore"):
             start = self.run.resume(self.engine, self.data)
         if start is not None:
+            if EVENTS in self.mended or not self.run.events():
+                self.left_out = self.run.recall_left_out(start, self.batch_rows)
             self._resume_at(start)
             found = self._evaluate(start)
             if self._due(start)[0] and self.evaluations.lacks(start):
@@ -281,7 +294,8 @@ class RunLoop:
         self.left_out = sorted({*self.left_out, *rows})
         self.unjudged = None
         self.doubtful.clear()
-        self._wait_for_saves()
+        with self.clock.during("save"):
+            self.saves.have_ended()
         with self.clock.during("restore"):
             start = self.run.resume(self.engine, self.data)
         assert start is not None, "begin saved the initial state"
@@ -320,22 +334,23 @@ class RunLoop:
             self.left_out = []
 
     def _save(self, heldout: float | None) -> None:
-        """Save, with the loss that chooses the best; report a save that failed."""
-        try:
-            self._wait_for_saves()
-            with self.clock.during("save"):
-                self.engine.save(
-                    self.run.checkpoints,
-                    data=self.data,
-                    keep=self.rules.keep,
-                    meta=self.run.record
-                    | {"batches_drawn": self.drawn, "rows_drawn": self.rows},
-                    metric=heldout,
-                    reread=self.rules.recovery.reread,
-                )
-            self.clock.saved(self.engine.steps)
-        except OSError as error:
-            self._failed_save(error)
+        """Start a save, with the loss that chooses the best."""
+        self.heldout = heldout
+        with self.clock.during("save"):
+            self.saves.start()
+
+    def _begin_save(self) -> None:
+        self.engine.save(
+            self.run.checkpoints,
+            data=self.data,
+            keep=self.rules.keep,
+            meta=self.run.record
+            | {"batches_drawn": self.drawn, "rows_drawn": self.rows}
+            | {"rows_left_out": self.left_out},
+            metric=self.heldout,
+            reread=self.recovery.reread,
+        )
+        self.clock.saved(self.engine.steps)
 
     def _evaluate(self, step: int) -> dict[str, float]:
         """Evaluate and print; name -> number."""
@@ -347,17 +362,11 @@ class RunLoop:
         return found
 
     def _wait_for_saves(self) -> None:
-        try:
-            with self.clock.during("save"):
-                self.engine.wait()
-        except OSError as error:
-            self._failed_save(error)
+        with self.clock.during("save"):
+            self.saves.wait()
 
-    def _failed_save(self, error: OSError) -> None:
-        why = f"a save failed: {error}"
-        if self.recovery.on_failed_save == "stop":
-            self._stop(SAVE_FAILED, why)
-        self._report("save failed", self.engine.steps, why=str(error))
+    def _save_failed(self, why: str) -> None:
+        self._report("save failed", self.engine.steps, why=why)
 
     def _probe(self, step: int) -> None:
         try:

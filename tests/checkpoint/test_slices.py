@@ -18,7 +18,6 @@ from jaxpar.checkpoint import (
     arrays,
     restoring,
     saving,
-    store,
 )
 from jaxpar.checkpoint import folder as files
 from jaxpar.checkpoint.manifest import Manifest
@@ -248,7 +247,7 @@ def test_step_that_another_process_finds_damaged_is_not_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Process 0 has given it its name by then."""
-    checkpoints, real = Checkpoints(tmp_path), store.finish
+    checkpoints, real = Checkpoints(tmp_path), saving.finish
     checkpoints.save(1, tree(1))
     checkpoints.wait()
 
@@ -256,7 +255,7 @@ def test_step_that_another_process_finds_damaged_is_not_one(
         real(*given)
         raise DifferentError("w[0:3000] is not what the devices held")
 
-    monkeypatch.setattr(store, "finish", finish)
+    monkeypatch.setattr(saving, "finish", finish)
     checkpoints.save(2, tree(2))
     with pytest.raises(SaveFailedError, match="newest checkpoint there is step 1"):
         checkpoints.wait()
