@@ -11,14 +11,8 @@ from jax.sharding import Mesh
 
 from jaxpar.compiled.xla_flags import Value
 from jaxpar.engine.engine import Engine
-from jaxpar.engine.focus import Focus
-from jaxpar.engine.loss_step import make_loss_step
-from jaxpar.engine.make_step import MadeRun, MadeStep, make_step
-from jaxpar.engine.other_shapes import with_other_shapes
-from jaxpar.engine.read_arguments import RunSpec, read_loss
-from jaxpar.engine.several import check_one, make_several
+from jaxpar.engine.make_run import make_losses, make_run
 from jaxpar.mesh import MeshShape, as_mesh
-from jaxpar.model.bridge import UnderAxisRules, make_network
 from jaxpar.model.trainable import Trainable
 from jaxpar.offload import Offload
 from jaxpar.optim.make_update import Optimizer
@@ -26,10 +20,9 @@ from jaxpar.pipeline.schedules.asynchronous import Asynchronous
 from jaxpar.pipeline.schedules.table import Schedule
 from jaxpar.progress import waiting
 from jaxpar.sharding.rules import Rules
-from jaxpar.sharding.zero import zero_stage
 from jaxpar.sharding.zero_plus_plus import ZeroPlusPlus
 from jaxpar.step.carried import Carried
-from jaxpar.step.precision import Precision, make_precision
+from jaxpar.step.precision import Precision
 from jaxpar.types import Batch, LossFn
 
 
@@ -151,46 +144,11 @@ def initialize(  # noqa: PLR0913 - the one call that users make, all by keyword
       True
     """
     arguments = {**locals(), "mesh": None, "devices": None}
-    run = RunSpec(
-        mesh=as_mesh(mesh, devices),
-        zero=zero_stage(zero),
-        precision=make_precision(precision),
-        schedule=schedule,
-        rules=rules or {},
-        coupled_batch=coupled_batch,
-        check_loss=check_loss,
-        allow_whole=allow_whole,
-        prefetch=prefetch,
-        two_batch_overlap=two_batch_overlap,
-        xla_options=xla_options,
-    )
-    make = make_several if isinstance(model, Mapping) else _make_one
     shown = jax.process_index() == 0
     with waiting("tracing the model", shown=shown):
-        made = make(run, arguments)
+        made = make_run(arguments, as_mesh(mesh, devices))
     arguments = {**arguments, **made.arguments}
-    losses = {
-        name: make_loss_step(made.placement, made.steps[name], focus, arguments)
-        for name, focus in made.focuses.items()
-    }
+    losses = make_losses(made, arguments)
     with waiting("initialising the state", shown=shown):
         state = made.placement.initial_state(made.init, seed)
     return Engine(made.network, made.placement, losses, state, arguments)
-
-
-def _make_one(run: RunSpec, arguments: Mapping[str, Any]) -> MadeRun:
-    """The step of a single loss."""
-    check_one(arguments)
-    own, model = read_loss(run, arguments), arguments["model"]
-    network = make_network(model, own.loss.on_sample, own.rows)
-    made = make_step(run, own, network)
-    made = with_other_shapes(run, own, made, arguments)
-    rebuilt = {
-        "other_shapes": (),
-        "sample_batch": own.batch_spec.rows(own.batch_spec.num_rows),
-        "model": UnderAxisRules(model, network.axis_rules),
-    }
-    steps: dict[str | None, MadeStep] = {None: made}
-    focuses: dict[str | None, Focus] = {None: Focus()}
-    given = made.placement, made.traced.init, steps, focuses
-    return MadeRun(network, *given, rebuilt)
