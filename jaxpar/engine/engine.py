@@ -14,6 +14,7 @@ from jaxpar.engine.description import describe
 from jaxpar.engine.loss_step import LossStep, unknown_loss
 from jaxpar.engine.one_thread import OneThread
 from jaxpar.engine.placement import Placement
+from jaxpar.engine.replay import Replays
 from jaxpar.engine.replicas import Probe, make_probe
 from jaxpar.engine.run_ahead import Dispatched, RunAhead
 from jaxpar.engine.saved_state import SavedState
@@ -65,6 +66,7 @@ class Engine(SavedState):
         self._leaves, self._structure = jax.tree.flatten(state)
         self._checkpoints: dict[str, Checkpoints] = {}
         self._probe: Probe | None = None
+        self._replays: Replays | None = None
         self._view: StateView | None = None
         self._thread = OneThread("engine")
         self._ahead, self._number = RunAhead(), 0
@@ -234,9 +236,25 @@ class Engine(SavedState):
                 self._probe = make_probe(self.mesh, shardings)
             self._probe.check(self._leaves)
 
+    def replays(self) -> Replays:
+        """What compares steps with replays of them on shifted devices; see `Replays`.
+
+        Raises:
+          ValueError: if steps can't be replayed: the mesh has one device, or the host
+            computes the update.
+        """
+        if self._replays is None:
+            given = self.placement, self._losses, self.arguments
+            self._replays = Replays(*given, self._finished_leaves)
+        return self._replays
+
     def traces(self) -> Mapping[str, jax.stages.Traced]:
         """See `CompiledStep`."""
         return self.loss().traces()
+
+    def _finished_leaves(self) -> list[jax.Array]:
+        self._ahead.finish()
+        return jax.block_until_ready(self._leaves)
 
     def _put(self, batch: Batch, loss: str | None) -> tuple[LossStep, Batch]:
         self.placement.require_devices("batch")

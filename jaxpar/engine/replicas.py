@@ -22,7 +22,10 @@ from jaxpar.sharding.memory_kinds import is_on_host, to_device
 
 
 class CorruptionError(RuntimeError):
-    """Replicas of an array differ; the message names the leaves and the devices."""
+    """Bits that should be equal differ; the message names the leaves and the devices.
+
+    Of replicas, or of a step and its replay on shifted devices.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Probe:
           CorruptionError: if replicas differ. It names the devices in the minority,
             or both if there are two.
         """
-        hashes = self._hashes(leaves)
+        hashes = self.hashes(leaves)
         devices, wrong = list(self.mesh.devices.flat), []
         for column, (name, leaf) in enumerate(zip(self.shardings, leaves, strict=True)):
             pieces = pieces_of(self.shardings[name], leaf.shape, devices)
@@ -58,16 +61,24 @@ class Probe:
                 odd = _minority(hashes[group, column])
                 wrong += [(name, devices[group[i]]) for i in odd]
         if wrong:
-            named = "; ".join(f"{name} on {_name_of(device)}" for name, device in wrong)
+            named = "; ".join(
+                f"{name} on {device_name(device)}" for name, device in wrong
+            )
             raise CorruptionError(
                 f"replicas that should be equal bit by bit differ: {named}. Take the "
                 "device out of service, and resume from the last checkpoint."
             )
 
-    def _hashes(self, leaves: Sequence[jax.Array]) -> np.ndarray:
+    def hashes(self, leaves: Sequence[jax.Array]) -> np.ndarray:
         """Hash all leaves of the devices at once, and those of the host one by one.
 
         The device may have no room for all that the host stores.
+
+        Args:
+          leaves: in the order of `shardings`.
+
+        Returns:
+          [devices, leaves], uint32: of each device's shard, in the mesh's order.
         """
         places = list(self.shardings.values())
         off = [i for i, place in enumerate(places) if is_on_host(place)]
@@ -88,6 +99,11 @@ def make_probe(mesh: Mesh, shardings: Mapping[str, NamedSharding]) -> Probe:
       mesh: the mesh.
       shardings: leaf name -> sharding, on that mesh.
     """
+    return Probe(mesh, shardings, make_hashed(mesh))
+
+
+def make_hashed(mesh: Mesh) -> Callable[..., jax.Array]:
+    """Make the function that hashes shards: `Probe.hashed`."""
     axes = mesh.axis_names
 
     def body(leaves: list[jax.Array]) -> jax.Array:
@@ -101,9 +117,9 @@ def make_probe(mesh: Mesh, shardings: Mapping[str, NamedSharding]) -> Probe:
         mapped = jax.shard_map(
             body, mesh=mesh, in_specs=(list(specs),), out_specs=P(), check_vma=False
         )
-        return mapped([_plain(leaf) for leaf in to_device(leaves)])
+        return mapped([plain_bits(leaf) for leaf in to_device(leaves)])
 
-    return Probe(mesh, shardings, hashed)
+    return hashed
 
 
 def pieces_of(
@@ -117,7 +133,8 @@ def pieces_of(
     return [group for group in held.values() if len(group) > 1]
 
 
-def _plain(leaf: jax.Array) -> jax.Array:
+def plain_bits(leaf: jax.Array) -> jax.Array:
+    """A PRNG key's data; any other array as it is."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(leaf)
     return leaf
@@ -163,5 +180,6 @@ def _minority(hashes: np.ndarray) -> list[int]:
     return [i for i, h in enumerate(hashes.tolist()) if is_split or h != counted[0][0]]
 
 
-def _name_of(device: Any) -> str:
+def device_name(device: Any) -> str:
+    """A device by its number, kind and process."""
     return f"device {device.id} ({device.device_kind}, process {device.process_index})"

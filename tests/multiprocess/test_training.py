@@ -47,7 +47,12 @@ def in_folder(case: Case, folder: Path) -> Case:
     return dataclasses.replace(case, **full)
 
 
-def launch(cases: Sequence[Case], folder: Path) -> list[list[dict[str, Any]]]:
+def launch(
+    cases: Sequence[Case],
+    folder: Path,
+    worker: str = "tests.multiprocess.worker",
+    devices: int = DEVICES,
+) -> list[list[dict[str, Any]]]:
     """Run the workers to their end; what each of them saw, case by case."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -55,7 +60,7 @@ def launch(cases: Sequence[Case], folder: Path) -> list[list[dict[str, Any]]]:
     spec = {
         "coordinator": coordinator,
         "count": PROCESSES,
-        "devices": DEVICES,
+        "devices": devices,
         "cases": [dataclasses.asdict(case) for case in cases],
     }
     started: list[subprocess.Popen] = []
@@ -66,7 +71,7 @@ def launch(cases: Sequence[Case], folder: Path) -> list[list[dict[str, Any]]]:
             with (folder / f"{index}.log").open("wb") as log:
                 started.append(
                     subprocess.Popen(
-                        [sys.executable, "-m", "tests.multiprocess.worker", text, out],
+                        [sys.executable, "-m", worker, text, out],
                         cwd=ROOT,
                         env=environment(),
                         stdout=log,
