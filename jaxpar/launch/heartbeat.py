@@ -22,9 +22,10 @@ PHASES = (
     "data",
     "save",
     "evaluate",
+    "replay",
     "end",
 )
-"""A worker's phases; "data" is waiting for a batch."""
+"""A worker's phases; "data" is waiting for a batch, "replay" taking a step again."""
 
 _FORM = struct.Struct("<QBqqd")  # Writes so far, phase, step, resumed at, since when.
 _NONE = -1

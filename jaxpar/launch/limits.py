@@ -14,7 +14,7 @@ class Limits:
     """From a worker's start to its first restore or step: imports, joining the others,
     initializing the state."""
     compile: float = 1800.0
-    """The first step, and an evaluation, including compilation."""
+    """The first step, an evaluation and a replay of a step, including compilation."""
     step: float = 300.0
     """A step, and waiting for its batch."""
     save: float = 1800.0
@@ -43,6 +43,7 @@ class Limits:
             "start": self.start,
             "compile": self.compile,
             "evaluate": self.compile,
+            "replay": self.compile,
             "step": self.step,
             "data": self.step,
         }.get(phase, self.save)

@@ -10,7 +10,7 @@ import jax
 STEP = "train"
 """The name of a step's annotation; its number is ``step_num``."""
 
-_IN_STEP = ("data", "step", "compile")
+_IN_STEP = ("data", "step", "compile", "replay")
 
 
 def name_of(phase: str) -> str:

@@ -34,6 +34,7 @@ WORDS = {
     "data": "waiting for data",
     "save": "blocked by saves",
     "evaluate": "evaluations",
+    "replay": "replays of steps",
     "down": "between starts",
     "end": "the end",
 }

@@ -32,6 +32,10 @@ class Recovery:
     """Rollbacks after which a run stops instead."""
     probe_every: int = 100
     """Steps between comparisons of replicated arrays over the devices. 0: never."""
+    replay_every: int = 0
+    """Steps between those that are taken again on shifted devices and compared, and the
+    first after each start: finds errors in shards that no other device has. 0: never.
+    """
     compare_every: int = 4
     """Steps between comparisons of the workers' speed. 0: never."""
     slow: float = 1.5
@@ -50,6 +54,7 @@ class Recovery:
             ("nonfinite", 1),
             ("rollbacks", 0),
             ("probe_every", 0),
+            ("replay_every", 0),
             ("compare_every", 0),
             ("slow", 1),
             ("reread", 0),

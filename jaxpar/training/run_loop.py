@@ -28,6 +28,7 @@ from jaxpar.training.metrics import MetricsLogger
 from jaxpar.training.performance import Performance
 from jaxpar.training.profile import Profile
 from jaxpar.training.recovery import Recovery, StepMonitor, Taken
+from jaxpar.training.replaying import Replaying
 from jaxpar.training.run import EVENTS, NEW_DATA, Run, digest
 from jaxpar.training.saves import Saves
 from jaxpar.training.signals import RunStopped, StopSignals
@@ -97,6 +98,9 @@ class RunLoop:
         self.monitor = StepMonitor(self.recovery, scales_loss=scales)
         self.mended = from_first(lambda: mend(run))
         self.clock = goodput.Clock(run.folder)
+        self.replaying = Replaying(
+            engine, self.recovery.replay_every, self.clock, self._report
+        )
         self.profile = Profile(
             engine, run.folder, rules.profiled, self.clock.annotations
         )
@@ -157,12 +161,14 @@ class RunLoop:
                 with self.profile.step(step):
                     self._step(step, logger)
                 if self._is_due(step, self.recovery.probe_every):
-                    self._probe(step)
+                    self.engine.probe()
                 self._evaluate_and_save(step, logger, signals.asked(step))
             self._wait_for_saves()
             self._say_early_stop()
         except (_BadNumbersError, FloatingPointError) as error:
             return self._roll_back(error)
+        except CorruptionError as error:
+            self._stop(CORRUPT, f"step {self.engine.steps}: {error}")
         return None
 
     def _evaluate_and_save(
@@ -223,7 +229,7 @@ class RunLoop:
         if self.stragglers.step(step, time.monotonic() - began):
             self._judge(logger)
             self.stragglers.gather()
-        metrics = self.engine.step(batch)
+        metrics = self.replaying.step(step, batch)
         if not self.has_compiled:
             self.has_compiled = True
             self.clock.enter("step")
@@ -367,12 +373,6 @@ class RunLoop:
 
     def _save_failed(self, why: str) -> None:
         self._report("save failed", self.engine.steps, why=why)
-
-    def _probe(self, step: int) -> None:
-        try:
-            self.engine.probe()
-        except CorruptionError as error:
-            self._stop(CORRUPT, f"step {step}: {error}")
 
     def _stop_at(self, step: int, signal_name: str) -> None:
         self._wait_for_saves()
