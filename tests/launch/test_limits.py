@@ -14,6 +14,7 @@ LIMITS = Limits(start=10.0, compile=40.0, step=5.0, save=20.0)
         ("start", 10),
         ("compile", 40),
         ("evaluate", 40),
+        ("replay", 40),
         ("step", 5),
         ("data", 5),
         ("save", 20),
