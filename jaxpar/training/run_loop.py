@@ -168,6 +168,7 @@ class RunLoop:
         except (_BadNumbersError, FloatingPointError) as error:
             return self._roll_back(error)
         except CorruptionError as error:
+            self.saves.have_ended()  # Of a state before; this one is not saved.
             self._stop(CORRUPT, f"step {self.engine.steps}: {error}")
         return None
 
@@ -376,10 +377,8 @@ class RunLoop:
 
     def _stop_at(self, step: int, signal_name: str) -> None:
         self._wait_for_saves()
-        self._stop(
-            STOPPED,
-            f"{signal_name} received; step {step} is saved: restart to resume",
-        )
+        why = f"{signal_name} received; step {step} is saved: restart to resume"
+        self._stop(STOPPED, why)
 
     def _stop(self, code: int, why: str) -> None:
         self._report("stopped", self.engine.steps, why=why, code=code)
