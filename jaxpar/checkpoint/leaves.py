@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.tree import is_key, key_impl, path_name
+from jaxpar.tree import is_key, key_impl, path_name, stored_struct
 
 _SHOWN = 10
 
@@ -195,3 +195,9 @@ def _paragraph(leaves: list[str], singular: str, plural: str) -> list[str]:
         head = f"  {len(leaves)} leaves {plural}:"
     more = [f"    and {len(leaves) - _SHOWN} more"] if len(leaves) > _SHOWN else []
     return [head, *(f"    {leaf}" for leaf in leaves[:_SHOWN]), *more]
+
+
+def empty(target: Any) -> jax.Array:
+    """The stored array of a leaf without elements."""
+    struct = stored_struct(target)
+    return jnp.zeros(struct.shape, struct.dtype, device=struct.sharding)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxpar.checkpoint import arrays as stored_arrays
 from jaxpar.checkpoint import leaves as named
@@ -191,12 +190,7 @@ def load(
         raise DamagedError(f"{str(path)!r} is damaged: {error}") from error
     return {
         name: from_stored(
-            found[there[name]] if target.size else _without_elements(target), target
+            found[there[name]] if target.size else named.empty(target), target
         )
         for name, target in targets.items()
     }
-
-
-def _without_elements(target: Any) -> jax.Array:
-    struct = stored_struct(target)
-    return jnp.zeros(struct.shape, struct.dtype, device=struct.sharding)

@@ -68,7 +68,7 @@ def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, Slices]:
         if shard.replica_id == 0
     ]
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        found = pool.map(lambda each: _checksum(_on_host(each[2].data)), owned)
+        found = pool.map(lambda each: checksum(_on_host(each[2].data)), owned)
         entries = list(zip(owned, found, strict=True))
     slices = {
         name: Slices(x.sharding.shard_shape(x.shape), {}) for name, x in arrays.items()
@@ -96,7 +96,7 @@ def read_slice(
     place, box = which
     found = read(name, box)
     wanted = slices.checksums.get(place)
-    if wanted is not None and _checksum(found) != wanted:
+    if wanted is not None and checksum(found) != wanted:
         raise DifferentError(
             f"{name}[{_text(box)}] is not what the devices held when it was saved: "
             "bytes have changed"
@@ -172,7 +172,7 @@ class _Incoming:
         cls, name: str, struct: jax.ShapeDtypeStruct, slices: Slices | None
     ) -> "_Incoming":
         slices = slices or Slices(_sharding(struct).shard_shape(struct.shape), {})
-        places = _local(struct)
+        places = local_boxes(struct)
         shards: dict[Box, np.ndarray | None] = dict.fromkeys(places.values())
         needed = [
             (place, box)
@@ -218,7 +218,7 @@ class _Incoming:
         sharding = _sharding(self.struct)
         kind = sharding.memory_kind
         parts = []
-        for device, shard in _local(self.struct).items():
+        for device, shard in local_boxes(self.struct).items():
             place = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
             parts.append(jax.device_put(self.shards[shard], place))
         self.shards = {}
@@ -254,7 +254,8 @@ def _on_host(shard: jax.Array) -> np.ndarray:
     return np.asarray(jax.make_array_from_single_device_arrays(*parts))
 
 
-def _checksum(array: np.ndarray) -> str:
+def checksum(array: np.ndarray) -> str:
+    """XXH3, 128 bits, of an array's elements in C order."""
     flat = np.ascontiguousarray(array).reshape(-1)
     return xxhash.xxh3_128_hexdigest(flat.view(np.uint8))
 
@@ -264,14 +265,17 @@ def _sharding(struct: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
     return struct.sharding
 
 
-def _local(struct: jax.ShapeDtypeStruct) -> dict[Any, Box]:
+def local_boxes(struct: jax.ShapeDtypeStruct) -> dict[Any, Box]:
     """This process's devices, and what each stores."""
     sharding, shape = _sharding(struct), struct.shape
     found = sharding.addressable_devices_indices_map(shape).items()
-    return {device: _box(index, shape) for device, index in found if index is not None}
+    return {
+        device: box_of(index, shape) for device, index in found if index is not None
+    }
 
 
-def _box(index: tuple[slice, ...], shape: Sequence[int]) -> Box:
+def box_of(index: tuple[slice, ...], shape: Sequence[int]) -> Box:
+    """The box that a device's index of an array of a shape is."""
     pairs = zip(index, shape, strict=True)
     return tuple(own.indices(size)[:2] for own, size in pairs)
 

@@ -63,6 +63,9 @@ class Checkpoints:
       former: leaf -> its names in older checkpoints (`former_names`).
       parts: which parts of a state are per shard, or not saved.
 
+    Attributes:
+      run: whose steps this saves; None for a new one, if the folder has none.
+
     Raises:
       ValueError: if keep is below 1, or folder is a URL.
     """
@@ -83,7 +86,7 @@ class Checkpoints:
         self._folder = Path(folder).expanduser().absolute()
         self._former, self._parts = former, parts
         self.set_rules(keep, REREAD)
-        self._run: str | None = None
+        self.run: str | None = None
         self._reset_at: int | None = None
         self._damaged: set[int] = set()
         self._turn, self._begun = 0, -1
@@ -149,7 +152,7 @@ class Checkpoints:
         run = from_first(lambda: self._admit(step, specs, path, force))
         if run is None:
             return
-        self._run, self._damaged = run, set()  # They are renamed by now.
+        self.run, self._damaged = run, set()  # They are renamed by now.
         # Orbax rejects arrays without elements, of which the table of leaves suffices.
         held = {n: to_stored(leaf) for n, leaf in leaves.items() if leaf.size}
         own = checksums(held)
@@ -278,7 +281,7 @@ class Checkpoints:
                 f"{found['step']}",
                 stacklevel=4,
             )
-        self._run, self._damaged = manifest.run, set(skipped)
+        self.run, self._damaged = manifest.run, set(skipped)
         self._reset_at = found["step"] if reset else None
         return Restored(
             step=found["step"],
@@ -304,9 +307,9 @@ class Checkpoints:
     ) -> str | None:
         """Prepare the folder for a step; return its run, None if already saved."""
         require_lease(self._folder)
-        if self._run:
+        if self.run:
             self._damaged |= files.unreadable_newest(self._folder, self._damaged)
-        newest, run = self.latest(), self._run or uuid.uuid4().hex
+        newest, run = self.latest(), self.run or uuid.uuid4().hex
         if newest is not None:
             self._require_own(step, newest, specs, run, force)
             if step in self.steps():

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jaxpar.checkpoint import Checkpoints, Keep
+from jaxpar.checkpoint.memory_tier import MemoryTier, require_whole
 from jaxpar.checkpoint.saving import REREAD
 from jaxpar.engine.compiled_step import CompiledStep
 from jaxpar.engine.loss_step import LossStep, skipped_steps
@@ -21,6 +22,9 @@ from jaxpar.engine.state_view import StateView, placed_params, with_weights
 from jaxpar.step.state import TrainState, filled_in, require_sound
 from jaxpar.step.update import StoresApart
 from jaxpar.types import Params
+
+_RUN = "checkpoints_of"
+"""In what is kept in memory: the run of the checkpoints that it is newer than."""
 
 
 class SavedState(CompiledStep):
@@ -67,7 +71,7 @@ class SavedState(CompiledStep):
 
     def save(
         self,
-        folder: str | os.PathLike[str],
+        folder: str | os.PathLike[str] | MemoryTier,
         *,
         data: Any = None,
         keep: int | Keep | None = 3,
@@ -81,7 +85,8 @@ class SavedState(CompiledStep):
         written, synced, compared with what the devices held, and renamed.
 
         Args:
-          folder: the run's checkpoints, one sub-folder per step.
+          folder: the run's checkpoints, one sub-folder per step; or the memory of its
+            hosts, for which keep, metric and reread mean nothing.
           data: an iterator with ``get_state()`` (Grain's, or `jaxpar.data.Loader`),
             whose position is saved as well.
           keep: how many of the newest steps stay on disk, None for all; a
@@ -103,19 +108,21 @@ class SavedState(CompiledStep):
             self._ahead.finish()
             self._settle()
             require_sound(state := self.placement.unpack(self._packed))
+            position = None if data is None else data.get_state()
+            meta = {"mesh": dict(self.mesh.shape), **(meta or {})}
+            if isinstance(folder, MemoryTier):
+                meta[_RUN] = self._opened(folder.checkpoints).run
+                folder.save(self.steps, state, data_state=position, meta=meta)
+                return
             checkpoints = self._opened(folder)
             checkpoints.set_rules(keep, reread)
             checkpoints.save(
-                self.steps,
-                state,
-                data_state=None if data is None else data.get_state(),
-                meta={"mesh": dict(self.mesh.shape), **(meta or {})},
-                metric=metric,
+                self.steps, state, data_state=position, meta=meta, metric=metric
             )
 
     def restore(
         self,
-        folder: str | os.PathLike[str],
+        folder: str | os.PathLike[str] | MemoryTier,
         *,
         data: Any = None,
         step: int | None = None,
@@ -128,7 +135,7 @@ class SavedState(CompiledStep):
         What each process reads is compared in memory with what the devices held.
 
         Args:
-          folder: where it was saved.
+          folder: where it was saved; the memory of hosts gives its newest step, whole.
           data: an iterator with ``set_state(state)``, to continue at the saved
             position.
           step: the step to restore; None for the newest intact one.
@@ -144,7 +151,8 @@ class SavedState(CompiledStep):
           The step restored.
 
         Raises:
-          FileNotFoundError: if the folder has no checkpoint.
+          FileNotFoundError: if the folder has no checkpoint, or memory none that is
+            newer than the run's checkpoints.
           DamagedError: if the step, or every step, is damaged; it names the files.
           ValueError: if the checkpoint is another model's.
 
@@ -154,15 +162,18 @@ class SavedState(CompiledStep):
         self.placement.require_devices("restore")
         with self._alone("restore"):
             self._ahead.drop()
-            restored = self._opened(folder).restore(
-                self.placement.structs(),
-                step=step,
-                only=only,
-                reset=reset,
-                rename=rename,
-            )
+            structs = self.placement.structs()
+            if isinstance(folder, MemoryTier):
+                require_whole(step=step, only=only, reset=reset, rename=rename)
+                restored, where = folder.restore(structs), folder.memory
+                self._opened(folder.checkpoints).run = restored.meta.pop(_RUN)
+            else:
+                where = folder
+                restored = self._opened(folder).restore(
+                    structs, step=step, only=only, reset=reset, rename=rename
+                )
             if data is not None:
-                data.set_state(restored.position(folder))
+                data.set_state(restored.position(where))
             read = state = restored.tree
             if only is not None or reset:
                 state = filled_in(read, self.placement.unpack(self._packed))

@@ -74,6 +74,7 @@ def workers_of(launch: Launch, attempt: Attempt) -> list[Worker]:
             start_seconds=int(_JOIN_SHARE * (launch.limits.start or _ANY_SECONDS)),
             heartbeat_seconds=launch.heartbeat_seconds,
             lease=launch.lease,
+            host=launch.host,
         )
         for i in range(launch.processes)
     ]

@@ -52,6 +52,7 @@ class Worker:
       start_seconds: time to find the others.
       heartbeat_seconds: silence after which a worker is considered dead.
       lease: number of the supervisor's lease of the run's folder; None for none.
+      host: number of its host.
     """
 
     coordinator: str | None
@@ -68,6 +69,7 @@ class Worker:
     start_seconds: int = 300
     heartbeat_seconds: int = 30
     lease: int | None = None
+    host: int = 0
 
     @property
     def heartbeat(self) -> Path:

@@ -15,8 +15,8 @@ from jaxpar.training.evaluations import Evaluation, Evaluations
 from jaxpar.training.metrics import MetricsLogger
 from jaxpar.training.profile import profiled_steps
 from jaxpar.training.recovery import Recovery
-from jaxpar.training.run import Run
-from jaxpar.training.run_loop import Hook, RunLoop, RunRules
+from jaxpar.training.run import Hook, Run, RunRules
+from jaxpar.training.run_loop import RunLoop
 from jaxpar.training.signals import RunStopped, StopSignals
 from jaxpar.training.writers import Guarded, MetricsWriter
 

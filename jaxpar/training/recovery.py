@@ -44,6 +44,10 @@ class Recovery:
     reread: float = REREAD
     """Share of a saved state that is read back and compared with what the devices held,
     another part at each save. 1: all."""
+    memory_every: int = 0
+    """Steps between copies of the state in the memory of this host and of another
+    (`jaxpar.checkpoint.MemoryTier`): a worker or a host that is lost costs the steps
+    since then, not those since the last checkpoint. 0: never."""
     on_failed_save: Literal["stop", "warn"] = "stop"
     """After a failed save: exit with code 74, or a warning."""
 
@@ -58,6 +62,7 @@ class Recovery:
             ("compare_every", 0),
             ("slow", 1),
             ("reread", 0),
+            ("memory_every", 0),
         ):
             value = getattr(self, name)
             if value < least:

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ import jax
 import numpy as np
 import xxhash
 
-from jaxpar.checkpoint import Checkpoints
+from jaxpar.checkpoint import Checkpoints, Keep
 from jaxpar.checkpoint.folder import choose, complete_steps
+from jaxpar.checkpoint.memory_tier import MemoryTier
 from jaxpar.checkpoint.processes import from_first
 from jaxpar.engine.engine import Engine
 from jaxpar.launch.lease import require_lease
@@ -28,12 +29,29 @@ from jaxpar.training.early_stop import EarlyStop
 from jaxpar.training.metrics import read_metrics
 from jaxpar.training.origin import load_parameters
 from jaxpar.training.record import CHECKPOINTS, changes_numbers, read, write
+from jaxpar.training.recovery import Recovery
 from jaxpar.training.writers import MetricsWriter
 from jaxpar.types import Batch, Params
 
 EVENTS = "events.jsonl"
 NEW_DATA = "new data"
 """The event of a run that goes on at the first row of another stream."""
+
+
+Hook = Callable[[int, Mapping[str, float], Engine], None]
+"""Called with a step, its numbers and the engine."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRules:
+    """Arguments of `train` that do not change."""
+
+    steps: int
+    save_every: int
+    keep: int | Keep | None
+    recovery: Recovery
+    hooks: tuple[Hook, ...]
+    profiled: tuple[int, int] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +66,7 @@ class Run:
       change: whether this start may change the run's numbers.
       profile: the first and the last step to trace; None for none.
       early_stop: when the run ends before its last step; None for never.
+      memory: of the hosts, where newer steps may be; None for none.
     """
 
     folder: Path
@@ -57,6 +76,7 @@ class Run:
     change: bool = False
     profile: tuple[int, int] | None = None
     early_stop: EarlyStop | None = None
+    memory: MemoryTier | None = None
 
     def accept(self, engine: Engine) -> None:
         """Record what has changed since the last start.
@@ -93,7 +113,7 @@ class Run:
         return self.folder / CHECKPOINTS
 
     def resume(self, engine: Engine, data: Any = None) -> int | None:
-        """Restore the newest valid checkpoint.
+        """Restore the newest valid checkpoint, or a newer state from memory.
 
         Args:
           engine: restores the state.
@@ -102,8 +122,14 @@ class Run:
         Returns:
           Its step; None if the run has none yet.
         """
-        if self.newest() is None:
+        newest = self.newest()
+        if newest is None:
             return None
+        if self.memory is not None and not self.changes_since(newest):
+            with contextlib.suppress(FileNotFoundError):
+                step = engine.restore(self.memory, data=data)
+                self.note("restored from memory", step, newest_checkpoint=newest)
+                return step
         oldest = from_first(lambda: min(complete_steps(self.checkpoints)))
         if not self.changes_since(oldest):
             return engine.restore(self.checkpoints, data=data)
@@ -166,14 +192,40 @@ class Run:
 
     def drawn(self, step: int, batch_rows: int) -> tuple[int, int]:
         """(batches, rows) that had been drawn from the data when a step was saved."""
-        meta = Checkpoints(self.checkpoints).meta(step)
+        meta = self._meta(step)
         batches = meta.get("batches_drawn", step)
         return batches, meta.get("rows_drawn", batches * batch_rows)
+
+    def with_memory(self) -> "Run":
+        """This run, with newer steps in the memory of its hosts."""
+        memory = MemoryTier(self.folder, checkpoints=self.checkpoints)
+        return dataclasses.replace(self, memory=memory)
+
+    def keep_in_memory(
+        self, engine: Engine, data: Any, meta: Mapping[str, Any]
+    ) -> None:
+        """Keep a state in memory, with its position in the data and other values."""
+        assert self.memory is not None, "of a run with memory"
+        engine.save(self.memory, data=data, meta=dict(meta))
+
+    def forget_memory(self) -> None:
+        """Never resume from what is in memory so far."""
+        if self.memory is not None:
+            self.memory.forget()
+
+    def close_memory(self, *, delete: bool) -> None:
+        """Keep no more in memory; delete what is there, or leave it."""
+        if self.memory is not None:
+            self.memory.close(delete=delete)
+
+    def _meta(self, step: int) -> dict[str, Any]:
+        kept = self.memory.meta(step) if self.memory else None
+        return Checkpoints(self.checkpoints).meta(step) if kept is None else kept
 
     def recall_left_out(self, step: int, batch_rows: int) -> list[tuple[int, int]]:
         """As `rows_left_out`, with those that a checkpoint knows and no event names."""
         known = self.rows_left_out(batch_rows)
-        saved = Checkpoints(self.checkpoints).meta(step).get("rows_left_out", ())
+        saved = self._meta(step).get("rows_left_out", ())
         found = sorted({*known, *((first, last) for first, last in saved)})
         if found != known:
             self.note("left out before", step, rows_left_out=found)

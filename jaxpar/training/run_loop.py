@@ -6,16 +6,14 @@ is saved, so that no checkpoint holds a bad step. Problems are written to
 """
 
 import collections
-import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from rich.console import Console
 
-from jaxpar.checkpoint import Keep
 from jaxpar.checkpoint.processes import from_first
 from jaxpar.checkpoint.retention import as_keep
 from jaxpar.engine.engine import Engine
@@ -27,16 +25,13 @@ from jaxpar.training.mending import mend
 from jaxpar.training.metrics import MetricsLogger
 from jaxpar.training.performance import Performance
 from jaxpar.training.profile import Profile
-from jaxpar.training.recovery import Recovery, StepMonitor, Taken
+from jaxpar.training.recovery import StepMonitor, Taken
 from jaxpar.training.replaying import Replaying
-from jaxpar.training.run import EVENTS, NEW_DATA, Run, digest
+from jaxpar.training.run import EVENTS, NEW_DATA, Run, RunRules, digest
 from jaxpar.training.saves import Saves
 from jaxpar.training.signals import RunStopped, StopSignals
 from jaxpar.training.stragglers import StragglerDetector, describe_slow
 from jaxpar.types import Batch
-
-Hook = Callable[[int, Mapping[str, float], Engine], None]
-"""Called with a step, its numbers and the engine."""
 
 
 class _BadNumbersError(Exception):
@@ -45,18 +40,6 @@ class _BadNumbersError(Exception):
     def __init__(self, why: str, taken: list[Taken]):
         super().__init__(why)
         self.taken = taken
-
-
-@dataclasses.dataclass(frozen=True)
-class RunRules:
-    """Arguments of `train` that do not change."""
-
-    steps: int
-    save_every: int
-    keep: int | Keep | None
-    recovery: Recovery
-    hooks: tuple[Hook, ...]
-    profiled: tuple[int, int] | None
 
 
 class RunLoop:
@@ -80,8 +63,10 @@ class RunLoop:
         evaluations: Evaluations,
         tokens_per_step: int | None,
     ):
-        self.engine, self.data, self.run = engine, data, run
         self.rules, self.recovery = rules, rules.recovery
+        if self.recovery.memory_every:
+            run = run.with_memory()
+        self.engine, self.data, self.run = engine, data, run
         self.evaluations = evaluations
         self.leaves_out = hasattr(data, "leave_out")
         self.first_numbers: dict[str, float] = {}
@@ -108,7 +93,7 @@ class RunLoop:
         self.stragglers = StragglerDetector(
             self.recovery.compare_every, self.recovery.slow
         )
-        self.has_compiled = False
+        self.has_compiled, self.is_saved = False, True
         self.heldout: float | None = None
         stops = self.recovery.on_failed_save == "stop"
         self.saves = Saves(
@@ -120,6 +105,7 @@ class RunLoop:
         """Close the account of where the time went, and print it."""
         self.clock.enter("end")
         self.clock.write()
+        self.run.close_memory(delete=self.is_saved)
         if show and jax.process_index() == 0:
             goodput.show(self.run.folder, self.console)
 
@@ -163,12 +149,15 @@ class RunLoop:
                 if self._is_due(step, self.recovery.probe_every):
                     self.engine.probe()
                 self._evaluate_and_save(step, logger, signals.asked(step))
+                if self._is_due(step, self.recovery.memory_every):
+                    self._keep_in_memory(logger)
             self._wait_for_saves()
             self._say_early_stop()
         except (_BadNumbersError, FloatingPointError) as error:
             return self._roll_back(error)
         except CorruptionError as error:
             self.saves.have_ended()  # Of a state before; this one is not saved.
+            self.run.forget_memory()
             self._stop(CORRUPT, f"step {self.engine.steps}: {error}")
         return None
 
@@ -303,6 +292,7 @@ class RunLoop:
         self.doubtful.clear()
         with self.clock.during("save"):
             self.saves.have_ended()
+            self.run.forget_memory()
         with self.clock.during("restore"):
             start = self.run.resume(self.engine, self.data)
         assert start is not None, "begin saved the initial state"
@@ -351,13 +341,21 @@ class RunLoop:
             self.run.checkpoints,
             data=self.data,
             keep=self.rules.keep,
-            meta=self.run.record
-            | {"batches_drawn": self.drawn, "rows_drawn": self.rows}
-            | {"rows_left_out": self.left_out},
+            meta=self._meta(),
             metric=self.heldout,
             reread=self.recovery.reread,
         )
         self.clock.saved(self.engine.steps)
+
+    def _meta(self) -> dict[str, Any]:
+        drawn = {"batches_drawn": self.drawn, "rows_drawn": self.rows}
+        return {**self.run.record, **drawn, "rows_left_out": self.left_out}
+
+    def _keep_in_memory(self, logger: MetricsLogger) -> None:
+        self._judge(logger)
+        logger.flush()
+        with self.clock.during("save"):
+            self.run.keep_in_memory(self.engine, self.data, self._meta())
 
     def _evaluate(self, step: int) -> dict[str, float]:
         """Evaluate and print; name -> number."""
@@ -382,6 +380,7 @@ class RunLoop:
 
     def _stop(self, code: int, why: str) -> None:
         self._report("stopped", self.engine.steps, why=why, code=code)
+        self.is_saved = code != SAVE_FAILED
         self.account()
         raise RunStopped(code, why)
 

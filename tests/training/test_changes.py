@@ -16,7 +16,8 @@ from jaxpar.optim import OPTIMIZERS
 from jaxpar.training.changes import leaves_to_reset
 from jaxpar.training.evaluations import Evaluations
 from jaxpar.training.record import read
-from jaxpar.training.run_loop import RunLoop, RunRules
+from jaxpar.training.run import RunRules
+from jaxpar.training.run_loop import RunLoop
 from jaxpar.tree import named_leaves
 from tests.runs import RULES, events
 from tests.training.changing import (
