@@ -29,7 +29,8 @@ def loss_fn(model, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
 
-def main(zero: int, devices: int) -> None:
+def make(zero: int, devices: int) -> tuple[jaxpar.Engine, dict[str, np.ndarray]]:
+    """An engine on so many CPU devices, and a batch."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
     x = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
@@ -41,6 +42,11 @@ def main(zero: int, devices: int) -> None:
         sample_batch=batch,
         zero=zero,
     )
+    return engine, batch
+
+
+def main(zero: int, devices: int) -> None:
+    engine, batch = make(zero, devices)
     for _ in range(ROUNDS):
         engine.step(batch)
     losses = [engine.evaluate(batch)["loss"] for _ in range(ROUNDS)]

@@ -112,3 +112,23 @@ def test_a_loop_that_reads_no_number_ends(zero: int, devices: int) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("400 steps, loss 0.")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize(("zero", "devices"), [(0, 8), (1, 32), (3, 32)])
+def test_steps_evaluations_probes_and_saves_keep_the_bound(
+    zero: int, devices: int
+) -> None:
+    """Together, in any order, on more devices than XLA:CPU runs programs at once."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.busy_loop", str(zero), str(devices), "7"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("300 calls, loss 0.")
