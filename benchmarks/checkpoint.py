@@ -5,7 +5,7 @@ run: how long training is held by an asynchronous save (the mark: 1.1 times a co
 the shards, and 50 ms), the whole save (1.25 times writing and syncing the shards), the
 restore (1.25 times reading them), each verified; verifying alone (10 % of the save);
 the same arrays read by TensorStore alone, which a restore uses; and bare Orbax, which
-verifies and syncs nothing. Medians.
+verifies and syncs nothing; and a copy in memory. Medians.
 
     python benchmarks/checkpoint.py --folder /path/on/the/disk
 """
@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.record import write_result
-from jaxpar.checkpoint import Checkpoints
+from jaxpar.checkpoint import Checkpoints, MemoryTier
 from jaxpar.checkpoint import folder as files
 from jaxpar.checkpoint.arrays import ARRAYS
 from jaxpar.checkpoint.logs import quiet_orbax
@@ -137,6 +137,23 @@ def our_turn(turns: Turns, state: dict[str, jax.Array], folder: Path) -> None:
     shutil.rmtree(folder)
 
 
+def memory_turn(turns: Turns, state: dict[str, jax.Array], folder: Path) -> None:
+    """Keep in memory, whose pages are there from the second copy on, and restore."""
+    folder.mkdir()
+    tier = MemoryTier(folder)
+    for step in range(4):
+        began = time.perf_counter()
+        if step < 2:
+            tier.save(step, state)
+        else:
+            turns.time("memory, held", lambda step=step: tier.save(step, state))
+        tier.wait()
+    turns.seconds.setdefault("memory, whole", []).append(time.perf_counter() - began)
+    turns.time("memory, restore", lambda: jax.block_until_ready(tier.restore(state)))
+    tier.close(delete=True)
+    shutil.rmtree(folder)
+
+
 def read_by_tensorstore(folder: Path, names: Iterable[str]) -> list[np.ndarray]:
     """Read whole arrays into the host's memory, all at once."""
     store = {"driver": "ocdbt", "base": f"file://{folder}/"}
@@ -172,6 +189,7 @@ def measure(gigabytes: float, config: Config, folder: Path) -> dict[str, Any]:
         raw_turn(turns, state, folder / "raw")
         our_turn(turns, state, folder / "ours")
         orbax_turn(turns, state, folder / "orbax")
+        memory_turn(turns, state, folder / "memory")
     found = turns.medians()
     return {
         "gigabytes": sum(leaf.nbytes for leaf in state.values()) / 1e9,
@@ -181,6 +199,7 @@ def measure(gigabytes: float, config: Config, folder: Path) -> dict[str, Any]:
         "save_over_write": found["jaxpar, save"] / found["write and sync"],
         "restore_over_read": found["jaxpar, restore"] / found["read"],
         "tensorstore_over_read": found["TensorStore, read"] / found["read"],
+        "memory_held_over_copy": found["memory, held"] / found["copy"],
         "verify_over_save": found["jaxpar, verify"] / found["jaxpar, save"],
         "peak_host_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
         "host_gb_before": before / 1e6,
