@@ -37,6 +37,7 @@ from jaxpar.checkpoint.saving import (
 from jaxpar.checkpoint.selection import select
 from jaxpar.checkpoint.shard_parts import ShardParts
 from jaxpar.checkpoint.slices import checksums
+from jaxpar.checkpoint.turns import one_at_a_time
 from jaxpar.launch.lease import lease_of, require_lease
 from jaxpar.launch.own_files import retried
 from jaxpar.tree import to_stored
@@ -104,6 +105,7 @@ class Checkpoints:
             raise ValueError(f"reread={reread} must be from 0 to 1; 1 reads all back.")
         self._keep, self._reread = as_keep(keep), reread
 
+    @one_at_a_time
     def save(
         self,
         step: int,
@@ -173,6 +175,7 @@ class Checkpoints:
         self._saving = start(_background, held, *given)
         _unfinished[self] = None
 
+    @one_at_a_time
     def wait(self) -> None:
         """Return when every save is verified on disk; raise what made one fail.
 
@@ -215,6 +218,7 @@ class Checkpoints:
         """
         return read_manifest(files.step_path(self._folder, step)).meta
 
+    @one_at_a_time
     def restore(
         self,
         target: Any,
@@ -274,12 +278,12 @@ class Checkpoints:
                 damaged[found["step"]] = str(error)
         for part, why in read.anew.items():
             if why:
-                warnings.warn(f"{part} starts anew: {why}.", stacklevel=4)
+                warnings.warn(f"{part} starts anew: {why}.", stacklevel=5)
         if skipped := dict(found["skipped"]):
             warnings.warn(
                 f"skipped {'; '.join(skipped.values())}: restoring step "
                 f"{found['step']}",
-                stacklevel=4,
+                stacklevel=5,
             )
         self.run, self._damaged = manifest.run, set(skipped)
         self._reset_at = found["step"] if reset else None
@@ -292,6 +296,7 @@ class Checkpoints:
             anew=tuple(read.anew),
         )
 
+    @one_at_a_time
     def close(self) -> None:
         """Wait for saves in progress and release the threads; saving again reopens."""
         self.wait()
@@ -323,7 +328,7 @@ class Checkpoints:
             warnings.warn(
                 f"damaged checkpoints in {str(self._folder)!r} were renamed to end in "
                 f"'.damaged': {', '.join(names)}",
-                stacklevel=6,
+                stacklevel=7,
             )
         retried(lambda: path.mkdir(exist_ok=True), path)
         return run
