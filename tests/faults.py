@@ -16,7 +16,9 @@ import pytest
 
 from jaxpar.offload.native import compiler
 
-PRELOAD = "LD_PRELOAD"
+PRELOAD, SLOW_DISK = "LD_PRELOAD", "JAXPAR_SLOW_DISK"
+"""The second is "seconds:folder": each call that writes there takes that long, in a
+process that has it and in its children."""
 
 SOURCE = r"""
 #define _GNU_SOURCE
@@ -62,6 +64,25 @@ void faults_set(const char *in, const char *tells, int seed, double share, int o
   folder = names[0];
 }
 
+/* A disk on which each call that writes takes so many seconds. */
+static double slow[3];
+void faults_slow(double own, double orbax) { slow[OWN] = own, slow[ORBAX] = orbax; }
+
+/* Of a process and its children: NAME=seconds:folder. */
+__attribute__((constructor)) static void of_environment(void) {
+  const char *given = getenv("JAXPAR_SLOW_DISK"), *colon;
+  static char named[4096];
+  if (!given || !(colon = strchr(given, ':'))) return;
+  snprintf(named, sizeof named, "%s", colon + 1);
+  slow[OWN] = slow[ORBAX] = atof(given);
+  folder = named;
+}
+
+static void take(double seconds) {
+  struct timespec left = {(time_t)seconds, (long)(1e9 * (seconds - (time_t)seconds))};
+  while (nanosleep(&left, &left) && errno == EINTR);
+}
+
 static double draw(void) {  /* splitmix64 */
   uint64_t z = atomic_fetch_add(&state, 0x9E3779B97F4A7C15ull);
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -97,6 +118,7 @@ static int fails(int which, const char *what, const char *path, int writes) {
   int number = 0;
   double zero = 0;
   if (which == OTHER) return 0;
+  if (writes && slow[which] > 0) take(slow[which]);
   atomic_compare_exchange_strong(&first, &zero, now());
   if (from_s >= 0 && now() - first >= from_s && now() - first < from_s + for_s)
     number = EIO;
@@ -218,6 +240,7 @@ class Faults:
       rate: fraction of the calls on the project's own files that fail.
       orbax: in half of the saves, one of the first so many calls of Orbax fails.
       outage: (seconds after the first call, seconds) in which every call fails.
+    slow: seconds that each call which writes takes: the project's own, and Orbax's.
     """
 
     folder: Path
@@ -225,6 +248,7 @@ class Faults:
     rate: float = 0.0
     orbax: int = 0
     outage: tuple[float, float] | None = None
+    slow: tuple[float, float] = (0.0, 0.0)
 
     @property
     def told(self) -> Path:
@@ -235,8 +259,9 @@ class Faults:
         """Let this process's calls fail; the library was loaded before all others."""
         numbers = [ctypes.c_double(x) for x in (self.rate, *(self.outage or (-1, 0)))]
         names = os.fsencode(self.folder), os.fsencode(self.told)
-        set_faults = ctypes.CDLL(os.environ[PRELOAD]).faults_set
-        set_faults(*names, self.seed, numbers[0], self.orbax, *numbers[1:])
+        loaded = ctypes.CDLL(os.environ[PRELOAD])
+        loaded.faults_slow(*map(ctypes.c_double, self.slow))
+        loaded.faults_set(*names, self.seed, numbers[0], self.orbax, *numbers[1:])
 
 
 @functools.cache

@@ -24,6 +24,7 @@ import xxhash
 from jaxpar.checkpoint.leaves import LeafSpec
 from jaxpar.checkpoint.logs import quiet_orbax
 from jaxpar.checkpoint.manifest import DamagedError, Manifest
+from jaxpar.checkpoint.outcome import Outcome
 from jaxpar.checkpoint.slices import (
     Box,
     DifferentError,
@@ -72,10 +73,15 @@ class Writer:
     def __init__(self):
         quiet_orbax()
         # Threads that wait for a folder that could not be made would wait for minutes.
-        options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+        options = ocp.options.AsyncOptions(
+            create_directories_asynchronously=False, barrier_sync_fn=self._wait_for_all
+        )
+        self._outcome: Outcome | None = None
         self._orbax = ocp.AsyncCheckpointer(_handler(), async_options=options)
 
-    def start(self, folder: Path, arrays: Mapping[str, jax.Array]) -> None:
+    def start(
+        self, folder: Path, arrays: Mapping[str, jax.Array], outcome: Outcome
+    ) -> None:
         """Copy arrays to the host, and begin to write them.
 
         All processes call it, each for its shards. The arrays may be donated or
@@ -84,7 +90,9 @@ class Writer:
         Args:
           folder: the step's folder, which exists.
           arrays: leaf name -> array.
+          outcome: of the save, by which the writing ends when another process fails.
         """
+        self._outcome = outcome
         named = {array_name(leaf): array for leaf, array in arrays.items()}
         self._orbax.save(folder / ARRAYS, args=ocp.args.PyTreeSave(named))
 
@@ -98,6 +106,11 @@ class Writer:
     def close(self) -> None:
         """Release the threads; no save may be running."""
         self._orbax.close()
+
+    def _wait_for_all(self, *, key: str, timeout_ms: int) -> None:
+        """Instead of Orbax's own, which waits 20 minutes for a process that failed."""
+        assert self._outcome is not None, "set by start"
+        self._outcome.wait_for_all(key, timeout_ms / 1000)
 
 
 def read_sharded(

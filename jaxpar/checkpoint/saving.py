@@ -4,6 +4,8 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import math
+import operator
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -15,6 +17,7 @@ import jax
 from jaxpar.checkpoint import arrays as stored_arrays
 from jaxpar.checkpoint import folder as files
 from jaxpar.checkpoint.manifest import Manifest, seal, sync
+from jaxpar.checkpoint.outcome import FailedElsewhereError, Outcome
 from jaxpar.checkpoint.processes import gather
 from jaxpar.checkpoint.retention import Keep
 from jaxpar.checkpoint.slices import Slices
@@ -66,8 +69,20 @@ class ReadBack:
         stored_arrays.compare_slices(folder, manifest, chosen)
 
 
+def checked_step(step: int) -> int:
+    """The number of a step.
+
+    Raises:
+      ValueError: if it is below 0.
+    """
+    number = operator.index(step)
+    if number < 0:
+        raise ValueError(f"step is {number}; it must be at least 0")
+    return number
+
+
 def start(
-    background: concurrent.futures.Executor,
+    outcome: Outcome,
     held: Mapping[str, jax.Array],
     written: Path,
     writer: stored_arrays.Writer,
@@ -75,18 +90,36 @@ def start(
 ) -> concurrent.futures.Future[None]:
     """Begin to write a step, and `finish` it in the background.
 
-    An error at once is one of the result, so that all processes learn of it.
+    An error is one of the result, and of the outcome, by which all processes learn of
+    it. The thread is no reason for a program to go on when its main one has ended.
     """
+    result: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def failed(_: object, error: BaseException | None, trace: object) -> bool:
+        if error is None:
+            result.set_result(None)
+            return True
+        if not isinstance(error, FailedElsewhereError):
+            outcome.fail(repr(error)[:1000])
+        result.set_exception(error)
+        return True
+
+    def run() -> None:
+        with contextlib.ExitStack() as stack:
+            stack.push(failed)
+            finish(outcome, written, writer, *rest)
+
     try:
-        writer.start(written, held)
+        writer.start(written, held, outcome)
     except (OSError, ValueError, RuntimeError) as error:
-        failed: concurrent.futures.Future[None] = concurrent.futures.Future()
-        failed.set_exception(error)
-        return failed
-    return background.submit(finish, written, writer, *rest)
+        failed(None, error, None)
+    else:
+        threading.Thread(target=run, name="jaxpar-save", daemon=True).start()
+    return result
 
 
 def finish(
+    outcome: Outcome,
     written: Path,
     writer: stored_arrays.Writer,
     manifest: Manifest,
@@ -99,6 +132,7 @@ def finish(
     they have written.
 
     Args:
+      outcome: of the save.
       written: where the step is written, in the folder of the checkpoints.
       writer: writes the arrays.
       manifest: of the step, without files.
@@ -126,14 +160,15 @@ def finish(
         steps = dict.fromkeys(files.complete_steps(folder))
         for step in keep.going(files.metrics(folder) if keep.best else steps):
             files.delete_step(folder, step)
-    elif _appears(written, files.step_path(folder, manifest.step)):
+    elif _appears(outcome, written, files.step_path(folder, manifest.step)):
         read_back.compare(files.step_path(folder, manifest.step), manifest)
 
 
-def _appears(written: Path, step: Path) -> bool:
+def _appears(outcome: Outcome, written: Path, step: Path) -> bool:
     """Wait until process 0 has given a step its name; False if it does not."""
     until = time.monotonic() + _LONGEST_POLL_SECONDS
     while written.exists() and time.monotonic() < until:
+        outcome.require_sound()
         time.sleep(_POLL_SECONDS)
     return files.is_complete(step)
 
@@ -154,12 +189,13 @@ def failure(
     """
     lost = [why for why in failed if why and why.startswith("LeaseLostError")]
     if lost:
-        own = isinstance(error, LeaseLostError)
-        return LeaseLostError(str(error) if own else lost[0])
+        is_own = isinstance(error, LeaseLostError)
+        return LeaseLostError(str(error) if is_own else lost[0])
+    own = [why and not why.startswith(FailedElsewhereError.__name__) for why in failed]
     said = "; ".join(
         why if len(failed) == 1 else f"process {i}: {why}"
         for i, why in enumerate(failed)
-        if why
+        if why and (own[i] or not any(own))
     )
     return SaveFailedError(
         f"a save to {str(folder)!r} failed: {said}. The newest checkpoint there is "

@@ -4,7 +4,6 @@ import atexit
 import concurrent.futures
 import functools
 import itertools
-import operator
 import os
 import uuid
 import warnings
@@ -18,9 +17,10 @@ import jax
 from jaxpar.checkpoint import arrays as stored_arrays
 from jaxpar.checkpoint import folder as files
 from jaxpar.checkpoint import leaves as named
-from jaxpar.checkpoint.former_names import as_stored
 from jaxpar.checkpoint.json_values import as_json
 from jaxpar.checkpoint.manifest import DamagedError, Manifest, read_manifest
+from jaxpar.checkpoint.outcome import Outcome
+from jaxpar.checkpoint.ownership import Owner, require_newer
 from jaxpar.checkpoint.processes import from_first, gather, on_all
 from jaxpar.checkpoint.restoring import Request, Restored
 from jaxpar.checkpoint.retention import Keep, as_keep
@@ -28,6 +28,7 @@ from jaxpar.checkpoint.saving import (
     REREAD,
     ReadBack,
     SaveFailedError,
+    checked_step,
     failure,
     finite,
     of_all,
@@ -141,7 +142,7 @@ class Checkpoints:
           PermissionError: if the folder can't be written.
           OSError: if the disk has no room for it. Nothing is written then.
         """
-        step = _checked_step(step)
+        step = checked_step(step)
         leaves = self._parts.saved(named.array_leaves(tree, "tree"))
         named.require_global(leaves)
         state = as_json("data_state", data_state)
@@ -171,8 +172,9 @@ class Checkpoints:
         self._writer = self._writer or stored_arrays.Writer()
         self._turn, self._begun = self._turn + 1, step
         read_back = ReadBack(own, self._reread, self._turn)
+        self._outcome = Outcome(next(_saves), step)
         given = path, self._writer, manifest, self._keep, read_back
-        self._saving = start(_background, held, *given)
+        self._saving = start(self._outcome, held, *given)
         _unfinished[self] = None
 
     @one_at_a_time
@@ -196,11 +198,21 @@ class Checkpoints:
             return
         error = saving.exception()
         failed = gather(None if error is None else repr(error)[:1000])
+        self._outcome.close()
         if not any(failed):
             return
         self._damaged.add(self._begun)  # Another process may have given it its name.
         self._release()
         raise failure(self._folder, failed, error, self.latest()) from error
+
+    def has_failed(self, step: int) -> bool:
+        """Whether the save in progress has failed, in whichever process.
+
+        Args:
+          step: of the caller, who asks after each: all processes are told at the same
+            one, seconds after the failure. `wait` then raises at once.
+        """
+        return self._saving is not None and self._outcome.has_failed(step)
 
     def steps(self) -> list[int]:
         """Return the complete steps on disk, oldest first."""
@@ -316,9 +328,12 @@ class Checkpoints:
             self._damaged |= files.unreadable_newest(self._folder, self._damaged)
         newest, run = self.latest(), self.run or uuid.uuid4().hex
         if newest is not None:
-            self._require_own(step, newest, specs, run, force)
-            if step in self.steps():
+            owner = Owner(run, self._former, self._parts, force=force)
+            changed = newest == self._reset_at
+            is_own = owner.require(self._folder, newest, specs, has_changed=changed)
+            if is_own and step in self.steps():
                 return None
+            require_newer(self._folder, step, newest)
         needed = sum(spec.num_bytes for spec in specs.values())
         files.make_writable(self._folder)
         files.require_room(self._folder, step, needed)
@@ -333,51 +348,8 @@ class Checkpoints:
         retried(lambda: path.mkdir(exist_ok=True), path)
         return run
 
-    def _require_own(
-        self,
-        step: int,
-        newest: int,
-        specs: Mapping[str, named.LeafSpec],
-        run: str,
-        force: bool,
-    ) -> None:
-        """Refuse to save a step into a folder of another run."""
-        content = read_manifest(files.step_path(self._folder, newest))
-        there = as_stored({n: n for n in specs}, self._former, content.leaves)
-        own = {there[name]: spec for name, spec in specs.items()}
-        logical = (self._parts.logical(x, content.meta) for x in (own, content.leaves))
-        difference = named.describe_mismatch(*logical)
-        if difference and newest != self._reset_at:
-            raise ValueError(
-                f"folder {str(self._folder)!r} holds checkpoints of another model "
-                f"or optimizer; those of step {newest} differ:\n{difference}\n"
-                "Nothing was written. Save to another folder, or restore from this "
-                "one with reset= first, to go on with these leaves"
-            )
-        if content.run != run and not force:
-            raise ValueError(
-                f"folder {str(self._folder)!r} holds another run, up to step "
-                f"{newest}. Nothing was written. Save to another folder, or restore "
-                "from this one first, to go on with its run"
-            )
-        if content.run == run and step in self.steps():
-            return
-        if step <= newest:
-            raise ValueError(
-                f"step is {step}, and folder {str(self._folder)!r} already has "
-                f"step {newest}: a step must be newer than those saved. Save to "
-                f"another folder, or move the steps from {step} on away"
-            )
 
-
-def _checked_step(step: int) -> int:
-    number = operator.index(step)
-    if number < 0:
-        raise ValueError(f"step is {number}; it must be at least 0")
-    return number
-
-
-_background = concurrent.futures.ThreadPoolExecutor(thread_name_prefix="jaxpar-save")
+_saves = itertools.count()
 _unfinished: dict[Checkpoints, None] = {}
 """Objects with a save in progress, in starting order: the same on all processes."""
 

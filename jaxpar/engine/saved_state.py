@@ -225,6 +225,16 @@ class SavedState(CompiledStep):
         for checkpoints in self._checkpoints.values():
             checkpoints.wait()
 
+    def has_failed_save(self, step: int) -> bool:
+        """Whether a save in progress has failed, so that `wait` would raise.
+
+        Args:
+          step: the last one taken. A loop that asks after each step is told seconds
+            after the failure, in all processes at the same step.
+        """
+        found = [each.has_failed(step) for each in self._checkpoints.values()]
+        return any(found)
+
     @property
     def _packed(self) -> TrainState:
         return jax.tree.unflatten(self._structure, self._leaves)

@@ -8,8 +8,9 @@ from typing import Any
 from jaxpar.checkpoint import Keep
 from jaxpar.engine.engine import Engine
 from jaxpar.engine.run_ahead import SkippedStepWarning
-from jaxpar.launch.exit_codes import REPLACED
+from jaxpar.launch.exit_codes import REPLACED, SAVE_FAILED
 from jaxpar.launch.lease import LeaseLostError
+from jaxpar.launch.worker_environment import current, say_error
 from jaxpar.training.early_stop import EarlyStop
 from jaxpar.training.evaluations import Evaluation, Evaluations
 from jaxpar.training.metrics import MetricsLogger
@@ -98,11 +99,12 @@ def train(  # noqa: PLR0913 - keywords, each of its own kind
         "console": loop.console,
         "append": True,
     }
+    limit = rules.recovery.end_seconds
     # Nothing is written of a trace once another process has the run.
     with (
         _ends_if_replaced(),
         loop.profile,
-        StopSignals() as signals,
+        StopSignals(limit, lambda why: _note(engine, run, why)) as signals,
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore", SkippedStepWarning)  # The loop reports them.
@@ -126,6 +128,13 @@ def _check_warm_up(engine: Engine, steps: int) -> None:
             "so that nothing would be compressed; give it a warm-up of 15 to 20 % of "
             "the run (freeze_step, var_freeze_step), or train for longer."
         )
+
+
+def _note(engine: Engine, run: Run, why: str) -> None:
+    """Write down why this process ends in the middle of a save."""
+    if (worker := current()) is not None:
+        say_error(worker, why)
+    run.note("stopped", engine.steps, why=why, code=SAVE_FAILED)
 
 
 @contextlib.contextmanager

@@ -48,6 +48,9 @@ class Recovery:
     """Steps between copies of the state in the memory of this host and of another
     (`jaxpar.checkpoint.MemoryTier`): a worker or a host that is lost costs the steps
     since then, not those since the last checkpoint. 0: never."""
+    end_seconds: float = 540.0
+    """Seconds from a stop signal until the run has ended, at most: then it ends with
+    code 74, whatever a save waits for. 0: no limit."""
     on_failed_save: Literal["stop", "warn"] = "stop"
     """After a failed save: exit with code 74, or a warning."""
 
@@ -63,6 +66,7 @@ class Recovery:
             ("slow", 1),
             ("reread", 0),
             ("memory_every", 0),
+            ("end_seconds", 0),
         ):
             value = getattr(self, name)
             if value < least:

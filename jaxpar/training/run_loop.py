@@ -166,6 +166,7 @@ class RunLoop:
     ) -> None:
         """Do what is due after a step, and end the run if that was asked for."""
         due, is_saved = self._due(step)
+        is_saved |= self.engine.has_failed_save(step)  # Tried again at once.
         heldout = None
         if due or is_saved or asked:
             self._judge(logger)
@@ -251,14 +252,8 @@ class RunLoop:
         rates = self.performance.read(taken.batch)
         self._log(taken.step, {**returned, **rates, **of_workers}, logger)
         for each in slow:
-            times = round(each.times, 2)
-            self._report(
-                "slow",
-                taken.step,
-                worker=each.worker,
-                times=times,
-                why=describe_slow(each),
-            )
+            own = {"worker": each.worker, "times": round(each.times, 2)}
+            self._report("slow", taken.step, **own, why=describe_slow(each))
         loss, norm = float(values["loss"]), float(values["grad_norm"])
         if not self.monitor.is_finite(loss, norm):
             self.doubtful.append(taken)

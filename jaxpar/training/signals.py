@@ -5,17 +5,29 @@ SIGUSR1 some time before (``--signal=USR1@120``). Ctrl-C is SIGINT, a terminal t
 closed sends SIGHUP.
 """
 
+import contextlib
+import faulthandler
+import functools
 import os
+import select
 import signal
+import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import jax
+from jax._src import distributed
 from jax.experimental import multihost_utils
 
+from jaxpar.launch.exit_codes import SAVE_FAILED
 from jaxpar.launch.stop_signals import STOPPING, listen
 
+_POLL_SECONDS, _SAYING_SECONDS = 1.0, 5.0
+_NOTICE = "RECEIVED_PREEMPTION_NOTICE"
+"""Under which jax's service has the time of a signal. Its client is not public; to be
+replaced when it is."""
 _SAID = b"SIGINT: saving, and ending; press Ctrl-C again to end at once\n"
 
 
@@ -44,9 +56,22 @@ class StopSignals:
     listens to SIGTERM and agrees on a step; the others are forwarded as SIGTERM. A
     second SIGINT ends the program at once. Outside the main thread Python allows no
     handlers: there these signals do what they did before.
+
+    Args:
+      seconds: from a signal to the end of the block, at most; 0 for no limit. Then the
+        process ends with code 74, also where a disk or another process hangs.
+      note: writes down why; it is given a few seconds.
+      end: ends the process.
     """
 
-    def __init__(self):
+    def __init__(
+        self,
+        seconds: float = 0.0,
+        note: Callable[[str], object] = lambda why: None,
+        end: Callable[[int], object] = os._exit,
+    ):
+        self._seconds, self._note, self._end = seconds, note, end
+        self._over, self._wakeup = threading.Event(), (-1, -1)
         self._alone = jax.process_count() == 1
         self._before: dict[int, Any] = {}
         self._asked: str | None = None
@@ -56,9 +81,22 @@ class StopSignals:
         for number in STOPPING if is_main else ():
             if self._alone or number != signal.SIGTERM:
                 self._before[number] = listen(number, self._notice)
+        if self._seconds:
+            # A handler runs when the main thread is back from the disk; this does not.
+            heard, told = os.pipe()
+            os.set_blocking(told, False)
+            set_fd = functools.partial(signal.set_wakeup_fd, warn_on_full_buffer=False)
+            self._wakeup = told, set_fd(told) if is_main else -1
+            target = functools.partial(self._limit, heard)
+            threading.Thread(target=target, name="stop", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if self._seconds:
+            if threading.current_thread() is threading.main_thread():
+                signal.set_wakeup_fd(self._wakeup[1])
+            os.close(self._wakeup[0])
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -85,3 +123,36 @@ class StopSignals:
             return self._asked
         is_due = multihost_utils.reached_preemption_sync_point(step)
         return "SIGTERM" if is_due else None
+
+    def _limit(self, heard: int) -> None:
+        """End the process if the block has not ended in time."""
+        with open(heard, "rb", buffering=0) as file:
+            while not self._over.is_set() and (self._alone or not _is_noticed()):
+                if select.select([file], [], [], _POLL_SECONDS)[0]:
+                    numbers = file.read(64)
+                    if not numbers or set(numbers) & set(STOPPING):
+                        break
+        if self._over.wait(self._seconds):
+            return
+        why = (
+            f"a signal asked for an end {self._seconds:g} s ago, and this process "
+            "still waits, for a disk or another process (stacks are above): it ends "
+            f"with code {SAVE_FAILED}. Checkpoints that were complete stay so: start "
+            "it again to resume"
+        )
+        # On a disk that hangs this may never return.
+        noting = threading.Thread(target=self._note, args=(why,), daemon=True)
+        noting.start()
+        noting.join(_SAYING_SECONDS)
+        with contextlib.suppress(OSError, ValueError):  # There may be no descriptor.
+            faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+        os.write(2, f"{why}\n".encode())
+        self._end(SAVE_FAILED)
+
+
+def _is_noticed() -> bool:
+    """Whether any process of a run has been sent SIGTERM."""
+    try:
+        return bool(distributed.global_state.client.key_value_try_get(_NOTICE))
+    except (AttributeError, jax.errors.JaxRuntimeError):  # None, or no client.
+        return False

@@ -2,15 +2,19 @@
 
     python -m tests.multiprocess.run_worker SPEC
 
-SPEC is JSON: what `tests.multiprocess.worker.join` takes, ``folder``, ``steps``, and
-``nan``: batches whose fourth row is not a number.
+SPEC is JSON: what `tests.multiprocess.worker.join` takes, ``folder``, ``steps``,
+``save_every``, ``nan``: batches whose fourth row is not a number, and ``fails``: the
+number of the save that fails in the second process, None for none.
 """
 
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from jaxpar.checkpoint.outcome import Outcome
 from tests.multiprocess.worker import join
 from tests.runs import Data, fresh, go, nan_in_one_row
 
@@ -18,7 +22,22 @@ from tests.runs import Data, fresh, go, nan_in_one_row
 def main(spec: dict[str, Any]) -> None:
     join(spec)
     data = Data({ordinal: nan_in_one_row() for ordinal in spec["nan"]})
-    go(fresh(), data, Path(spec["folder"]), steps=spec["steps"])
+    if spec["index"] == 1 and spec["fails"] is not None:
+        fail(spec["fails"])
+    options = {name: spec[name] for name in ("steps", "save_every")}
+    go(fresh(), data, Path(spec["folder"]), **options)
+
+
+def fail(number: int) -> None:
+    """Let a save fail in this process, before the others know that it is written."""
+    wait = Outcome.wait_for_all
+
+    def wait_for_all(self: Outcome, name: str, seconds: float) -> None:
+        if self._key.endswith(f"/{number}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        wait(self, name, seconds)
+
+    Outcome.wait_for_all = wait_for_all
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from jaxpar.checkpoint.folder import complete_steps, step_path, verified
 from jaxpar.launch.exit_codes import STOPPED
 from tests.multiprocess.launching import ROOT, environment
 from tests.multiprocess.test_training import end
-from tests.runs import bits, events, fresh, losses, run_in
+from tests.runs import SAVE_EVERY, bits, events, fresh, losses, run_in
 
 PROCESSES, DEVICES = 2, 4
 LIMIT_SECONDS = 120
@@ -34,6 +35,8 @@ class Together:
         nan: tuple[int, ...] = (),
         *,
         shared: bool = True,
+        save_every: int = SAVE_EVERY,
+        fails: int | None = None,
     ):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -45,6 +48,8 @@ class Together:
             "folder": str(folder),
             "steps": steps,
             "nan": nan,
+            "save_every": save_every,
+            "fails": fails,
         }
         self.folder, self.processes = folder, []
         folder.parent.mkdir(exist_ok=True)
@@ -116,6 +121,28 @@ def test_signal_to_one_process_ends_all_at_one_saved_step(tmp_path: Path) -> Non
             assert run.codes() == [0] * PROCESSES, run.output()
     assert state_of(folder) == state_of(tmp_path / "whole")
     assert losses(folder) == losses(tmp_path / "whole")
+
+
+@pytest.mark.thorough
+def test_save_that_fails_in_one_process_is_tried_again_by_all_at_once(
+    tmp_path: Path,
+) -> None:
+    """The first one waited for the second for 20 minutes."""
+    folder, every = tmp_path / "failed", 600
+    with Together(folder, 2 * every, save_every=every, fails=1) as run:
+        assert run.codes() == [0] * PROCESSES, run.output()
+    (failed,) = events(folder, "save failed")
+    assert "process 1: OSError(5, 'Input/output error')" in failed["why"]
+    assert "process 0" not in failed["why"]
+    again = failed["step"]
+    assert every < again < 2 * every
+    steps = [0, again, 2 * every]
+    assert sorted(complete_steps(folder / "checkpoints")) == steps
+    for step in steps:
+        assert verified(step_path(folder / "checkpoints", step), step)
+    with Together(tmp_path / "whole", 2 * every, save_every=every) as run:
+        assert run.codes() == [0] * PROCESSES, run.output()
+    assert state_of(folder) == state_of(tmp_path / "whole")
 
 
 @pytest.mark.slow

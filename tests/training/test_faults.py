@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,16 @@ from typing import Any
 import jax
 import pytest
 
-from jaxpar.checkpoint.folder import step_folders, verified
-from tests.faults import PRELOAD, Faults, library
-from tests.multiprocess.launching import ROOT
+from jaxpar.checkpoint.folder import (
+    complete_steps,
+    step_folders,
+    step_path,
+    verified,
+)
+from jaxpar.launch.exit_codes import SAVE_FAILED
+from tests.faults import PRELOAD, SLOW_DISK, Faults, library
+from tests.multiprocess.launching import ROOT, final_files, run_to_the_end
+from tests.runs import events
 
 RATE, REACH = 0.01, 150
 """Of the calls on the project's own files that fail; and in half of the saves, one of
@@ -72,3 +81,57 @@ def test_two_hundred_runs_end_equal_to_the_bit(part: int, tmp_path: Path) -> Non
     # A disk that is away for half a minute, once in each part.
     runs[-1] = Faults(tmp_path / "away", part, RATE, REACH, (1.0, 30.0))
     require_whole(runs, seconds=60.0)
+
+
+@pytest.mark.thorough
+def test_signal_ends_a_run_whose_save_hangs_within_its_limit(tmp_path: Path) -> None:
+    """A disk takes a write and never answers; the step before stays whole."""
+    folder, limit = tmp_path / "run", 3.0
+    cache = str(jax.config.jax_compilation_cache_dir)
+    args = str(folder), str(limit), cache
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.training.hanging_run", *args],
+        cwd=ROOT,
+        env={**os.environ, PRELOAD: str(library())},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    saved = step_path(folder / "checkpoints", 3)
+    try:
+        until = time.monotonic() + LIMIT_SECONDS
+        while not list(folder.glob("checkpoints/step_00000006.saving*")):
+            assert process.poll() is None
+            assert time.monotonic() < until, "no save of step 6"
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        _, said = process.communicate(timeout=LIMIT_SECONDS)
+    finally:
+        process.kill()
+    assert process.returncode == SAVE_FAILED
+    assert limit <= time.monotonic() - began < limit + 15
+    assert "a signal asked for an end 3 s ago" in said
+    assert verified(saved, 3)
+    steps = complete_steps(folder / "checkpoints")
+    assert max(steps) == 3
+    (event,) = events(folder, "stopped")
+    assert event["code"] == SAVE_FAILED
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "seconds", [1, pytest.param(10, marks=pytest.mark.slow)], ids=str
+)
+def test_run_on_a_slow_disk_ends_equal_to_the_bit(
+    seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a supervisor, whose files are on that disk too."""
+    flags, out = ("--steps", "3", "--save-every", "2"), tmp_path / "slow"
+    run_to_the_end(tmp_path / "fast", *flags, processes=1)
+    with monkeypatch.context() as patch:
+        patch.setenv(PRELOAD, str(library()))
+        patch.setenv(SLOW_DISK, f"{seconds}:{out}")
+        run_to_the_end(out, *flags, processes=1)
+    assert final_files(out, 3) == final_files(tmp_path / "fast", 3)
+    attempt = json.loads((out / "launch" / "attempt.json").read_text())
+    assert attempt["number"] == 1, "nothing was taken for a stall"

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from jaxpar.launch.exit_codes import STOPPED
+from jaxpar.launch.exit_codes import SAVE_FAILED, STOPPED
 from jaxpar.launch.stop_signals import STOPPING
 from jaxpar.training.signals import RunStopped, StopSignals
 
@@ -66,3 +66,47 @@ def test_run_that_stops_ends_the_script_with_its_code():
     stopped = RunStopped(STOPPED, "saved at step 3")
     assert isinstance(stopped, SystemExit)
     assert (stopped.code, str(stopped)) == (STOPPED, "saved at step 3")
+
+
+def test_process_whose_save_hangs_ends_within_its_limit(capfd) -> None:
+    ended, noted = threading.Event(), []
+    codes = []
+
+    def end(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    with StopSignals(0.05, noted.append, end):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ended.wait(30)
+    assert codes == [SAVE_FAILED]
+    assert "0.05 s ago" in noted[0]
+    said = capfd.readouterr().err
+    assert noted[0] in said
+    assert "test_process_whose_save_hangs" in said, "the stacks"
+
+
+def test_process_that_ends_in_time_is_left_alone() -> None:
+    codes = []
+    with StopSignals(0.2, lambda why: None, codes.append):
+        os.kill(os.getpid(), signal.SIGTERM)
+    for thread in threading.enumerate():
+        if thread.name == "stop":
+            thread.join()
+    assert codes == []
+
+
+def test_signal_to_another_process_counts_too(monkeypatch) -> None:
+    """It reaches a process that hangs through jax's service alone."""
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr("jaxpar.training.signals._POLL_SECONDS", 0.01)
+
+    class Client:
+        def key_value_try_get(self, key: str) -> str:
+            assert key == "RECEIVED_PREEMPTION_NOTICE"
+            return "now"
+
+    monkeypatch.setattr("jax._src.distributed.global_state.client", Client())
+    ended = threading.Event()
+    with StopSignals(0.05, lambda why: None, lambda code: ended.set()):
+        assert ended.wait(30)
