@@ -9,7 +9,7 @@ import functools
 import threading
 import time
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,7 +24,7 @@ import xxhash
 from jaxpar.checkpoint.leaves import LeafSpec
 from jaxpar.checkpoint.logs import quiet_orbax
 from jaxpar.checkpoint.manifest import DamagedError, Manifest
-from jaxpar.checkpoint.outcome import Outcome
+from jaxpar.checkpoint.outcome import SaveOutcome
 from jaxpar.checkpoint.slices import (
     Box,
     DifferentError,
@@ -76,11 +76,11 @@ class Writer:
         options = ocp.options.AsyncOptions(
             create_directories_asynchronously=False, barrier_sync_fn=self._wait_for_all
         )
-        self._outcome: Outcome | None = None
+        self._outcome: SaveOutcome | None = None
         self._orbax = ocp.AsyncCheckpointer(_handler(), async_options=options)
 
     def start(
-        self, folder: Path, arrays: Mapping[str, jax.Array], outcome: Outcome
+        self, folder: Path, arrays: Mapping[str, jax.Array], outcome: SaveOutcome
     ) -> None:
         """Copy arrays to the host, and begin to write them.
 
@@ -132,9 +132,18 @@ def read_sharded(
       DifferentError: if what is read is not what was written.
     """
     shapes = {leaf: tuple(struct.shape) for leaf, struct in structs.items()}
+    return read_by(_reader(folder, shapes), structs, slices)
+
+
+def read_by(
+    read: Reads,
+    structs: Mapping[str, jax.ShapeDtypeStruct],
+    slices: Mapping[str, Slices],
+) -> dict[str, jax.Array]:
+    """Read leaves as `read_sharded` does, by what reads boxes of them."""
     largest = max(x.size * x.dtype.itemsize for x in structs.values())
     in_flight = max(largest, _LEAST_IN_FLIGHT)
-    return read_compared(structs, slices, _reader(folder, shapes), in_flight=in_flight)
+    return read_compared(structs, slices, read, in_flight=in_flight)
 
 
 def compare_slices(
@@ -151,7 +160,15 @@ def compare_slices(
       DifferentError: if one is not what was written.
     """
     shapes = {name: spec.stored.shape for name, spec in manifest.leaves.items()}
-    read = _reader(folder, shapes)
+    compare_by(_reader(folder, shapes), shapes, slices)
+
+
+def compare_by(
+    read: Reads,
+    shapes: Mapping[str, tuple[int, ...]],
+    slices: Mapping[str, Slices],
+) -> None:
+    """Compare slices as `compare_slices` does, by what reads boxes of them."""
     for name, each in slices.items():
         for place, box in each.boxes(shapes[name]):
             if place in each.checksums:
@@ -186,19 +203,29 @@ def read_whole(folder: Path, leaf: str, manifest: Manifest) -> np.ndarray:
 
 
 def _reader(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Reads:
-    """Reads boxes of leaves, each opened once; what it can't read is damaged."""
+    """Reads boxes of leaves of a step's folder."""
+
+    def store(leaf: str) -> dict[str, Any]:
+        base = {"driver": "file", "path": f"{folder / ARRAYS}/"}
+        return {"driver": "ocdbt", "base": base, "path": f"{array_name(leaf)}/"}
+
+    return reader(store, shapes)
+
+
+def reader(
+    store: Callable[[str], dict[str, Any]], shapes: Mapping[str, tuple[int, ...]]
+) -> Reads:
+    """Reads boxes of leaves, each opened once; what it can't read is damaged.
+
+    Args:
+      store: TensorStore's description of where a leaf is.
+      shapes: leaf name -> its shape.
+    """
 
     @functools.cache
     def opened(leaf: str) -> Any:
         found = tensorstore.open(
-            {
-                "driver": "zarr",
-                "kvstore": {
-                    "driver": "ocdbt",
-                    "base": {"driver": "file", "path": f"{folder / ARRAYS}/"},
-                    "path": f"{array_name(leaf)}/",
-                },
-            },
+            {"driver": "zarr", "kvstore": store(leaf)},
             open=True,
             read=True,
             context=context,

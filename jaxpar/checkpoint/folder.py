@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -43,7 +43,18 @@ _SPARE_BYTES = 1 << 20
 
 def step_path(folder: Path, step: int) -> Path:
     """Return where a step is stored, whether it exists or not."""
-    return folder / f"{STEP_PREFIX}_{step:0{STEP_DIGITS}d}"
+    return folder / step_name(step)
+
+
+def step_name(step: int) -> str:
+    """Return a step's name in its folder."""
+    return f"{STEP_PREFIX}_{step:0{STEP_DIGITS}d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step that has a name; None if none has."""
+    match = _STEP_NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def saving_path(folder: Path, step: int, number: int = 0) -> Path:
@@ -123,30 +134,54 @@ def choose(
       DamagedError: if it is damaged, or all are.
     """
     folders = step_folders(folder)
-    complete = [number for number, path in folders.items() if is_complete(path)]
+
+    def verify(number: int) -> None:
+        verified(folders[number], number, of_arrays=False)
+
+    steps = {number: is_complete(path) for number, path in folders.items()}
+    return choose_among(str(folder), steps, step, damaged, verify)
+
+
+def choose_among(
+    where: str,
+    steps: Mapping[int, bool],
+    step: int | None,
+    damaged: Mapping[int, str],
+    verify: Callable[[int], object],
+) -> dict[str, Any]:
+    """Find the step to restore, as `choose` does.
+
+    Args:
+      where: the folder, for messages.
+      steps: each step, newest first -> whether it has a manifest.
+      step: as for `choose`.
+      damaged: as for `choose`.
+      verify: raises DamagedError for a damaged one.
+    """
+    complete = [number for number, is_whole in steps.items() if is_whole]
     if step is not None and step not in complete:
-        state = "has no manifest" if step in folders else "does not exist"
+        state = "has no manifest" if step in steps else "does not exist"
         raise FileNotFoundError(
-            f"checkpoint {str(step_path(folder, step))!r} {state}; restore one of the "
+            f"checkpoint '{where}/{step_name(step)}' {state}; restore one of the "
             f"complete steps, {sorted(complete)}"
         )
     if not complete:
-        names = ", ".join(path.name for path in folders.values())
+        names = ", ".join(map(step_name, steps))
         raise FileNotFoundError(
-            f"folder {str(folder)!r} has no complete checkpoint"
+            f"folder {where!r} has no complete checkpoint"
             f"{f' (without a manifest: {names})' if names else ''}; save one first, or "
             "give the folder that a run saved to"
         )
     skipped: list[list[Any]] = []
-    for number in folders if step is None else [step]:
+    for number in steps if step is None else [step]:
         if number not in complete:
-            skipped.append([number, f"{folders[number].name} has no manifest"])
+            skipped.append([number, f"{step_name(number)} has no manifest"])
             continue
         if number in damaged:
             skipped.append([number, damaged[number]])
             continue
         try:
-            verified(folders[number], number, of_arrays=False)
+            verify(number)
         except DamagedError as error:
             skipped.append([number, str(error)])
         else:

@@ -57,6 +57,7 @@ class Manifest:
       files: path in the step's folder -> bytes and checksum (XXH3, 128 bits).
       slices: leaf name -> checksums of what the devices held; none of leaves without
         elements, and of steps that older versions saved.
+      objects: where the arrays are, in a bucket; None in a folder.
     """
 
     step: int
@@ -68,10 +69,13 @@ class Manifest:
     versions: dict[str, str]
     files: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
     slices: dict[str, Slices] = dataclasses.field(default_factory=dict)
+    objects: str | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files."""
+        """Bytes of all files, or of all arrays in a bucket."""
+        if self.objects is not None:
+            return sum(leaf.num_bytes for leaf in self.leaves.values())
         return sum(size for size, _ in self.files.values())
 
     def as_json(self) -> bytes:
@@ -116,25 +120,35 @@ def read_manifest(path: Path) -> Manifest:
       DamagedError: if it differs from what was written.
       ValueError: if a newer version of jaxpar wrote it.
     """
-    text = _read(path / MANIFEST)
-    if _read(path / DIGEST) != digest(text).encode():
-        raise DamagedError(
-            f"{str(path / MANIFEST)!r} is damaged: {DIGEST} has another checksum"
-        )
+    return parsed(_read(path / MANIFEST), _read(path / DIGEST), str(path))
+
+
+def parsed(text: bytes, checksum: bytes, path: str) -> Manifest:
+    """Read a step's manifest from what is stored of it.
+
+    Args:
+      text: of the manifest.
+      checksum: next to it.
+      path: of the step, for messages.
+
+    Raises:
+      DamagedError, ValueError: as `read_manifest` does.
+    """
+    name = f"{path}/{MANIFEST}"
+    if checksum != digest(text).encode():
+        raise DamagedError(f"{name!r} is damaged: {DIGEST} has another checksum")
     try:
         content = json.loads(text)
         if content["format"] > FORMAT:
             raise ValueError(
-                f"checkpoint {str(path)!r} has format {content['format']}, and this "
+                f"checkpoint {path!r} has format {content['format']}, and this "
                 f"jaxpar reads formats up to {FORMAT}: update jaxpar to restore it"
             )
         return _parsed(content)
     except (KeyError, TypeError, AttributeError, RecursionError, _WrongError) as error:
-        raise DamagedError(
-            f"{str(path / MANIFEST)!r} is not a manifest ({error!r})"
-        ) from error
+        raise DamagedError(f"{name!r} is not a manifest ({error!r})") from error
     except json.JSONDecodeError as error:
-        raise DamagedError(f"{str(path / MANIFEST)!r} is not JSON ({error})") from error
+        raise DamagedError(f"{name!r} is not JSON ({error})") from error
 
 
 def damages(path: Path, manifest: Manifest, *, of_arrays: bool = True) -> list[str]:
@@ -214,7 +228,12 @@ def _parsed(content: Mapping[str, Any]) -> Manifest:
     files = {name: _file(name, entry) for name, entry in content["files"].items()}
     declared = sum(leaf.num_bytes for leaf in leaves.values())
     stored = sum(size for size, _ in files.values())
-    _require(declared <= stored, f"leaves of {declared:,} bytes in files of {stored:,}")
+    objects = content.get("objects")
+    _require(objects is None or (type(objects) is str and is_inside(objects)), "where")
+    _require(
+        declared <= stored or objects is not None,
+        f"leaves of {declared:,} bytes in files of {stored:,}",
+    )
     stored_as = content.get("slices", {}).items()
     slices = {name: _slices(name, own, leaves[name]) for name, own in stored_as}
     return Manifest(
@@ -227,6 +246,7 @@ def _parsed(content: Mapping[str, Any]) -> Manifest:
         versions=dict(content["versions"].items()),
         files=files,
         slices=slices,
+        objects=objects,
     )
 
 

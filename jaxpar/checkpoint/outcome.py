@@ -3,7 +3,7 @@
 Through JAX's coordination service, within a second and without a collective. So that
 all act on it at the same step, they agree on one: each sends the last step that it has
 asked at, and waits with the next question until all have; the one after the highest is
-ahead of all. JAX's client of that service is not public; to be replaced when it is.
+ahead of all.
 """
 
 import contextlib
@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax._src import distributed
+
+from jaxpar.launch.agreement import service
 
 _POLL_SECONDS = 0.2
 _PREFIX = "jaxpar/save"
@@ -23,7 +24,7 @@ class FailedElsewhereError(RuntimeError):
     """Another process could not write its part of a save."""
 
 
-class Outcome:
+class SaveOutcome:
     """What is known of a save in progress, in all processes.
 
     Args:
@@ -41,7 +42,7 @@ class Outcome:
         place: tuple[int, int] | None = None,
     ):
         self._index, self._count = place or (jax.process_index(), jax.process_count())
-        self._client = client or distributed.global_state.client
+        self._client: Any = client or service()
         self._key, self._step = f"{_PREFIX}/{number}", step
         self._why: str | None = None
         self._agreed: int | None = None

@@ -2,12 +2,10 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from jaxpar.checkpoint import folder as files
 from jaxpar.checkpoint import leaves as named
 from jaxpar.checkpoint.former_names import as_stored
-from jaxpar.checkpoint.manifest import read_manifest
+from jaxpar.checkpoint.manifest import Manifest
 from jaxpar.checkpoint.shard_parts import ShardParts
 
 
@@ -29,8 +27,8 @@ class Owner:
 
     def require(
         self,
-        folder: Path,
-        newest: int,
+        folder: str,
+        content: Manifest,
         specs: Mapping[str, named.LeafSpec],
         *,
         has_changed: bool,
@@ -38,8 +36,8 @@ class Owner:
         """Refuse a folder of another run, unless forced.
 
         Args:
-          folder: of the checkpoints.
-          newest: its newest complete step.
+          folder: of the checkpoints, for messages.
+          content: of its newest complete step.
           specs: of the leaves to save.
           has_changed: whether other leaves are meant to go on from that step.
 
@@ -49,28 +47,28 @@ class Owner:
         Raises:
           ValueError: if its leaves differ, or another run has saved them.
         """
-        content = read_manifest(files.step_path(folder, newest))
+        newest = content.step
         there = as_stored({n: n for n in specs}, self.former, content.leaves)
         own = {there[name]: spec for name, spec in specs.items()}
         logical = (self.parts.logical(x, content.meta) for x in (own, content.leaves))
         difference = named.describe_mismatch(*logical)
         if difference and not has_changed:
             raise ValueError(
-                f"folder {str(folder)!r} holds checkpoints of another model "
+                f"folder {folder!r} holds checkpoints of another model "
                 f"or optimizer; those of step {newest} differ:\n{difference}\n"
                 "Nothing was written. Save to another folder, or restore from this "
                 "one with reset= first, to go on with these leaves"
             )
         if content.run != self.run and not self.force:
             raise ValueError(
-                f"folder {str(folder)!r} holds another run, up to step "
+                f"folder {folder!r} holds another run, up to step "
                 f"{newest}. Nothing was written. Save to another folder, or restore "
                 "from this one first, to go on with its run"
             )
         return content.run == self.run
 
 
-def require_newer(folder: Path, step: int, newest: int) -> None:
+def require_newer(folder: str, step: int, newest: int) -> None:
     """Refuse a step that is not newer than all that are saved.
 
     Raises:
@@ -78,7 +76,7 @@ def require_newer(folder: Path, step: int, newest: int) -> None:
     """
     if step <= newest:
         raise ValueError(
-            f"step is {step}, and folder {str(folder)!r} already has "
+            f"step is {step}, and folder {folder!r} already has "
             f"step {newest}: a step must be newer than those saved. Save to "
             f"another folder, or move the steps from {step} on away"
         )

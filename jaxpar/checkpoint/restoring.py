@@ -3,15 +3,15 @@
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxpar.checkpoint import arrays as stored_arrays
 from jaxpar.checkpoint import leaves as named
+from jaxpar.checkpoint.bucket import BucketStep
 from jaxpar.checkpoint.former_names import as_stored
-from jaxpar.checkpoint.manifest import DamagedError, Manifest, read_manifest
+from jaxpar.checkpoint.manifest import DamagedError, Manifest
+from jaxpar.checkpoint.places import FolderStep
 from jaxpar.checkpoint.shard_parts import ShardParts, without
 from jaxpar.checkpoint.slices import DifferentError, Slices
 from jaxpar.tree import from_stored, stored_struct
@@ -103,28 +103,28 @@ class Request:
     parts: ShardParts
     partly: bool = dataclasses.field(kw_only=True)
 
-    def read(self, path: Path) -> tuple[Manifest, Read]:
-        """Read a step's folder.
+    def read(self, step: FolderStep | BucketStep) -> tuple[Manifest, Read]:
+        """Read a step.
 
         Raises:
           DamagedError: if what is read is not what was saved.
           ValueError: if its leaves differ from the targets.
         """
-        manifest, targets = read_manifest(path), self.targets
+        manifest, targets = step.manifest(), self.targets
         wanted = as_stored(self.wanted, self.former, manifest.leaves)
         given = named.leaf_specs(targets), manifest.leaves, manifest.meta
         anew = self.parts.anew(wanted, *given)
         wanted = without(wanted, anew)
         stored = self.parts.logical(manifest.leaves, manifest.meta, wanted.values())
-        require_same(path, targets, wanted, stored, partly=self.partly)
+        require_same(str(step), targets, wanted, stored, partly=self.partly)
         own = {name: targets[name] for name in wanted}
-        found = load(path, own, wanted, manifest.slices)
+        found = load(step, own, wanted, manifest.slices)
         leaves = [found.get(name, leaf) for name, leaf in targets.items()]
         return manifest, Read(leaves, anew)
 
 
 def require_same(
-    path: Path,
+    path: str,
     targets: Mapping[str, Any],
     wanted: Mapping[str, str],
     stored: Mapping[str, named.LeafSpec],
@@ -148,7 +148,7 @@ def require_same(
     difference = named.describe_mismatch(there, stored)
     if difference:
         raise ValueError(
-            f"target does not match checkpoint {str(path)!r}, which is of another "
+            f"target does not match checkpoint {path!r}, which is of another "
             f"model or optimizer:\n{difference}\nBuild the same model and "
             "optimizer, read only some leaves (only=, reset=, rename=), or restore "
             "from another folder"
@@ -166,7 +166,7 @@ def _cast_on_reading(
 
 
 def load(
-    path: Path,
+    step: FolderStep | BucketStep,
     targets: Mapping[str, Any],
     there: Mapping[str, str],
     slices: Mapping[str, Slices],
@@ -185,9 +185,9 @@ def load(
         if target.size
     }
     try:
-        found = stored_arrays.read_sharded(path, structs, slices) if structs else {}
+        found = step.read_sharded(structs, slices) if structs else {}
     except DifferentError as error:
-        raise DamagedError(f"{str(path)!r} is damaged: {error}") from error
+        raise DamagedError(f"{str(step)!r} is damaged: {error}") from error
     return {
         name: from_stored(
             found[there[name]] if target.size else named.empty(target), target

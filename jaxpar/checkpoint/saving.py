@@ -7,17 +7,16 @@ import math
 import operator
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from jaxpar.checkpoint import arrays as stored_arrays
 from jaxpar.checkpoint import folder as files
 from jaxpar.checkpoint.manifest import Manifest, seal, sync
-from jaxpar.checkpoint.outcome import FailedElsewhereError, Outcome
+from jaxpar.checkpoint.outcome import FailedElsewhereError, SaveOutcome
 from jaxpar.checkpoint.processes import gather
 from jaxpar.checkpoint.retention import Keep
 from jaxpar.checkpoint.slices import Slices
@@ -52,6 +51,10 @@ class ReadBack:
         Raises:
           DifferentError: if it is not what the devices held.
         """
+        stored_arrays.compare_slices(folder, manifest, self.sample())
+
+    def sample(self) -> dict[str, Slices]:
+        """The slices to read back this time, by leaf."""
         every = round(1 / self.share) if self.share else 0
         slices = [
             (name, place)
@@ -59,14 +62,13 @@ class ReadBack:
             for place in sorted(each.checksums)
         ]
         sample = set(slices[self.turn % every :: every] if every else [])
-        chosen = {
+        return {
             name: Slices(
                 each.shape,
                 {p: x for p, x in each.checksums.items() if (name, p) in sample},
             )
             for name, each in self.own.items()
         }
-        stored_arrays.compare_slices(folder, manifest, chosen)
 
 
 def checked_step(step: int) -> int:
@@ -82,16 +84,12 @@ def checked_step(step: int) -> int:
 
 
 def start(
-    outcome: Outcome,
-    held: Mapping[str, jax.Array],
-    written: Path,
-    writer: stored_arrays.Writer,
-    *rest: Any,
+    outcome: SaveOutcome, begin: Callable[[], None], finish: Callable[[], None]
 ) -> concurrent.futures.Future[None]:
-    """Begin to write a step, and `finish` it in the background.
+    """Begin to write a step, and finish it in the background.
 
     An error is one of the result, and of the outcome, by which all processes learn of
-    it. The thread is no reason for a program to go on when its main one has ended.
+    it. The thread ends with the program's main one.
     """
     result: concurrent.futures.Future[None] = concurrent.futures.Future()
 
@@ -107,10 +105,10 @@ def start(
     def run() -> None:
         with contextlib.ExitStack() as stack:
             stack.push(failed)
-            finish(outcome, written, writer, *rest)
+            finish()
 
     try:
-        writer.start(written, held, outcome)
+        begin()
     except (OSError, ValueError, RuntimeError) as error:
         failed(None, error, None)
     else:
@@ -119,7 +117,7 @@ def start(
 
 
 def finish(
-    outcome: Outcome,
+    outcome: SaveOutcome,
     written: Path,
     writer: stored_arrays.Writer,
     manifest: Manifest,
@@ -164,7 +162,7 @@ def finish(
         read_back.compare(files.step_path(folder, manifest.step), manifest)
 
 
-def _appears(outcome: Outcome, written: Path, step: Path) -> bool:
+def _appears(outcome: SaveOutcome, written: Path, step: Path) -> bool:
     """Wait until process 0 has given a step its name; False if it does not."""
     until = time.monotonic() + _LONGEST_POLL_SECONDS
     while written.exists() and time.monotonic() < until:
@@ -174,7 +172,7 @@ def _appears(outcome: Outcome, written: Path, step: Path) -> bool:
 
 
 def failure(
-    folder: Path,
+    folder: str,
     failed: Sequence[str | None],
     error: BaseException | None,
     newest: int | None,
@@ -198,7 +196,7 @@ def failure(
         if why and (own[i] or not any(own))
     )
     return SaveFailedError(
-        f"a save to {str(folder)!r} failed: {said}. The newest checkpoint there is "
+        f"a save to {folder!r} failed: {said}. The newest checkpoint there is "
         f"{'none' if newest is None else f'step {newest}'}; make room or repair the "
         "disk, and save again"
     )

@@ -8,19 +8,17 @@ import os
 import uuid
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import jax
 
-from jaxpar.checkpoint import arrays as stored_arrays
-from jaxpar.checkpoint import folder as files
 from jaxpar.checkpoint import leaves as named
 from jaxpar.checkpoint.json_values import as_json
-from jaxpar.checkpoint.manifest import DamagedError, Manifest, read_manifest
-from jaxpar.checkpoint.outcome import Outcome
+from jaxpar.checkpoint.manifest import DamagedError, Manifest
+from jaxpar.checkpoint.outcome import SaveOutcome
 from jaxpar.checkpoint.ownership import Owner, require_newer
+from jaxpar.checkpoint.places import place_of
 from jaxpar.checkpoint.processes import from_first, gather, on_all
 from jaxpar.checkpoint.restoring import Request, Restored
 from jaxpar.checkpoint.retention import Keep, as_keep
@@ -39,8 +37,6 @@ from jaxpar.checkpoint.selection import select
 from jaxpar.checkpoint.shard_parts import ShardParts
 from jaxpar.checkpoint.slices import checksums
 from jaxpar.checkpoint.turns import one_at_a_time
-from jaxpar.launch.lease import lease_of, require_lease
-from jaxpar.launch.own_files import retried
 from jaxpar.tree import to_stored
 
 _ALL_LOGICAL = ShardParts()
@@ -59,8 +55,8 @@ class Checkpoints:
     warning.
 
     Args:
-      folder: where the checkpoints are or will be, on a file system. Nothing is read
-        or written yet.
+      folder: where the checkpoints are or will be: a path, or a URL as
+        "s3://bucket/folder". Nothing is read or written yet.
       keep: checkpoints to keep: a `Keep`, how many of the newest, or None for all.
       former: leaf -> its names in older checkpoints (`former_names`).
       parts: which parts of a state are per shard, or not saved.
@@ -69,7 +65,7 @@ class Checkpoints:
       run: whose steps this saves; None for a new one, if the folder has none.
 
     Raises:
-      ValueError: if keep is below 1, or folder is a URL.
+      ValueError: if keep is below 1, or folder is a URL of another kind.
     """
 
     def __init__(
@@ -80,19 +76,14 @@ class Checkpoints:
         former: Mapping[str, Sequence[str]] = MappingProxyType({}),
         parts: ShardParts = _ALL_LOGICAL,
     ):
-        if "://" in os.fspath(folder):
-            raise ValueError(
-                f"folder is {os.fspath(folder)!r}; it must be a path on a file system: "
-                "mount the bucket and give the path where it is mounted"
-            )
-        self._folder = Path(folder).expanduser().absolute()
+        self._place = place_of(folder)
+        self._folder = str(self._place)
         self._former, self._parts = former, parts
         self.set_rules(keep, REREAD)
         self.run: str | None = None
         self._reset_at: int | None = None
         self._damaged: set[int] = set()
         self._turn, self._begun = 0, -1
-        self._writer: stored_arrays.Writer | None = None
         self._saving: concurrent.futures.Future[None] | None = None
         self._numbers = itertools.count()
 
@@ -146,15 +137,15 @@ class Checkpoints:
         leaves = self._parts.saved(named.array_leaves(tree, "tree"))
         named.require_global(leaves)
         state = as_json("data_state", data_state)
-        lease = lease_of(self._folder)
-        number = {"lease": lease.number} if lease else {}
+        number = self._place.lease()
         content = as_json("meta", {**self._parts.meta(), **number, **(meta or {})})
         self.wait()
         specs = named.leaf_specs(leaves)
-        path = files.saving_path(self._folder, step, next(self._numbers))
-        run = from_first(lambda: self._admit(step, specs, path, force))
-        if run is None:
+        count = next(self._numbers)
+        admitted = from_first(lambda: self._admit(step, specs, count, force))
+        if admitted is None:
             return
+        run, objects = admitted
         self.run, self._damaged = run, set()  # They are renamed by now.
         # Orbax rejects arrays without elements, of which the table of leaves suffices.
         held = {n: to_stored(leaf) for n, leaf in leaves.items() if leaf.size}
@@ -168,13 +159,13 @@ class Checkpoints:
             metric=finite(metric),
             versions=versions(),
             slices=of_all(own),
+            objects=objects,
         )
-        self._writer = self._writer or stored_arrays.Writer()
         self._turn, self._begun = self._turn + 1, step
         read_back = ReadBack(own, self._reread, self._turn)
-        self._outcome = Outcome(next(_saves), step)
-        given = path, self._writer, manifest, self._keep, read_back
-        self._saving = start(self._outcome, held, *given)
+        self._outcome = SaveOutcome(next(_saves), step)
+        given = self._outcome, count, held, manifest, self._keep, read_back
+        self._saving = start(self._outcome, *self._place.save(*given))
         _unfinished[self] = None
 
     @one_at_a_time
@@ -190,7 +181,7 @@ class Checkpoints:
           LeaseLostError: if another process has taken the run over.
         """
         for other in [each for each in _unfinished if each is not self]:
-            if other._folder == self._folder:
+            if other._place == self._place:
                 other.wait()
         _unfinished.pop(self, None)
         saving, self._saving = self._saving, None
@@ -209,14 +200,14 @@ class Checkpoints:
         """Whether the save in progress has failed, in whichever process.
 
         Args:
-          step: of the caller, who asks after each: all processes are told at the same
-            one, seconds after the failure. `wait` then raises at once.
+          step: of the caller, who asks after each: all processes learn of it at the
+            same one, seconds after the failure. `wait` then raises at once.
         """
         return self._saving is not None and self._outcome.has_failed(step)
 
     def steps(self) -> list[int]:
         """Return the complete steps on disk, oldest first."""
-        return sorted(set(files.complete_steps(self._folder)) - self._damaged)
+        return sorted(set(self._place.complete()) - self._damaged)
 
     def latest(self) -> int | None:
         """Return the newest complete step on disk, None if there is none."""
@@ -228,7 +219,7 @@ class Checkpoints:
         Raises:
           DamagedError: if the step has no valid manifest.
         """
-        return read_manifest(files.step_path(self._folder, step)).meta
+        return self._place.step(step).manifest().meta
 
     @one_at_a_time
     def restore(
@@ -278,11 +269,10 @@ class Checkpoints:
         request = Request(targets, wanted, self._former, self._parts, partly=partly)
         damaged: dict[int, str] = {}
         while True:
-            given = self._folder, step, damaged
-            found = from_first(functools.partial(files.choose, *given))
-            path = files.step_path(self._folder, found["step"])
+            choose = functools.partial(self._place.choose, step, damaged)
+            there = self._place.step((found := from_first(choose))["step"])
             try:
-                manifest, read = on_all(functools.partial(request.read, path))
+                manifest, read = on_all(functools.partial(request.read, there))
                 break
             except DamagedError as error:
                 if step is not None:
@@ -315,38 +305,32 @@ class Checkpoints:
         self._release()
 
     def _release(self) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
+        self._place.close()
 
     def _admit(
-        self, step: int, specs: Mapping[str, named.LeafSpec], path: Path, force: bool
-    ) -> str | None:
-        """Prepare the folder for a step; return its run, None if already saved."""
-        require_lease(self._folder)
+        self, step: int, specs: Mapping[str, named.LeafSpec], count: int, force: bool
+    ) -> tuple[str, str | None] | None:
+        """Prepare the folder for a step, by its run's save of a number.
+
+        Returns the run and where its objects go; None if the step is already saved.
+        """
+        self._place.require_own()
         if self.run:
-            self._damaged |= files.unreadable_newest(self._folder, self._damaged)
+            self._damaged |= self._place.unreadable_newest(self._damaged)
         newest, run = self.latest(), self.run or uuid.uuid4().hex
         if newest is not None:
             owner = Owner(run, self._former, self._parts, force=force)
             changed = newest == self._reset_at
-            is_own = owner.require(self._folder, newest, specs, has_changed=changed)
+            content = self._place.step(newest).manifest()
+            is_own = owner.require(self._folder, content, specs, has_changed=changed)
             if is_own and step in self.steps():
                 return None
             require_newer(self._folder, step, newest)
         needed = sum(spec.num_bytes for spec in specs.values())
-        files.make_writable(self._folder)
-        files.require_room(self._folder, step, needed)
-        files.clean_up(self._folder)
-        names = files.set_aside(self._folder, self._damaged)
-        if names:
-            warnings.warn(
-                f"damaged checkpoints in {str(self._folder)!r} were renamed to end in "
-                f"'.damaged': {', '.join(names)}",
-                stacklevel=7,
-            )
-        retried(lambda: path.mkdir(exist_ok=True), path)
-        return run
+        said, objects = self._place.prepare(step, count, needed, self._damaged)
+        if said:
+            warnings.warn(said, stacklevel=7)
+        return run, objects
 
 
 _saves = itertools.count()

@@ -19,6 +19,7 @@ from jaxpar.engine.loss_step import LossStep, skipped_steps
 from jaxpar.engine.one_thread import OneThread
 from jaxpar.engine.run_ahead import RunAhead
 from jaxpar.engine.state_view import StateView, placed_params, with_weights
+from jaxpar.launch.object_stores import is_url
 from jaxpar.step.state import TrainState, filled_in, require_sound
 from jaxpar.step.update import StoresApart
 from jaxpar.types import Params
@@ -229,8 +230,8 @@ class SavedState(CompiledStep):
         """Whether a save in progress has failed, so that `wait` would raise.
 
         Args:
-          step: the last one taken. A loop that asks after each step is told seconds
-            after the failure, in all processes at the same step.
+          step: the last one taken. A loop that asks after each step learns of it
+            seconds after the failure, in all processes at the same step.
         """
         found = [each.has_failed(step) for each in self._checkpoints.values()]
         return any(found)
@@ -240,7 +241,7 @@ class SavedState(CompiledStep):
         return jax.tree.unflatten(self._structure, self._leaves)
 
     def _opened(self, folder: str | os.PathLike[str]) -> Checkpoints:
-        path = os.path.abspath(folder)
+        path = os.fspath(folder) if is_url(folder) else os.path.abspath(folder)
         if path not in self._checkpoints:
             own = {"former": self.placement.former, "parts": self.placement.parts}
             self._checkpoints[path] = Checkpoints(path, **own)

@@ -29,6 +29,11 @@ class DisagreementError(ValueError):
     """Workers of one run differ; the message names them."""
 
 
+def service() -> Any:
+    """JAX's client of its coordination service; None in a run of one process."""
+    return distributed.global_state.client
+
+
 def exchange(name: str, value: Any) -> list[Any]:
     """Send a JSON value to the other workers, and receive theirs.
 
@@ -42,7 +47,7 @@ def exchange(name: str, value: Any) -> list[Any]:
     Raises:
       TimeoutError: if a worker does not send a value within the start limit.
     """
-    worker, client = current(), distributed.global_state.client
+    worker, client = current(), service()
     if client is None or jax.process_count() == 1:
         return [value]
     seconds = worker.start_seconds if worker else 300

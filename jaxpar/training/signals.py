@@ -11,23 +11,21 @@ import functools
 import os
 import select
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import jax
-from jax._src import distributed
 from jax.experimental import multihost_utils
 
+from jaxpar.launch.agreement import service
 from jaxpar.launch.exit_codes import SAVE_FAILED
 from jaxpar.launch.stop_signals import STOPPING, listen
 
 _POLL_SECONDS, _SAYING_SECONDS = 1.0, 5.0
 _NOTICE = "RECEIVED_PREEMPTION_NOTICE"
-"""Under which jax's service has the time of a signal. Its client is not public; to be
-replaced when it is."""
+"""Under which jax's service has the time of a signal."""
 _SAID = b"SIGINT: saving, and ending; press Ctrl-C again to end at once\n"
 
 
@@ -83,10 +81,10 @@ class StopSignals:
                 self._before[number] = listen(number, self._notice)
         if self._seconds:
             # A handler runs when the main thread is back from the disk; this does not.
-            heard, told = os.pipe()
-            os.set_blocking(told, False)
+            heard, written = os.pipe()
+            os.set_blocking(written, False)
             set_fd = functools.partial(signal.set_wakeup_fd, warn_on_full_buffer=False)
-            self._wakeup = told, set_fd(told) if is_main else -1
+            self._wakeup = written, set_fd(written) if is_main else -1
             target = functools.partial(self._limit, heard)
             threading.Thread(target=target, name="stop", daemon=True).start()
         return self
@@ -144,15 +142,16 @@ class StopSignals:
         noting = threading.Thread(target=self._note, args=(why,), daemon=True)
         noting.start()
         noting.join(_SAYING_SECONDS)
-        with contextlib.suppress(OSError, ValueError):  # There may be no descriptor.
-            faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+        with contextlib.suppress(OSError):  # It may be closed.
+            faulthandler.dump_traceback(2, all_threads=True)
         os.write(2, f"{why}\n".encode())
         self._end(SAVE_FAILED)
 
 
 def _is_noticed() -> bool:
     """Whether any process of a run has been sent SIGTERM."""
+    client = service()
     try:
-        return bool(distributed.global_state.client.key_value_try_get(_NOTICE))
-    except (AttributeError, jax.errors.JaxRuntimeError):  # None, or no client.
+        return client is not None and bool(client.key_value_try_get(_NOTICE))
+    except jax.errors.JaxRuntimeError:  # There is no notice.
         return False

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxpar
 from jaxpar.checkpoint import arrays
 from jaxpar.checkpoint.leaves import LeafSpec
-from jaxpar.checkpoint.outcome import Outcome
+from jaxpar.checkpoint.outcome import SaveOutcome
 
 VALUES = {"params/w": np.arange(32.0).reshape(8, 4), "b": np.arange(8, dtype=np.int32)}
 
@@ -31,7 +31,7 @@ def written(tmp_path_factory) -> Path:
         for name, value in VALUES.items()
     }
     writer = arrays.Writer()
-    writer.start(folder, placed, Outcome(0, 0))
+    writer.start(folder, placed, SaveOutcome(0, 0))
     for each in placed.values():
         each.delete()  # As a donated step would.
     writer.wait()

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxpar.checkpoint import outcome as module
-from jaxpar.checkpoint.outcome import FailedElsewhereError, Outcome
+from jaxpar.checkpoint.outcome import FailedElsewhereError, SaveOutcome
 
 
 class Service:
@@ -41,7 +41,7 @@ class Service:
             del self.held[each]
 
 
-Make = Callable[[int], list[Outcome]]
+Make = Callable[[int], list[SaveOutcome]]
 
 
 @pytest.fixture
@@ -53,10 +53,10 @@ def service() -> Service:
 def make(service: Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Outcomes of one save, of three processes."""
     monkeypatch.setattr(module, "_POLL_SECONDS", 0.005)
-    made: list[Outcome] = []
+    made: list[SaveOutcome] = []
 
-    def outcomes(number: int) -> list[Outcome]:
-        found = [Outcome(number, 10, service, (index, 3)) for index in range(3)]
+    def outcomes(number: int) -> list[SaveOutcome]:
+        found = [SaveOutcome(number, 10, service, (index, 3)) for index in range(3)]
         made.extend(found)
         return found
 
@@ -127,7 +127,7 @@ def test_failure_of_one_save_is_none_of_the_next(make: Make, service: Service) -
 
 
 def test_one_process_needs_no_service() -> None:
-    alone = Outcome(0, 3, place=(0, 1))
+    alone = SaveOutcome(0, 3, place=(0, 1))
     alone.wait_for_all("written", 0.0)
     assert not alone.has_failed(4)
     alone.fail("no room")

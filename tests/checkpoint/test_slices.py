@@ -21,6 +21,7 @@ from jaxpar.checkpoint import (
 )
 from jaxpar.checkpoint import folder as files
 from jaxpar.checkpoint.manifest import Manifest
+from jaxpar.checkpoint.places import FolderStep
 from jaxpar.checkpoint.slices import (
     Box,
     DifferentError,
@@ -179,10 +180,10 @@ def test_byte_that_changes_between_the_check_and_the_read_is_not_loaded(
     save(tmp_path, range(1, 3))
     real = restoring.load
 
-    def load(path: Path, *given: Any) -> Any:
-        if path.name.endswith("2"):
-            alter(path)
-        return real(path, *given)
+    def load(step: FolderStep, *given: Any) -> Any:
+        if step.name.endswith("2"):
+            alter(step.path)
+        return real(step, *given)
 
     monkeypatch.setattr(restoring, "load", load)
     with pytest.warns(UserWarning, match=r"w\[0:3000\].*restoring step 1"):
@@ -199,9 +200,9 @@ def alter_when_written(monkeypatch: pytest.MonkeyPatch) -> None:
         real(self)
         alter(next(folder for folder in self.seen))
 
-    def start(self: Any, folder: Path, given: Any) -> None:
+    def start(self: Any, folder: Path, *given: Any) -> None:
         self.seen = [folder]
-        begin(self, folder, given)
+        begin(self, folder, *given)
 
     begin = arrays.Writer.start
     monkeypatch.setattr(arrays.Writer, "start", start)

@@ -118,9 +118,10 @@ def test_a_save_waited_for_is_not_told_of_at_the_end(folder: Path, tree: Tree) -
     assert checkpoints not in store._unfinished
 
 
-def test_a_url_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"folder is 'gs://b/run'.*mount the bucket"):
-        Checkpoints("gs://b/run")
+@pytest.mark.parametrize("url", ["hdfs://b/run", "s3://b", "s3://b//run"])
+def test_another_url_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match=rf"folder is '{url}'.* s3://bucket/folder"):
+        Checkpoints(url)
 
 
 def test_a_relative_folder_is_made_absolute(

@@ -11,17 +11,23 @@ import errno
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
-from jaxpar.checkpoint.outcome import Outcome
+from jaxpar.checkpoint.outcome import SaveOutcome
 from tests.multiprocess.worker import join
 from tests.runs import Data, fresh, go, nan_in_one_row
 
 
 def main(spec: dict[str, Any]) -> None:
     join(spec)
-    data = Data({ordinal: nan_in_one_row() for ordinal in spec["nan"]})
+    # Slowly enough for a failure to be known before the next save.
+    pauses = range(spec["steps"]) if spec["fails"] is not None else ()
+    data = Data(
+        {ordinal: nan_in_one_row() for ordinal in spec["nan"]},
+        {ordinal: lambda: time.sleep(0.3) for ordinal in pauses},
+    )
     if spec["index"] == 1 and spec["fails"] is not None:
         fail(spec["fails"])
     options = {name: spec[name] for name in ("steps", "save_every")}
@@ -30,14 +36,14 @@ def main(spec: dict[str, Any]) -> None:
 
 def fail(number: int) -> None:
     """Let a save fail in this process, before the others know that it is written."""
-    wait = Outcome.wait_for_all
+    wait = SaveOutcome.wait_for_all
 
-    def wait_for_all(self: Outcome, name: str, seconds: float) -> None:
+    def wait_for_all(self: SaveOutcome, name: str, seconds: float) -> None:
         if self._key.endswith(f"/{number}"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         wait(self, name, seconds)
 
-    Outcome.wait_for_all = wait_for_all
+    SaveOutcome.wait_for_all = wait_for_all
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def test_save_that_fails_in_one_process_is_tried_again_by_all_at_once(
     tmp_path: Path,
 ) -> None:
     """The first one waited for the second for 20 minutes."""
-    folder, every = tmp_path / "failed", 600
+    folder, every = tmp_path / "failed", 12
     with Together(folder, 2 * every, save_every=every, fails=1) as run:
         assert run.codes() == [0] * PROCESSES, run.output()
     (failed,) = events(folder, "save failed")

@@ -21,7 +21,13 @@ from jaxpar.checkpoint.folder import (
 )
 from jaxpar.launch.exit_codes import SAVE_FAILED
 from tests.faults import PRELOAD, SLOW_DISK, Faults, library
-from tests.multiprocess.launching import ROOT, final_files, run_to_the_end
+from tests.multiprocess.launching import (
+    ROOT,
+    Launched,
+    command,
+    final_files,
+    run_to_the_end,
+)
 from tests.runs import events
 
 RATE, REACH = 0.01, 150
@@ -120,18 +126,20 @@ def test_signal_ends_a_run_whose_save_hangs_within_its_limit(tmp_path: Path) -> 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "seconds", [1, pytest.param(10, marks=pytest.mark.slow)], ids=str
+    ("seconds", "part"),
+    [(0.1, ""), pytest.param(10, "/checkpoints", marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_run_on_a_slow_disk_ends_equal_to_the_bit(
-    seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seconds: float, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under a supervisor, whose files are on that disk too."""
-    flags, out = ("--steps", "3", "--save-every", "2"), tmp_path / "slow"
+    """Each call that writes takes so long, the supervisor's own too."""
+    flags, out = ("--steps", "2", "--save-every", "2"), tmp_path / "slow"
     run_to_the_end(tmp_path / "fast", *flags, processes=1)
-    with monkeypatch.context() as patch:
-        patch.setenv(PRELOAD, str(library()))
-        patch.setenv(SLOW_DISK, f"{seconds}:{out}")
-        run_to_the_end(out, *flags, processes=1)
-    assert final_files(out, 3) == final_files(tmp_path / "fast", 3)
+    monkeypatch.setenv(PRELOAD, str(library()))
+    monkeypatch.setenv(SLOW_DISK, f"{seconds}:{out}{part}")
+    with Launched(out, command(out, *flags)) as launched:
+        assert launched.process.wait(timeout=1800) == 0, launched.output()[-6000:]
+    assert final_files(out, 2) == final_files(tmp_path / "fast", 2)
     attempt = json.loads((out / "launch" / "attempt.json").read_text())
     assert attempt["number"] == 1, "nothing was taken for a stall"
