@@ -15,6 +15,7 @@ from typing import Any
 from jaxpar.compiled.explain import LeafReport
 from jaxpar.compiled.measured import SMALL_BYTES, Measured, whole_bytes
 from jaxpar.compiled.source_lines import Operation
+from jaxpar.launch.typed_json import as_kind
 from jaxpar.mesh import BATCH_AXES
 
 REDUCTION = "reduction"
@@ -81,7 +82,12 @@ class Budget:
           >>> Budget.from_json(budget.as_json()) == budget
           True
         """
-        found: dict[str, Any] = json.loads(text)
+        try:
+            found: dict[str, Any] = dict(json.loads(text))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(
+                f"budget: the text must be a JSON object ({error})"
+            ) from None
         if "crossing" in found:  # Its name before 2026-11.
             found["communicated"] = found.pop("crossing")
         known = [field.name for field in dataclasses.fields(cls)]
@@ -92,7 +98,13 @@ class Budget:
                 f"budget: the JSON object has no {missing} and unknown {unknown}; its "
                 f"keys are {', '.join(known)}. Write the file with Budget.as_json()."
             )
-        return cls(**{**found, "unbounded": tuple(found.get("unbounded", ()))})
+        try:
+            return as_kind(cls, found)
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"budget: a value is of another type than Budget.as_json() writes "
+                f"({error})"
+            ) from None
 
 
 class BudgetExceeded(AssertionError):  # noqa: N818 - states the failure, as pytest does

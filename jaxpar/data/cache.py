@@ -22,7 +22,7 @@ from jaxpar.data.tokens import is_first
 from jaxpar.launch.own_files import exists, is_folder, read_json, retried, write_whole
 from jaxpar.progress import waiting
 
-VERSION = 2
+VERSION = 3
 """Of what is in a folder; another one is built anew."""
 
 FOLDER = ".jaxpar"
@@ -86,9 +86,14 @@ def identity_of(files: Sequence[tuple[str, Path]]) -> list[list[Any]]:
 def _index_of(folder: Path) -> dict[str, Any] | None:
     """What the builder of a folder returned; None where it is missing or damaged."""
     try:
-        return read_json(folder / _INDEX)["built"]
-    except (LookupError, TypeError):
+        found = read_json(folder / _INDEX)
+        return found["built"] if found["sha256"] == _sha256(found["built"]) else None
+    except (LookupError, TypeError, UnicodeEncodeError):
         return None
+
+
+def _sha256(built: Any) -> str:
+    return hashlib.sha256(json.dumps(built, sort_keys=True).encode()).hexdigest()
 
 
 def unfinished(path: Path) -> Path:
@@ -105,7 +110,8 @@ def _build(
     own = unfinished(folder)
     retried(own.mkdir, own)
     try:
-        index = {"key": key, "built": build(own)}
+        built = build(own)
+        index = {"key": key, "built": built, "sha256": _sha256(built)}
         write_whole(own / _INDEX, json.dumps(index, indent=2), durable=True)
         try:
             retried(lambda: own.rename(folder), folder)

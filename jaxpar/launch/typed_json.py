@@ -4,6 +4,7 @@ import dataclasses
 import json
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +37,7 @@ def read_record(kind: type[T], path: Path) -> T | None:
 
 
 def as_kind(kind: Any, value: Any) -> Any:
-    """A value of JSON as a type has it; keys of dicts may be int.
+    """A value of JSON as a type has it; keys of dicts may be int, floats whole numbers.
 
     Raises:
       ValueError: if it is of another type, or a number or text that can't be used.
@@ -50,14 +51,16 @@ def as_kind(kind: Any, value: Any) -> Any:
         return as_kind(kind, value)
     if origin is typing.Literal and value in args:
         return value
-    if origin is list and type(value) is list:
-        return [as_kind(args[0], each) for each in value]
-    if origin is dict and type(value) is dict:
+    if origin in (list, tuple) and type(value) is list:
+        return origin(as_kind(args[0], each) for each in value)
+    if origin in (dict, Mapping) and type(value) is dict:
         return {args[0](key): as_kind(args[1], each) for key, each in value.items()}
     if dataclasses.is_dataclass(kind) and type(value) is dict:
         hints, make = typing.get_type_hints(kind), typing.cast(Any, kind)
         return make(**{k: as_kind(hints.get(k), v) for k, v in value.items()})
     is_usable = type(value) is not int or abs(value) < 2**63
+    if kind is float and type(value) is int and is_usable:
+        value = float(value)
     if type(value) is not kind or not is_usable:
         raise ValueError(f"{str(value)[:40]!r} is not {kind}")
     if type(value) is str:

@@ -25,6 +25,7 @@ from jaxpar.training.annotations import Annotations
 FILE = "goodput.json"
 
 _WRITE_SECONDS = 1.0
+_LARGEST = 1e15
 WORDS = {
     "step": "useful steps",
     "lost": "repeated steps",
@@ -156,12 +157,28 @@ def is_account(value: Any) -> bool:
     """Whether the content of a file is accounts of a run's starts."""
     return isinstance(value, list) and all(
         isinstance(each, dict)
-        and {"resumed", "step"} <= each.keys()
-        and all(isinstance(each.get(name), int | float) for name in ("began", "ended"))
+        and all(_is_number(each.get(name)) for name in ("began", "ended"))
+        and all(_is_step(each.get(name, "")) for name in ("resumed", "step"))
         and isinstance(each.get("seconds"), dict)
+        and all(map(_is_number, each["seconds"].values()))
         and isinstance(each.get("marks"), list)
+        and all(map(_is_mark, each["marks"]))
         for each in value
     )
+
+
+def _is_number(value: Any) -> bool:
+    is_number = type(value) in (int, float)
+    return is_number and -_LARGEST < value < _LARGEST  # Nor NaN.
+
+
+def _is_step(value: Any) -> bool:
+    return value is None or (type(value) is int and _is_number(value))
+
+
+def _is_mark(value: Any) -> bool:
+    is_pair = isinstance(value, list) and len(value) == 2
+    return is_pair and _is_step(value[0] or 0) and all(map(_is_number, value))
 
 
 def seconds_at(account: Mapping[str, Any], step: int) -> float:

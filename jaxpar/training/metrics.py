@@ -235,14 +235,24 @@ def metric_name(name: str) -> str:
 def _to_record(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if is_record(record) else None
 
 
 def is_record(value: Any) -> bool:
     """Whether the value of a line is a record of metrics."""
-    return isinstance(value, dict) and isinstance(value.get("step"), int)
+    return (
+        isinstance(value, dict)
+        and type(value.get("step")) is int
+        and all(map(_is_number, value.values()))
+    )
+
+
+def _is_number(value: Any) -> bool:
+    if type(value) is int:
+        return abs(value) < 2**63
+    return type(value) is float or value in _NON_FINITE
 
 
 def _read_lines(path: pathlib.Path) -> list[tuple[bytes, dict[str, Any]]]:
@@ -255,7 +265,7 @@ def _read_lines(path: pathlib.Path) -> list[tuple[bytes, dict[str, Any]]]:
         is_torn = _to_record(lines[-1]) is None
     if is_torn:
         warnings.warn(
-            f"{path}: the last line was truncated and is dropped: {lines.pop()!r}",
+            f"{path}: the last line was truncated and is dropped: {lines.pop()[:80]!r}",
             stacklevel=3,
         )
     read = []

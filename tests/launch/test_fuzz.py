@@ -3,7 +3,8 @@
 Files as a run leaves them, mutated: bits, truncation, doubling, nesting, numbers,
 types, bytes of no text. A reader gives its usual value or its documented error, takes
 little memory and writes nothing. Checkpoints: tests/checkpoint/test_security.py. The
-files that a resume reads leniently (goodput.json, run.json, events.jsonl): elsewhere.
+files that a resume reads leniently (goodput.json, run.json, events.jsonl):
+tests/training/test_fuzz.py.
 """
 
 import contextlib
