@@ -179,6 +179,7 @@ def take_lease(
     stale_seconds: float = STALE_SECONDS,
     beat_seconds: float = BEAT_SECONDS,
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+    silent: Holder | None = None,
 ) -> Lease:
     """Take the lease of a run's folder, or find that another process holds it.
 
@@ -190,6 +191,7 @@ def take_lease(
       stale_seconds: silence after which it is taken from its holder.
       beat_seconds: between two writes of the count.
       say: is given a line where this has to wait.
+      silent: a holder that has been silent for that time already, as it was read.
 
     Raises:
       LeaseHeldError: if its holder is alive.
@@ -202,7 +204,7 @@ def take_lease(
     retried(lambda: folder.mkdir(parents=True, exist_ok=True), folder)
     newest = newest_lease(folder)
     if newest:
-        _wait_for_silence(folder, newest, stale_seconds, say)
+        _wait_for_silence(folder, newest, stale_seconds, say, silent)
     holder = Holder(
         hostname=socket.gethostname(),
         place=_place(),
@@ -242,6 +244,13 @@ def use_lease(folder: Path, number: int) -> Lease:
     if folder not in _held or _held[folder].number != number:
         _held[folder] = Lease(folder, number)
     return _held[folder]
+
+
+def give_up_lease(folder: Path) -> None:
+    """Go on without a lease that another process has taken."""
+    lease = _held.pop(folder.absolute(), None)
+    if lease is not None:
+        lease.give_back()
 
 
 def lease_of(path: Path) -> Lease | None:
@@ -284,11 +293,15 @@ def read_holder(folder: Path, number: int) -> Holder | None:
 
 
 def _wait_for_silence(
-    folder: Path, number: int, seconds: float, say: Callable[[str], None]
+    folder: Path,
+    number: int,
+    seconds: float,
+    say: Callable[[str], None],
+    silent: Holder | None,
 ) -> None:
     """Return once a lease may be taken from its holder; raise if that one lives."""
     first = read_holder(folder, number)
-    if first is not None and (first.is_over or first.is_dead()):
+    if first is not None and (first.is_over or first.is_dead() or first == silent):
         return
     say(
         f"{str(folder)!r} is held by {first}; if nothing is heard of it for "

@@ -1,24 +1,13 @@
-"""How do hosts agree: on when to start, with which hosts, and when the run is over?
+"""What do supervisors say to each other: who they are, what runs, and how it ended?
 
-Every host's supervisor writes one small file in the run's shared folder (checkpoints
-need that folder too), and increments a count in it as long as it lives. The first
-host's supervisor, the head, announces each attempt in another file. Hosts need no
-common clock: a supervisor is alive while others see its count change.
+`jaxpar.launch.board` has how it is said.
 """
 
 import dataclasses
-import json
 import math
-import secrets
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
-
-from jaxpar.launch.lease import require_lease
-from jaxpar.launch.own_files import attempted, retried, write_whole
-from jaxpar.launch.typed_json import read_record
 
 Kind = Literal["done", "stopped", "saved", "refused", "failed", "stalled", "ended"]
 """How an attempt ended on a host, in order: all done; a signal to the launcher; a
@@ -97,6 +86,9 @@ class Member:
     asked: str | None = None
 
 
+STATES = ("run", "ended", "over")
+
+
 @dataclasses.dataclass(frozen=True)
 class Attempt:
     """The head's announcement.
@@ -108,6 +100,8 @@ class Attempt:
       members: host -> id of the supervisors that take part.
       processes: host -> workers on it.
       planned: workers of the whole run at its first launch.
+      head: the host that has announced it; its workers are the first.
+      lease: by which that host leads; 0 for none.
       code: of the run, when it is over.
       why: the reason, as text.
       tls: folder of certificates that the head made, for workers of its own host alone;
@@ -120,92 +114,26 @@ class Attempt:
     members: dict[int, str]
     processes: dict[int, int]
     planned: int
+    head: int = 0
+    lease: int = 0
     code: int = 0
     why: str = ""
     tls: str | None = None
 
     def first_worker(self, host: int) -> int:
         """The index of a host's first worker."""
-        return sum(n for other, n in self.processes.items() if other < host)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    processes: int
-
-
-class Board:
-    """The files through which supervisors coordinate.
-
-    Args:
-      folder: of the launch; made if missing, for this user alone.
-      host: the number of this host.
-      processes: workers that it will start.
-      address: where they listen.
-    """
-
-    def __init__(self, folder: Path, host: int, processes: int, address: str):
-        self.folder = folder
-        retried(lambda: folder.mkdir(0o700, parents=True, exist_ok=True), folder)
-        self.me = Member(
-            host=host,
-            id=secrets.token_hex(8),
-            count=0,
-            hostname=socket.gethostname(),
-            address=address,
-            processes=processes,
+        return sum(
+            number
+            for other, number in self.processes.items()
+            if (other != self.head, other) < (host != self.head, host)
         )
-        self._seen: dict[int, tuple[str, int, float, bool]] = {}
 
-    def publish(self, **changes: Any) -> None:
-        """Write this host's file, with changes; this is also its sign of life."""
-        self.me = dataclasses.replace(self.me, count=self.me.count + 1, **changes)
-        path, content = self._member_file(self.me.host), dataclasses.asdict(self.me)
-        # The next one, a moment later, says the same.
-        attempted(lambda: _write(path, content), path)
+    def is_after(self, other: "Attempt | None") -> bool:
+        """Whether it was announced later than another."""
+        return other is None or self._order() > other._order()
 
-    def member(self, host: int) -> Member | None:
-        """Read the file of a host's supervisor."""
-        return read_record(Member, self._member_file(host))
-
-    def silent_seconds(self, member: Member, *, unseen: float = 0.0) -> float:
-        """Seconds since a member's count last changed.
-
-        Args:
-          member: as it was just read.
-          unseen: seconds to add while it was never seen to change: its file may be
-            left from a supervisor that ended long ago.
-        """
-        now = time.monotonic()
-        before = self._seen.get(member.host)
-        if before is None or before[0] != member.id:
-            seen = (member.id, member.count, now, False)
-        elif before[1] != member.count:
-            seen = (member.id, member.count, now, True)
-        else:
-            seen = before
-        self._seen[member.host] = seen
-        return now - seen[2] + (0.0 if seen[3] else unseen)
-
-    def attempt(self) -> Attempt | None:
-        """Read the head's last announcement."""
-        return read_record(Attempt, self.folder / "attempt.json")
-
-    def announce(self, attempt: Attempt) -> None:
-        """Announce an attempt to all hosts; called by the head."""
-        _write(self.folder / "attempt.json", dataclasses.asdict(attempt))
-
-    def planned(self, processes: int) -> int:
-        """The number of workers at the run's first launch; called by the head."""
-        path = self.folder / "plan.json"
-        plan = read_record(_Plan, path)
-        if plan is None:
-            plan = _Plan(processes)
-            _write(path, dataclasses.asdict(plan))
-        return plan.processes
-
-    def _member_file(self, host: int) -> Path:
-        return self.folder / f"host-{host:04d}.json"
+    def _order(self) -> tuple[int, int, int]:
+        return self.lease, self.number, STATES.index(self.state)
 
 
 def wait_until(
@@ -248,9 +176,3 @@ def cause_of(outcomes: Mapping[int, Outcome]) -> Outcome:
       outcomes: of an attempt, by host.
     """
     return min(outcomes.values(), key=lambda each: _DECIDES.index(each.kind))
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    """Replace a file atomically."""
-    require_lease(path)
-    write_whole(path, json.dumps(content))

@@ -15,28 +15,31 @@ _FOLLOW_SECONDS = 0.1
 
 
 class Report:
-    """Writes ``launch/report.txt``, and prints what matters, from host 0.
+    """Writes ``launch/report.txt``, and prints what matters, from the host that leads.
 
     Args:
       folder: the run's.
       host: the number of this host.
+
+    Attributes:
+      is_head: whether this host leads; at first host 0 does.
     """
 
     def __init__(self, folder: Path, host: int):
         self.path = folder / "launch" / "report.txt"
-        self._is_head = host == 0
+        self.is_head = host == 0
         self._events = folder / "events.jsonl"
         self._began = time.time()
 
     def say(self, text: str) -> None:
         """Write a line to the terminal and to the report."""
-        if self._is_head:
+        if self.is_head:
             print(f"launch: {text}", flush=True)
             self._add(text)
 
     def attempt(self, attempt: Attempt, outcomes: Mapping[int, Outcome]) -> None:
         """Report how an attempt ended: every host, every worker."""
-        if not self._is_head:
+        if not self.is_head:
             return
         lines = [f"attempt {attempt.number} on {time.strftime('%Y-%m-%d %H:%M:%S')}"]
         lines += self._slow_workers()
@@ -60,7 +63,7 @@ class Report:
     @contextlib.contextmanager
     def following(self, log: Path) -> Iterator[None]:
         """Copy new lines of a log to this terminal."""
-        if not self._is_head:
+        if not self.is_head:
             yield
             return
         self._began = time.time()

@@ -6,35 +6,40 @@ the newest valid checkpoint, a limited number of times per hour. What happened i
 ``report.txt``.
 """
 
-import collections
 import contextlib
 import dataclasses
 import fcntl
 import signal
-import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import FrameType
 
-from jaxpar.launch.exit_codes import GAVE_UP, REFUSED, REPLACED, STOPPED
+from jaxpar.launch.board import Board
+from jaxpar.launch.exit_codes import GAVE_UP, REFUSED, REPLACED
 from jaxpar.launch.group import Group
-from jaxpar.launch.lease import LeaseLostError, take_lease
+from jaxpar.launch.head import Head, ended_certificates
+from jaxpar.launch.leader import is_led_elsewhere
+from jaxpar.launch.lease import (
+    LeaseHeldError,
+    LeaseLostError,
+    give_up_lease,
+    take_lease,
+)
 from jaxpar.launch.rendezvous import (
+    POLL_SECONDS,
     Attempt,
-    Board,
-    Member,
     Outcome,
-    cause_of,
     wait_until,
 )
 from jaxpar.launch.report import Report
-from jaxpar.launch.security import own_certificates
 from jaxpar.launch.start import Launch, workers_of
 from jaxpar.launch.stop_signals import STOPPING, listen
 from jaxpar.launch.watchdog import Watchdog
 
 _HOUR = 3600.0
+_NAMED_SECONDS = 10.0
+"""Time for who has taken the lease to name itself."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 
 
@@ -53,105 +58,128 @@ def supervise(launch: Launch) -> int:
       BlockingIOError: if another process runs this run, or is this host of it.
       OSError: if the run's folder can't be written.
     """
-    if launch.host == 0:
-        # The head holds the run for all workers, through all restarts.
-        lease = take_lease(launch.folder, stale_seconds=launch.limits.lost)
-        launch = dataclasses.replace(launch, lease=lease.number)
+    lease = _first_lease(launch)
     supervisor = _Supervisor(launch)
     try:
-        with only_one(supervisor.board):
+        with only_one(supervisor.board, is_head=lease is not None):
+            if lease is not None:
+                supervisor.lead(lease)
             return supervisor.run()
     except LeaseLostError as error:
         print(f"launch: {error}", file=sys.stderr)
         return REPLACED
+    finally:
+        supervisor.board.close()
+
+
+def _first_lease(launch: Launch) -> int | None:
+    """Host 0 leads first; it follows if another host of this launch leads by now."""
+    if launch.host != 0:
+        return None
+    try:
+        return take_lease(launch.folder, stale_seconds=launch.limits.lost).number
+    except LeaseHeldError:
+        if launch.hosts > 1 and is_led_elsewhere(launch.folder / "launch", launch.host):
+            return None
+        raise
 
 
 @contextlib.contextmanager
-def only_one(board: Board) -> Iterator[None]:
+def only_one(board: Board, *, is_head: bool = False) -> Iterator[None]:
     """Lock the place of a host's supervisor, or report that it is taken.
 
-    The head has the run's lease instead.
+    Args:
+      board: of the host.
+      is_head: whether it has the run's lease, which a process that hangs with the lock
+        can lose.
     """
-    if board.me.host == 0:
-        yield
-        return
     path = board.folder / f"host-{board.me.host:04d}.lock"
     with path.open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BlockingIOError(
-                f"another launcher runs the run in {str(board.folder.parent)!r} as "
-                f"host {board.me.host}: wait for its end, end it, or choose another "
-                "folder (--out)"
-            ) from None
+            if not is_head:
+                raise BlockingIOError(
+                    f"another launcher runs the run in {str(board.folder.parent)!r} as "
+                    f"host {board.me.host}: wait for its end, end it, or choose "
+                    "another folder (--out)"
+                ) from None
         yield
-
-
-class RestartBudget:
-    """Restarts within an hour; pauses that double while there is no progress.
-
-    Args:
-      restarts: allowed within any hour.
-    """
-
-    def __init__(self, restarts: int):
-        if restarts < 0:
-            raise ValueError(f"restarts is {restarts}; it must be at least 0")
-        self._restarts = restarts
-        self._times: collections.deque[float] = collections.deque()
-        self._pause = _FIRST_PAUSE
-
-    def spend(self, *, progressed: bool) -> float | None:
-        """Use one restart.
-
-        Args:
-          progressed: whether the run has advanced since the last one.
-
-        Returns:
-          Seconds to wait before it; None if none is left.
-        """
-        now = time.monotonic()
-        while self._times and now - self._times[0] > _HOUR:
-            self._times.popleft()
-        if len(self._times) >= self._restarts:
-            return None
-        self._times.append(now)
-        self._pause = (
-            _FIRST_PAUSE if progressed else min(2 * self._pause, _LONGEST_PAUSE)
-        )
-        return self._pause
 
 
 class _Supervisor:
     def __init__(self, launch: Launch):
         self.launch = launch
-        folder = launch.folder / "launch"
-        self.board = Board(folder, launch.host, launch.processes, launch.address)
+        self.board = Board(
+            launch.folder / "launch",
+            launch.host,
+            launch.processes,
+            launch.address,
+            hosts=launch.hosts,
+            lost=launch.limits.lost,
+        )
         self.report = Report(launch.folder, launch.host)
-        self.budget = RestartBudget(launch.restarts)
+        self.report.is_head = False
         self.asked: int | None = None
-        self.is_head = launch.host == 0
-        self._certificates = contextlib.ExitStack()
+        self.head: Head | None = None
         before = self.board.attempt()
         self.number = 0 if before is None else before.number
+        self._attended: Attempt | None = None
+
+    def lead(self, lease: int) -> None:
+        """Lead the hosts from now on, by a lease of the run."""
+        self.launch = dataclasses.replace(self.launch, lease=lease)
+        self.head = Head(
+            self.launch, self.board, self.report, lambda: self.asked, self._publish
+        )
+        last = self.board.attempt()
+        self.number = max(self.number, 0 if last is None else last.number)
 
     def run(self) -> int:
         """Run one attempt after the other."""
         for number in STOPPING:
             listen(number, self._notice)
         while True:
-            attempt = self._next_attempt()
-            if attempt.state == "over":
-                self.report.over(attempt.code, attempt.why)
-                return attempt.code
-            self.number = attempt.number
-            self.board.publish(attempt=attempt.number, running=True, outcome=None)
-            with self._certificates:
-                outcome = self._attend(attempt)
-            self.board.publish(running=False, outcome=outcome)
-            if self.is_head:
-                self._decide(attempt)
+            try:
+                code = self._run_one()
+            except LeaseLostError:
+                if not self._follows():
+                    raise
+                continue
+            if code is not None:
+                return code
+
+    def _run_one(self) -> int | None:
+        """Run an attempt; the run's code if none follows."""
+        attempt = self._next_attempt()
+        if attempt is None:
+            return None
+        if attempt.state == "over":
+            self.report.over(attempt.code, attempt.why)
+            return attempt.code
+        self.number, self._attended = attempt.number, attempt
+        self.board.publish(attempt=attempt.number, running=True, outcome=None)
+        with contextlib.nullcontext() if self.head is None else self.head.certificates:
+            outcome = self._attend(attempt)
+        self.board.publish(running=False, outcome=outcome)
+        if self.head is not None:
+            self.head.decide(attempt)
+        return None
+
+    def _follows(self) -> bool:
+        """Follow the host that has taken the lead; whether there is one."""
+        folder, host = self.board.folder, self.launch.host
+        if self.launch.hosts == 1 or not wait_until(
+            lambda: is_led_elsewhere(folder, host), _NAMED_SECONDS, lambda: None
+        ):
+            return False
+        give_up_lease(self.launch.folder)
+        self.launch = dataclasses.replace(self.launch, lease=None)
+        self.head, self.report.is_head = None, False
+        self.board.follow()
+        why = "another host leads now"
+        self.board.publish(running=False, outcome=Outcome("ended", 0, why, []))
+        return True
 
     def _notice(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT and self.asked == signal.SIGINT:
@@ -165,14 +193,18 @@ class _Supervisor:
 
     # Between attempts
 
-    def _next_attempt(self) -> Attempt:
-        """Announce the next attempt, or wait for its announcement."""
+    def _next_attempt(self) -> Attempt | None:
+        """Announce the next attempt, or wait for its announcement.
+
+        Returns:
+          The attempt; None if this host has begun to lead meanwhile.
+        """
         self._publish()
         over = self._announced_over()
         if over:
             return over
-        if self.is_head:
-            return self._announce()
+        if self.head is not None:
+            return self.head.announce(self.number + 1)
         return self._wait_for_attempt()
 
     def _announced_over(self) -> Attempt | None:
@@ -180,117 +212,79 @@ class _Supervisor:
         return announced if announced and announced.state == "over" else None
 
     def _announced(self) -> Attempt | None:
-        """The head's last announcement, if this supervisor is one of its members."""
-        found = self.board.attempt()
-        me = self.board.me.id
-        return found if found and found.members.get(self.launch.host) == me else None
+        """The leader's last announcement, if it is for this supervisor."""
+        found, leader = self.board.attempt(), self.board.leader
+        if found is None:
+            return None
+        # The end is for those too that were left out.
+        ends = found.state == "over" and leader and leader.lease == found.lease
+        is_member = found.members.get(self.launch.host) == self.board.me.id
+        return found if is_member or ends else None
 
-    def _wait_for_attempt(self) -> Attempt:
-        def newer() -> Attempt | None:
+    def _wait_for_attempt(self) -> Attempt | None:
+        def newer() -> Attempt | bool:
             found = self._announced()
             if found and (found.number > self.number or found.state == "over"):
                 return found
-            return None
+            # A leader that is alive, with a group that this host is not in.
+            is_led = self.board.silence_of_leader() < self.launch.limits.lost
+            return self._takes_over() or is_led
 
-        over = Attempt(
+        ended = ended_certificates(self.launch, self.report)
+        if ended:
+            return self._over(REFUSED, ended)
+        seconds = self.launch.limits.rendezvous
+        while True:
+            found = wait_until(newer, seconds, self._publish)
+            if isinstance(found, Attempt):
+                return found
+            if self.head is not None:
+                return None
+            if not found:
+                why = (
+                    f"host 0 announced nothing within {seconds:g} s: is its launcher "
+                    f"running, with the same folder ({str(self.board.folder)!r})?"
+                )
+                return self._over(GAVE_UP, why)
+            self._publish()
+            time.sleep(POLL_SECONDS)
+
+    def _over(self, code: int, why: str) -> Attempt:
+        """The end, as this host sees it."""
+        return Attempt(
             number=self.number,
             state="over",
             coordinator=None,
             members={},
             processes={},
             planned=0,
+            code=code,
+            why=why,
         )
-        ended = self._ended_certificates()
-        if ended:
-            return dataclasses.replace(over, code=REFUSED, why=ended)
-        seconds = self.launch.limits.rendezvous
-        why = (
-            f"host 0 announced nothing within {seconds:g} s: is its launcher "
-            f"running, with the same folder ({str(self.board.folder)!r})?"
-        )
-        announced = wait_until(newer, seconds, self._publish)
-        return announced or dataclasses.replace(over, code=GAVE_UP, why=why)
 
-    def _ended_certificates(self) -> str | None:
-        """Renew certificates that end soon; why that can't be done, if they have."""
-        if self.launch.tls is None:
-            return None
-        # Slow to import, and for hosts with certificates alone.
-        from jaxpar.launch.certificates import keep_valid  # noqa: PLC0415
-
+    def _takes_over(self) -> bool:
+        """Take the place of a leader that is lost, if it is this host's turn."""
+        if not self.board.may_lead():
+            return False
         try:
-            keep_valid(self.launch.tls, self.report.say)
-        except ValueError as error:
-            return str(error)
-        return None
-
-    def _announce(self) -> Attempt:
-        members = self._wait_for_members()
-        missing = sorted(set(range(self.launch.hosts)) - {m.host for m in members})
-        least = self.launch.least_hosts or self.launch.hosts
-        processes = {m.host: m.processes for m in members}
-        total = sum(processes.values())
-        attempt = Attempt(
-            number=self.number + 1,
-            state="run",
-            coordinator=None if total == 1 else self._coordinator(),
-            members={m.host: m.id for m in members},
-            processes=processes,
-            planned=self.board.planned(total),
+            lease = take_lease(
+                self.launch.folder,
+                stale_seconds=self.launch.limits.lost,
+                silent=self.board.succession.holder,
+            )
+        except LeaseHeldError:  # By another host, a moment before.
+            return False
+        before = self.board.leader
+        self.lead(lease.number)
+        self.report.say(
+            f"the supervisor of host {before.host if before else 0} is lost: host "
+            f"{self.launch.host} leads now"
         )
-        asked = [m.asked for m in members if m.asked]
-        ended = self._ended_certificates()
-        if ended:
-            attempt = dataclasses.replace(
-                attempt, state="over", code=REFUSED, why=ended
-            )
-        elif asked:
-            why = f"{asked[0]} received while nothing ran: restart to resume"
-            attempt = dataclasses.replace(attempt, state="over", code=STOPPED, why=why)
-        elif len(members) < least:
-            why = (
-                f"{len(members)} of {self.launch.hosts} hosts appeared within "
-                f"{self.launch.limits.rendezvous:g} s; missing: "
-                f"{', '.join(f'host {host}' for host in missing)}. Start their "
-                f"launchers with the same folder ({str(self.board.folder)!r})"
-            )
-            attempt = dataclasses.replace(attempt, state="over", code=GAVE_UP, why=why)
-        elif attempt.coordinator is not None and self.launch.own_tls:
-            made = own_certificates(self.launch.address, self.report.say)
-            own = self._certificates.enter_context(made)
-            attempt = dataclasses.replace(attempt, tls=own)
-        self.board.announce(attempt)
-        return attempt
-
-    def _wait_for_members(self) -> list[Member]:
-        """The members that are alive and idle: all, or those present at the timeout."""
-
-        def idle() -> list[Member]:
-            found = [self.board.member(host) for host in range(self.launch.hosts)]
-            return [
-                m
-                for m in found
-                if m is not None
-                and not m.running
-                and (m.host == 0 or self._is_alive(m))
-            ]
-
-        def all_idle() -> list[Member] | None:
-            found = idle()
-            is_whole = len(found) == self.launch.hosts
-            return found if is_whole or any(m.asked for m in found) else None
-
-        seconds = self.launch.limits.rendezvous
-        return wait_until(all_idle, seconds, self._publish) or idle()
-
-    def _is_alive(self, member: Member) -> bool:
-        lost = self.launch.limits.lost
-        return self.board.silent_seconds(member, unseen=lost) < lost
-
-    def _coordinator(self) -> str:
-        address = self.launch.address
-        port = self.launch.port or free_port(address)
-        return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+        last, own = self.board.attempt(), self._attended
+        if last and own and last.number == own.number and last.state == "run":
+            assert self.head is not None
+            self.head.decide(own)
+        return True
 
     # During an attempt
 
@@ -300,73 +294,10 @@ class _Supervisor:
         watch = Watchdog(
             group, self.board, attempt, self.launch.limits, lambda: self.asked
         )
-        with self.report.following(group.workers[0].log):
-            kind, code, why = watch.to_the_end()
+        try:
+            with self.report.following(group.workers[0].log):
+                kind, code, why = watch.to_the_end()
+        except LeaseLostError:
+            group.end()
+            raise
         return Outcome(kind, code, why, group.ends())
-
-    # After an attempt
-
-    def _decide(self, attempt: Attempt) -> None:
-        """End the attempt on all hosts; announce whether another follows."""
-        mine = self.board.me.outcome
-        assert mine is not None, "set by run"
-        if mine.kind != "done":
-            ended = dataclasses.replace(attempt, state="ended", why=mine.why)
-            self.board.announce(ended)
-        outcomes = self._outcomes(attempt)
-        cause = cause_of(outcomes)
-        self.report.attempt(attempt, outcomes)
-        code: int | None = {"done": 0, "stopped": STOPPED, "refused": cause.code}.get(
-            cause.kind
-        )
-        why = cause.why
-        if code is None:
-            steps = [end.step for each in outcomes.values() for end in each.workers]
-            went_on = [
-                end.resumed for each in outcomes.values() for end in each.workers
-            ]
-            pause = self.budget.spend(progressed=_moved(steps, went_on))
-            if pause is None:
-                code = GAVE_UP
-                why = (
-                    f"{why}; all {self.launch.restarts} restarts of this hour are used"
-                )
-            elif self.asked is None:
-                self.report.say(f"{why}: restarting in {pause:g} s")
-                wait_until(lambda: self.asked, pause, self._publish)
-        if code is not None:
-            over = dataclasses.replace(attempt, state="over", code=code, why=why)
-            self.board.announce(over)
-
-    def _outcomes(self, attempt: Attempt) -> dict[int, Outcome]:
-        """Every host's outcome, once its supervisor has ended its workers."""
-
-        def outcome(host: int) -> Outcome | None:
-            member = self.board.member(host)
-            if member is None or member.id != attempt.members[host]:
-                return gone
-            if member.attempt == attempt.number and not member.running:
-                return member.outcome
-            return None if self._is_alive(member) else gone
-
-        gone = Outcome("failed", 1, "its supervisor does not answer", [])
-        wait_until(
-            lambda: all(outcome(host) for host in attempt.members),
-            self.launch.limits.save,
-            self.board.publish,
-        )
-        return {host: outcome(host) or gone for host in attempt.members}
-
-
-def free_port(address: str) -> int:
-    """A port of an address that is free now."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as free:
-        free.bind((address, 0))
-        return free.getsockname()[1]
-
-
-def _moved(steps: Sequence[int | None], resumed: Sequence[int | None]) -> bool:
-    """Whether an attempt advanced beyond its start."""
-    last = max((step for step in steps if step is not None), default=0)
-    return last > max((step for step in resumed if step is not None), default=0)

@@ -1,17 +1,19 @@
 """How does an attempt go on this host, and when is it over?
 
 The watchdog judges by its workers' exit codes, by their phases and how long these last,
-and by the other hosts' files.
+and by what the other hosts say.
 """
 
+import dataclasses
 import signal
 import time
 from collections.abc import Callable, Sequence
 
+from jaxpar.launch.board import Board
 from jaxpar.launch.exit_codes import FINAL, STOPPED
 from jaxpar.launch.group import Group
 from jaxpar.launch.limits import Limits
-from jaxpar.launch.rendezvous import POLL_SECONDS, Attempt, Board, Kind, wait_until
+from jaxpar.launch.rendezvous import POLL_SECONDS, Attempt, Kind, wait_until
 from jaxpar.launch.worker_environment import read_error
 
 _GRACE_SECONDS = 2.0
@@ -25,7 +27,7 @@ class Watchdog:
 
     Args:
       group: its workers.
-      board: the files of the hosts.
+      board: what the hosts say.
       attempt: the attempt.
       limits: of each phase.
       asked: returns the signal that requests an end, once there is one.
@@ -127,12 +129,37 @@ class Watchdog:
         return f"worker {index} ({self._board.me.hostname})"
 
     def _end_elsewhere(self) -> tuple[Kind, int, str] | None:
-        """Check the other hosts."""
+        """Check the other hosts: the leader all of them, the others the leader."""
         announced = self._board.attempt()
         assert announced is not None, "announced before"
         if announced.number != self._attempt.number or announced.state != "run":
             self._group.dump_stacks()
-            return "ended", 0, announced.why
+            head = f"host {announced.head}, which leads, ended the attempt"
+            return "ended", 0, announced.why or head
+        if self._attempt.head != self._board.me.host:
+            return self._lost_leader()
+        found = self._failed_host(announced)
+        if found is not None:
+            # At once: to end this host's workers takes seconds.
+            self._board.announce(
+                dataclasses.replace(announced, state="ended", why=found[2])
+            )
+            if found[0] == "ended":
+                self._group.dump_stacks()
+        return found
+
+    def _lost_leader(self) -> tuple[Kind, int, str] | None:
+        leader, head = self._board.leader, self._attempt.head
+        if leader is not None and leader.lease > self._attempt.lease:
+            self._group.dump_stacks()
+            return "ended", 0, f"host {leader.host} leads now"
+        if self._board.silence_of_leader() > self._limits.lost:
+            member = self._board.whole_member(head)
+            name = "" if member is None else f" ({member.hostname})"
+            return "failed", 1, f"the supervisor of host {head}{name} is silent"
+        return None
+
+    def _failed_host(self, announced: Attempt) -> tuple[Kind, int, str] | None:
         for host, member_id in self._attempt.members.items():
             member = self._board.member(host)
             if host == self._board.me.host or member is None:
@@ -140,7 +167,6 @@ class Watchdog:
             changed = member.id != member_id
             outcome = member.outcome if member.attempt == announced.number else None
             if changed or (outcome is not None and outcome.kind != "done"):
-                self._group.dump_stacks()
                 return "ended", 0, f"host {host} ended the attempt"
             if self._board.silent_seconds(member) > self._limits.lost:
                 why = f"the supervisor of host {host} ({member.hostname}) is silent"

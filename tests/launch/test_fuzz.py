@@ -20,9 +20,10 @@ import pytest
 
 from jaxpar.checkpoint import manifest
 from jaxpar.checkpoint.leaves import LeafSpec
+from jaxpar.launch.board import Board
 from jaxpar.launch.heartbeat import Heartbeat, read_heartbeat
 from jaxpar.launch.lease import Holder, read_holder
-from jaxpar.launch.rendezvous import Attempt, Board, Outcome, WorkerEnd
+from jaxpar.launch.rendezvous import Attempt, Outcome, WorkerEnd
 from jaxpar.launch.worker_environment import read_error, say_error
 from tests.launch.test_worker_environment import WORKER
 

@@ -1,30 +1,11 @@
-"""How often does a supervisor restart a run, and is it the only one of its host?"""
+"""Is a supervisor the only one of its host?"""
 
 from pathlib import Path
 
 import pytest
 
-from jaxpar.launch.rendezvous import Board
-from jaxpar.launch.supervisor import RestartBudget, only_one
-
-
-def test_budget_pauses_longer_while_nothing_is_gained(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = [1000.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    budget = RestartBudget(4)
-    assert [budget.spend(progressed=p) for p in (False, False, True, False)] == [
-        2.0,
-        4.0,
-        1.0,
-        2.0,
-    ]
-    assert budget.spend(progressed=True) is None
-    now[0] += 3601
-    assert budget.spend(progressed=True) == 1.0
-    with pytest.raises(ValueError, match="restarts is -1; it must be at least 0"):
-        RestartBudget(-1)
+from jaxpar.launch.board import Board
+from jaxpar.launch.supervisor import only_one
 
 
 def test_second_launcher_of_a_host_is_refused(tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from jaxpar.launch import watchdog
+from jaxpar.launch.board import Board
 from jaxpar.launch.exit_codes import CORRUPT, DIVERGED, STOPPED
 from jaxpar.launch.group import Group
 from jaxpar.launch.heartbeat import Beat
+from jaxpar.launch.leader import Leader
 from jaxpar.launch.limits import Limits
-from jaxpar.launch.rendezvous import Attempt, Board, Outcome
+from jaxpar.launch.rendezvous import Attempt, Outcome
 from jaxpar.launch.start import Launch, workers_of
 from jaxpar.launch.watchdog import Watchdog
 from jaxpar.launch.worker_environment import say_error
@@ -53,7 +55,8 @@ class Watched:
 
     def __init__(self, folder: Path):
         self.here, self.there = (
-            Board(folder / "launch", host, 2, "127.0.0.1") for host in range(2)
+            Board(folder / "launch", host, 2, "127.0.0.1", lost=0.0)
+            for host in range(2)
         )
         members = {0: self.here.me.id, 1: self.there.me.id}
         self.attempt = Attempt(1, "run", "x:1", members, {0: 2, 1: 2}, 4)
@@ -180,8 +183,55 @@ def test_failure_of_another_host_ends_the_attempt_and_its_success_does_not(
 
 
 def test_new_supervisor_of_another_host_ends_the_attempt(watched: Watched) -> None:
-    Board(watched.there.folder, 1, 2, "127.0.0.1").publish(attempt=1, running=True)
+    Board(watched.there.folder, 1, 2, "127.0.0.1", lost=0.0).publish(
+        attempt=1, running=True
+    )
     assert watched.end() == ("ended", 0, "host 1 ended the attempt")
+
+
+def test_leader_ends_the_attempt_for_all_at_once(watched: Watched) -> None:
+    """Before it ends its own workers, which takes seconds."""
+    seen = []
+    watched.group.end = lambda: seen.append(watched.there.attempt())
+    watched.there.publish(outcome=Outcome("failed", 1, "x", []))
+    Watchdog(
+        watched.group, watched.here, watched.attempt, Limits(), lambda: None
+    ).to_the_end()
+    assert (seen[0].state, seen[0].why) == ("ended", "host 1 ended the attempt")
+
+
+class Following(Watched):
+    """A watchdog of a host that another one leads, and what is heard of that."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
+        super().__init__(folder)
+        self.silence = 0.0
+        self.attempt = Attempt(**{**vars(self.attempt), "head": 1, "lease": 3})
+        self.here.announce(self.attempt)
+        monkeypatch.setattr(self.here, "silence_of_leader", lambda: self.silence)
+
+
+def test_lost_leader_is_a_failure_of_its_hosts(
+    watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They hear nobody else, so no other host's end is theirs to see."""
+    following = Following(tmp_path / "another", monkeypatch)
+    watchdog_of = Watchdog(
+        following.group, following.here, following.attempt, Limits(), lambda: None
+    )
+    following.silence = 59.0
+    assert watchdog_of._end_elsewhere() is None
+    following.silence = 61.0
+    why = f"the supervisor of host 1 ({following.name}) is silent"
+    assert following.end() == ("failed", 1, why)
+
+
+def test_new_leader_ends_the_attempt_of_the_old_one(
+    watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    following = Following(tmp_path / "another", monkeypatch)
+    following.here.leader = Leader(4, 0, "x", "127.0.0.1", 9)
+    assert following.end() == ("ended", 0, "host 0 leads now")
 
 
 def test_silent_host_is_a_failure_here(watched: Watched) -> None:

@@ -1,0 +1,204 @@
+"""What does the supervisor that leads decide: what runs, and whether it runs again?"""
+
+import contextlib
+import dataclasses
+import socket
+from collections.abc import Callable, Sequence
+
+from jaxpar.launch.board import Board
+from jaxpar.launch.exit_codes import GAVE_UP, REFUSED, STOPPED
+from jaxpar.launch.rendezvous import Attempt, Member, Outcome, cause_of, wait_until
+from jaxpar.launch.report import Report
+from jaxpar.launch.restarts import RestartBudget
+from jaxpar.launch.security import own_certificates
+from jaxpar.launch.start import Launch
+
+
+class Head:
+    """Leads the hosts of a run, by its lease.
+
+    Args:
+      launch: with the lease's number.
+      board: of this host.
+      report: of the run.
+      asked: returns the signal that requests an end, once there is one.
+      publish: gives a sign of life, and hears the others.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        board: Board,
+        report: Report,
+        asked: Callable[[], int | None],
+        publish: Callable[[], None],
+    ):
+        self.launch, self.board, self.report = launch, board, report
+        self.budget = RestartBudget(launch.restarts)
+        self.certificates = contextlib.ExitStack()
+        self._asked, self._publish = asked, publish
+        assert launch.lease is not None, "who leads has it"
+        board.lead(launch.lease)
+        report.is_head = True
+
+    def announce(self, number: int) -> Attempt:
+        """Announce the next attempt, or the end, once the hosts are there.
+
+        Args:
+          number: of the attempt.
+        """
+        members = self._wait_for_members()
+        missing = sorted(set(range(self.launch.hosts)) - {m.host for m in members})
+        least = self.launch.least_hosts or self.launch.hosts
+        processes = {m.host: m.processes for m in members}
+        total = sum(processes.values())
+        attempt = Attempt(
+            number=number,
+            state="run",
+            coordinator=None if total == 1 else self._coordinator(),
+            members={m.host: m.id for m in members},
+            processes=processes,
+            planned=self.board.planned(total),
+            head=self.launch.host,
+            lease=self.launch.lease or 0,
+        )
+        asked = [m.asked for m in members if m.asked]
+        ended = ended_certificates(self.launch, self.report)
+        if ended:
+            attempt = dataclasses.replace(
+                attempt, state="over", code=REFUSED, why=ended
+            )
+        elif asked:
+            why = f"{asked[0]} received while nothing ran: restart to resume"
+            attempt = dataclasses.replace(attempt, state="over", code=STOPPED, why=why)
+        elif len(members) < least:
+            why = (
+                f"{len(members)} of {self.launch.hosts} hosts appeared within "
+                f"{self.launch.limits.rendezvous:g} s; missing: "
+                f"{', '.join(f'host {host}' for host in missing)}. Start their "
+                f"launchers with the same folder ({str(self.board.folder)!r})"
+            )
+            attempt = dataclasses.replace(attempt, state="over", code=GAVE_UP, why=why)
+        elif attempt.coordinator is not None and self.launch.own_tls:
+            made = own_certificates(self.launch.address, self.report.say)
+            own = self.certificates.enter_context(made)
+            attempt = dataclasses.replace(attempt, tls=own)
+        self.board.announce(attempt)
+        return attempt
+
+    def _wait_for_members(self) -> list[Member]:
+        """The members that are alive and idle: all, or those present at the timeout."""
+
+        def idle() -> list[Member]:
+            found = [self.board.member(host) for host in range(self.launch.hosts)]
+            return [
+                m
+                for m in found
+                if m is not None
+                and not m.running
+                and (m.host == self.launch.host or self._is_alive(m))
+            ]
+
+        def all_idle() -> list[Member] | None:
+            found = idle()
+            is_whole = len(found) == self.launch.hosts
+            return found if is_whole or any(m.asked for m in found) else None
+
+        seconds = self.launch.limits.rendezvous
+        return wait_until(all_idle, seconds, self._publish) or idle()
+
+    def _is_alive(self, member: Member) -> bool:
+        lost = self.launch.limits.lost
+        return self.board.silent_seconds(member, unseen=lost) < lost
+
+    def _coordinator(self) -> str:
+        address = self.launch.address
+        port = self.launch.port or free_port(address)
+        return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+    def decide(self, attempt: Attempt) -> None:
+        """End the attempt on all hosts; announce whether another follows."""
+        mine = self.board.me.outcome
+        assert mine is not None, "set by run"
+        is_told = self.board.attempt() != attempt
+        if mine.kind != "done" and not is_told:
+            ended = dataclasses.replace(attempt, state="ended", why=mine.why)
+            self.board.announce(ended)
+        outcomes = self._outcomes(attempt)
+        cause = cause_of(outcomes)
+        self.report.attempt(attempt, outcomes)
+        code: int | None = {"done": 0, "stopped": STOPPED, "refused": cause.code}.get(
+            cause.kind
+        )
+        why = cause.why
+        if code is None:
+            steps = [end.step for each in outcomes.values() for end in each.workers]
+            went_on = [
+                end.resumed for each in outcomes.values() for end in each.workers
+            ]
+            pause = self.budget.spend(progressed=_moved(steps, went_on))
+            if pause is None:
+                code = GAVE_UP
+                why = (
+                    f"{why}; all {self.launch.restarts} restarts of this hour are used"
+                )
+            elif self._asked() is None:
+                self.report.say(f"{why}: restarting in {pause:g} s")
+                wait_until(self._asked, pause, self._publish)
+        if code is not None:
+            over = dataclasses.replace(attempt, state="over", code=code, why=why)
+            self.board.announce(over)
+
+    def _outcomes(self, attempt: Attempt) -> dict[int, Outcome]:
+        """Every host's outcome, once its supervisor has ended its workers."""
+
+        def outcome(host: int) -> Outcome | None:
+            member = self.board.member(host)
+            if member is None or member.id != attempt.members[host]:
+                return gone
+            if member.attempt == attempt.number and not member.running:
+                return member.outcome
+            silence = self.board.silent_seconds(member)
+            return None if silence < self.launch.limits.lost else gone
+
+        def whole(host: int) -> Outcome:
+            """With the texts, which only its file has."""
+            found, sent = self.board.whole_member(host), outcome(host) or gone
+            is_it = found is not None and found.id == attempt.members[host]
+            return (found.outcome or sent) if found and is_it and sent != gone else sent
+
+        gone = Outcome("failed", 1, "its supervisor does not answer", [])
+        wait_until(
+            lambda: all(outcome(host) for host in attempt.members),
+            self.launch.limits.save,
+            self.board.publish,
+        )
+        return {host: whole(host) for host in attempt.members}
+
+
+def ended_certificates(launch: Launch, report: Report) -> str | None:
+    """Renew certificates that end soon; why that can't be done, if they have."""
+    if launch.tls is None:
+        return None
+    # Slow to import, and for hosts with certificates alone.
+    from jaxpar.launch.certificates import keep_valid  # noqa: PLC0415
+
+    try:
+        keep_valid(launch.tls, report.say)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def free_port(address: str) -> int:
+    """A port of an address that is free now."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as free:
+        free.bind((address, 0))
+        return free.getsockname()[1]
+
+
+def _moved(steps: Sequence[int | None], resumed: Sequence[int | None]) -> bool:
+    """Whether an attempt advanced beyond its start."""
+    last = max((step for step in steps if step is not None), default=0)
+    return last > max((step for step in resumed if step is not None), default=0)
