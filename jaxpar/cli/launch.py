@@ -53,7 +53,8 @@ class Supervised:
         fabric. Workers of one host have TLS by themselves.
       insecure: listen without certificates, also on an address that others reach.
       limits: how long a worker may be in one phase before the group is restarted.
-      restarts: restarts of the group within an hour, at most.
+      restarts: restarts of the group within an hour, at most. Each one comes back once
+        a later step was saved.
       heartbeat: seconds of silence after which JAX considers a worker dead.
       dry_run: print what would be started, and start nothing.
       flags: of the script.
@@ -85,7 +86,8 @@ class Local(Supervised):
     Attributes:
       hosts: number of hosts.
       host: the number of this one, from 0.
-      least_hosts: continue with this many if others do not appear; all if not given.
+      least_hosts: continue with this many if others do not appear, or have failed
+        three times within a day and are left out; all if not given.
     """
 
     hosts: int = 1

@@ -179,7 +179,7 @@ class Board:
         elif self._hosts > 1 and not self._is_leading:
             self._hear_leader(self._link)
             if has_changed:
-                self._link.send({"member": _without_text(self.me)})
+                self._link.send(_sent(member=self.me))
 
     def _write_own(self) -> None:
         self.me = dataclasses.replace(self.me, count=self.me.count + 1)
@@ -192,8 +192,9 @@ class Board:
         _write(self.folder / "attempt.json", dataclasses.asdict(attempt))
         self._attempt = attempt
         if self._store is not None:
+            message = _sent(attempt=attempt)
             for host in self._store.connected:
-                self._store.send(host, {"attempt": _announced(attempt)})
+                self._store.send(host, message)
 
     def planned(self, processes: int) -> int:
         """The number of workers at the run's first launch; called by the leader."""
@@ -264,7 +265,9 @@ class Board:
         """Take a host's word: first None, then its record, later changes and signs."""
         if message is None:
             if self._attempt is not None:
-                store.send(host, {"attempt": _announced(self._attempt)})
+                store.send(
+                    host, {"attempt": dataclasses.asdict(self._attempt.without_texts())}
+                )
             return
         if not isinstance(message, dict):
             raise TypeError(f"{str(message)[:40]!r} is not a message")
@@ -277,7 +280,9 @@ class Board:
             self._heard(host, self._said[host].id)
 
     def _hear_leader(self, link: Link) -> None:
-        for message in link.poll([{"member": _without_text(self.me)}]):
+        for message in link.poll(
+            [{"member": dataclasses.asdict(self.me.without_texts())}]
+        ):
             try:
                 found = message.get("attempt")
                 # It is the word of who leads, whatever a file says.
@@ -375,18 +380,9 @@ class Board:
         return self.folder / f"host-{host:04d}.json"
 
 
-def _without_text(member: Member) -> dict[str, Any]:
-    """A record without what workers have written: connections are not encrypted."""
-    outcome = member.outcome
-    if outcome is not None:
-        silent = {"at": "", "error": None, "tail": [], "stacks": []}
-        workers = [dataclasses.replace(end, **silent) for end in outcome.workers]
-        outcome = dataclasses.replace(outcome, why="", workers=workers)
-    return dataclasses.asdict(dataclasses.replace(member, outcome=outcome))
-
-
-def _announced(attempt: Attempt) -> dict[str, Any]:
-    return dataclasses.asdict(dataclasses.replace(attempt, why=""))
+def _sent(**records: Member | Attempt) -> dict[str, Any]:
+    """A message."""
+    return {n: dataclasses.asdict(each.without_texts()) for n, each in records.items()}
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

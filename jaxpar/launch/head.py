@@ -3,13 +3,14 @@
 import contextlib
 import dataclasses
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from jaxpar.launch.board import Board
 from jaxpar.launch.exit_codes import GAVE_UP, REFUSED, STOPPED
+from jaxpar.launch.leader import write_left_out
 from jaxpar.launch.rendezvous import Attempt, Member, Outcome, cause_of, wait_until
 from jaxpar.launch.report import Report
-from jaxpar.launch.restarts import RestartBudget
+from jaxpar.launch.restarts import GONE, LAST_FAILURE, HostFailures, RestartBudget
 from jaxpar.launch.security import own_certificates
 from jaxpar.launch.start import Launch
 
@@ -23,6 +24,7 @@ class Head:
       report: of the run.
       asked: returns the signal that requests an end, once there is one.
       publish: gives a sign of life, and hears the others.
+      left_out: the hosts that a leader of before has left out.
     """
 
     def __init__(
@@ -32,9 +34,11 @@ class Head:
         report: Report,
         asked: Callable[[], int | None],
         publish: Callable[[], None],
+        left_out: Set[int] = frozenset(),
     ):
         self.launch, self.board, self.report = launch, board, report
         self.budget = RestartBudget(launch.restarts)
+        self.failures, self.left_out = HostFailures(), set(left_out)
         self.certificates = contextlib.ExitStack()
         self._asked, self._publish = asked, publish
         assert launch.lease is not None, "who leads has it"
@@ -48,7 +52,7 @@ class Head:
           number: of the attempt.
         """
         members = self._wait_for_members()
-        missing = sorted(set(range(self.launch.hosts)) - {m.host for m in members})
+        missing = sorted(self._wanted() - {m.host for m in members})
         least = self.launch.least_hosts or self.launch.hosts
         processes = {m.host: m.processes for m in members}
         total = sum(processes.values())
@@ -90,7 +94,7 @@ class Head:
         """The members that are alive and idle: all, or those present at the timeout."""
 
         def idle() -> list[Member]:
-            found = [self.board.member(host) for host in range(self.launch.hosts)]
+            found = [self.board.member(host) for host in sorted(self._wanted())]
             return [
                 m
                 for m in found
@@ -101,11 +105,14 @@ class Head:
 
         def all_idle() -> list[Member] | None:
             found = idle()
-            is_whole = len(found) == self.launch.hosts
+            is_whole = len(found) == len(self._wanted())
             return found if is_whole or any(m.asked for m in found) else None
 
         seconds = self.launch.limits.rendezvous
         return wait_until(all_idle, seconds, self._publish) or idle()
+
+    def _wanted(self) -> set[int]:
+        return set(range(self.launch.hosts)) - self.left_out
 
     def _is_alive(self, member: Member) -> bool:
         lost = self.launch.limits.lost
@@ -132,22 +139,52 @@ class Head:
         )
         why = cause.why
         if code is None:
-            steps = [end.step for each in outcomes.values() for end in each.workers]
-            went_on = [
-                end.resumed for each in outcomes.values() for end in each.workers
-            ]
-            pause = self.budget.spend(progressed=_moved(steps, went_on))
-            if pause is None:
-                code = GAVE_UP
-                why = (
-                    f"{why}; all {self.launch.restarts} restarts of this hour are used"
-                )
-            elif self._asked() is None:
-                self.report.say(f"{why}: restarting in {pause:g} s")
-                wait_until(self._asked, pause, self._publish)
+            code, why = self._restart(outcomes, why)
         if code is not None:
             over = dataclasses.replace(attempt, state="over", code=code, why=why)
             self.board.announce(over)
+
+    def _restart(
+        self, outcomes: Mapping[int, Outcome], why: str
+    ) -> tuple[int | None, str]:
+        """Wait for the next attempt; the run's code and the reason if none follows."""
+        ends = [end for each in outcomes.values() for end in each.workers]
+        steps, resumed = [end.step for end in ends], [end.resumed for end in ends]
+        pause = self.budget.spend(
+            progressed=_moved(steps, resumed), resumed=_last(resumed)
+        )
+        refused = self._leave_out(outcomes)
+        if refused:
+            return GAVE_UP, f"{why}; {refused}"
+        if pause is None:
+            used = f"all {self.launch.restarts} restarts of this hour are used"
+            return GAVE_UP, f"{why}; {used}"
+        if self._asked() is None:
+            self.report.say(f"{why}: restarting in {pause:g} s")
+            wait_until(self._asked, pause, self._publish)
+        return None, why
+
+    def _leave_out(self, outcomes: Mapping[int, Outcome]) -> str | None:
+        """Leave hosts out that fail too often; why the run can't go on, if it can't."""
+        often = set(self.failures.count(outcomes)) - self.left_out
+        if not often:
+            return None
+        named = ", ".join(f"host {host}" for host in sorted(often))
+        said = f"{named} failed {LAST_FAILURE} times"
+        left, least = len(self._wanted() - often), self.launch.least_hosts
+        if least is None:
+            if self.launch.hosts > 1:
+                self.report.say(f"{said}: --least-hosts lets a run go on without it")
+            return None
+        if left < least:
+            return (
+                f"{said}, and {left} of {self.launch.hosts} hosts remain without it, "
+                f"fewer than --least-hosts {least}: replace it, and start again"
+            )
+        self.left_out |= often
+        write_left_out(self.board.folder, self.left_out)
+        self.report.say(f"{said} and is left out: the run goes on with {left} hosts")
+        return None
 
     def _outcomes(self, attempt: Attempt) -> dict[int, Outcome]:
         """Every host's outcome, once its supervisor has ended its workers."""
@@ -155,19 +192,18 @@ class Head:
         def outcome(host: int) -> Outcome | None:
             member = self.board.member(host)
             if member is None or member.id != attempt.members[host]:
-                return gone
+                return GONE
             if member.attempt == attempt.number and not member.running:
                 return member.outcome
             silence = self.board.silent_seconds(member)
-            return None if silence < self.launch.limits.lost else gone
+            return None if silence < self.launch.limits.lost else GONE
 
         def whole(host: int) -> Outcome:
             """With the texts, which only its file has."""
-            found, sent = self.board.whole_member(host), outcome(host) or gone
+            found, sent = self.board.whole_member(host), outcome(host) or GONE
             is_it = found is not None and found.id == attempt.members[host]
-            return (found.outcome or sent) if found and is_it and sent != gone else sent
+            return (found.outcome or sent) if found and is_it and sent != GONE else sent
 
-        gone = Outcome("failed", 1, "its supervisor does not answer", [])
         wait_until(
             lambda: all(outcome(host) for host in attempt.members),
             self.launch.limits.save,
@@ -200,5 +236,8 @@ def free_port(address: str) -> int:
 
 def _moved(steps: Sequence[int | None], resumed: Sequence[int | None]) -> bool:
     """Whether an attempt advanced beyond its start."""
-    last = max((step for step in steps if step is not None), default=0)
-    return last > max((step for step in resumed if step is not None), default=0)
+    return _last(steps) > _last(resumed)
+
+
+def _last(steps: Sequence[int | None]) -> int:
+    return max((step for step in steps if step is not None), default=0)

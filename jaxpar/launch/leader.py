@@ -7,11 +7,13 @@ each following one a little later. Only who holds the lease can announce anythin
 """
 
 import dataclasses
+import json
 import secrets
 import time
+from collections.abc import Set
 from pathlib import Path
 
-from jaxpar.launch.lease import Holder, newest_lease, read_holder
+from jaxpar.launch.lease import Holder, newest_lease, read_holder, require_lease
 from jaxpar.launch.own_files import is_private, read, write_whole
 from jaxpar.launch.rendezvous import Attempt
 from jaxpar.launch.typed_json import read_record
@@ -56,6 +58,24 @@ def is_led_elsewhere(folder: Path, host: int) -> bool:
         and found.host != host
         and found.lease == newest_lease(folder.parent)
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _LeftOut:
+    hosts: list[int]
+
+
+def write_left_out(folder: Path, hosts: Set[int]) -> None:
+    """Note the hosts that are left out, for a later leader."""
+    path = folder / "left_out.json"
+    require_lease(path)
+    write_whole(path, json.dumps(dataclasses.asdict(_LeftOut(sorted(hosts)))))
+
+
+def read_left_out(folder: Path) -> set[int]:
+    """The hosts that a leader of this launch has left out."""
+    found = read_record(_LeftOut, folder / "left_out.json")
+    return set() if found is None else set(found.hosts)
 
 
 def make_secret(folder: Path) -> bytes:

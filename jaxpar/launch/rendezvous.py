@@ -85,6 +85,17 @@ class Member:
     outcome: Outcome | None = None
     asked: str | None = None
 
+    def without_texts(self) -> "Member":
+        """What may be sent: connections are not encrypted."""
+        if self.outcome is None:
+            return self
+        ends = [
+            dataclasses.replace(end, at="", error=None, tail=[], stacks=[])
+            for end in self.outcome.workers
+        ]
+        outcome = dataclasses.replace(self.outcome, why="", workers=ends)
+        return dataclasses.replace(self, outcome=outcome)
+
 
 STATES = ("run", "ended", "over")
 
@@ -127,6 +138,10 @@ class Attempt:
             for other, number in self.processes.items()
             if (other != self.head, other) < (host != self.head, host)
         )
+
+    def without_texts(self) -> "Attempt":
+        """What may be sent: connections are not encrypted."""
+        return dataclasses.replace(self, why="")
 
     def is_after(self, other: "Attempt | None") -> bool:
         """Whether it was announced later than another."""

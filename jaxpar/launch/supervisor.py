@@ -12,14 +12,14 @@ import fcntl
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from types import FrameType
 
 from jaxpar.launch.board import Board
 from jaxpar.launch.exit_codes import GAVE_UP, REFUSED, REPLACED
 from jaxpar.launch.group import Group
 from jaxpar.launch.head import Head, ended_certificates
-from jaxpar.launch.leader import is_led_elsewhere
+from jaxpar.launch.leader import is_led_elsewhere, read_left_out
 from jaxpar.launch.lease import (
     LeaseHeldError,
     LeaseLostError,
@@ -126,11 +126,16 @@ class _Supervisor:
         self.number = 0 if before is None else before.number
         self._attended: Attempt | None = None
 
-    def lead(self, lease: int) -> None:
+    def lead(self, lease: int, left_out: Set[int] = frozenset()) -> None:
         """Lead the hosts from now on, by a lease of the run."""
         self.launch = dataclasses.replace(self.launch, lease=lease)
         self.head = Head(
-            self.launch, self.board, self.report, lambda: self.asked, self._publish
+            self.launch,
+            self.board,
+            self.report,
+            lambda: self.asked,
+            self._publish,
+            left_out,
         )
         last = self.board.attempt()
         self.number = max(self.number, 0 if last is None else last.number)
@@ -164,7 +169,16 @@ class _Supervisor:
         self.board.publish(running=False, outcome=outcome)
         if self.head is not None:
             self.head.decide(attempt)
+        if self.head is not None and self.launch.host in self.head.left_out:
+            return self._step_aside()
         return None
+
+    def _step_aside(self) -> int:
+        """Give the lead to another host: this one is left out."""
+        why = "another host leads now, as this one is left out"
+        print(f"launch: {why}", file=sys.stderr, flush=True)
+        give_up_lease(self.launch.folder)
+        return GAVE_UP
 
     def _follows(self) -> bool:
         """Follow the host that has taken the lead; whether there is one."""
@@ -275,7 +289,7 @@ class _Supervisor:
         except LeaseHeldError:  # By another host, a moment before.
             return False
         before = self.board.leader
-        self.lead(lease.number)
+        self.lead(lease.number, read_left_out(self.board.folder))
         self.report.say(
             f"the supervisor of host {before.host if before else 0} is lost: host "
             f"{self.launch.host} leads now"

@@ -105,7 +105,7 @@ class Hosts:
         """Let time pass, with all at work but some."""
         until = self.now + seconds
         while self.now < until:
-            self.now += 0.1
+            self.now += 0.1 if seconds < 1 else 0.25
             for _ in range(2):
                 for board in self.boards:
                     if board not in without:
@@ -133,12 +133,12 @@ def test_connected_hosts_need_no_file_to_be_alive(hosts: Hosts) -> None:
     assert [board.attempt() for board in hosts.boards] == [attempt] * 3
     before = hosts.counts()
     messages = [board.messages for board in hosts.boards]
-    hosts.after(10 * LOST)
-    assert max(hosts.silence(1), hosts.silence(2)) <= LOST / 4 + 0.2
-    assert max(b.silence_of_leader() for b in hosts.boards[1:]) <= LOST / 4 + 0.2
+    hosts.after(4 * LOST)
+    assert max(hosts.silence(1), hosts.silence(2)) <= LOST / 4 + 0.5
+    assert max(b.silence_of_leader() for b in hosts.boards[1:]) <= LOST / 4 + 0.5
     assert hosts.counts()[1:] == before[1:], "no file was written"
     rates = [
-        (board.messages - old) / (10 * LOST)
+        (board.messages - old) / (4 * LOST)
         for board, old in zip(hosts.boards, messages, strict=True)
     ]
     assert rates[1:] == pytest.approx([0.8, 0.8], abs=0.05), "4 each way in a limit"
@@ -213,7 +213,7 @@ def test_hosts_that_are_cut_off_go_by_files(
         for name, call in quiet.items():
             patch.setattr(cut._link, name, call)
         worst = [0.0, 0.0]
-        for _ in range(400):
+        for _ in range(200):
             hosts.after(0.1)
             heard = hosts.silence(1), cut.silence_of_leader()
             worst = [max(pair) for pair in zip(worst, heard, strict=True)]
