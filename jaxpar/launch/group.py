@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from jaxpar.launch.heartbeat import Beat, read_heartbeat
+from jaxpar.launch.heartbeat import Beat, BeatFile
 from jaxpar.launch.own_files import attempted, read, retried
 from jaxpar.launch.rendezvous import WorkerEnd
 from jaxpar.launch.worker_environment import Worker, read_error
@@ -39,6 +39,7 @@ class Group:
         self._ended_by_us: set[int] = set()
         unknown = Beat("start", None, None, self.began)
         self._beats = dict.fromkeys((worker.heartbeat for worker in workers), unknown)
+        self._beat_files = {path: BeatFile(path) for path in self._beats}
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.end)
             for worker in workers:
@@ -71,7 +72,7 @@ class Group:
         return [self._beats[worker.heartbeat] for worker in self.workers]
 
     def _read_beat(self, path: Path) -> None:
-        self._beats[path] = read_heartbeat(path) or self._beats[path]
+        self._beats[path] = self._beat_files[path].read() or self._beats[path]
 
     def stopped(self) -> set[int]:
         """The positions of workers that a signal has stopped."""
@@ -111,9 +112,16 @@ class Group:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        self._close_beats()
+
+    def _close_beats(self) -> None:
+        for file in self._beat_files.values():
+            file.close()
 
     def ends(self) -> list[WorkerEnd]:
         """How each ended."""
+        beats = self.beats()
+        self._close_beats()
         return [
             WorkerEnd(
                 index=worker.index,
@@ -126,7 +134,7 @@ class Group:
                 stacks=_stacks(worker).splitlines(),
             )
             for worker, beat, code in zip(
-                self.workers, self.beats(), self.codes(), strict=True
+                self.workers, beats, self.codes(), strict=True
             )
         ]
 

@@ -7,11 +7,14 @@ when the worker is stopped or killed.
 import dataclasses
 import functools
 import mmap
+import os
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
-from jaxpar.launch.own_files import attempted, read
+from jaxpar.launch.own_files import attempted, read, retried
 from jaxpar.launch.worker_environment import current
 
 PHASES = (
@@ -105,10 +108,52 @@ class Heartbeat:
         struct.pack_into("<Q", self._map, 0, self._writes)
 
 
+class BeatFile:
+    """The heartbeat of another process of this host, read many times a second.
+
+    The file stays open: to open it is work for a shared disk, to read it is not, as
+    what the other process has written is in this host's memory.
+
+    Args:
+      path: of the file.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._file: BinaryIO | None = None
+
+    def read(self) -> Beat | None:
+        """What the process is doing; None before its first write."""
+        try:
+            return _beat(self._content)
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file; the next read opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _content(self) -> bytes | None:
+        if self._file is None:
+            try:
+                self._file = retried(lambda: self._path.open("rb"), self._path)
+            except FileNotFoundError:
+                return None
+        number = self._file.fileno()
+        return retried(lambda: os.pread(number, _FORM.size, 0), self._path)
+
+
 def read_heartbeat(path: Path) -> Beat | None:
-    """Read what another process is doing; None before its first write."""
+    """Read once what another process is doing; None before its first write."""
+    return _beat(lambda: read(path))
+
+
+def _beat(read_content: Callable[[], bytes | None]) -> Beat | None:
     for _ in range(3):
-        content = read(path)
+        content = read_content()
         if content is None or len(content) < _FORM.size:
             return None
         writes, phase, step, resumed, since = _FORM.unpack_from(content)

@@ -59,11 +59,14 @@ class Link:
                 address, port, type=socket.SOCK_STREAM
             )[0]
             connection = socket.socket(family, socket.SOCK_STREAM)
+            connection.setblocking(False)
+            code = connection.connect_ex(place)
         except OSError as error:
             self.error = error.strerror or str(error)
             return
-        connection.setblocking(False)
-        code = connection.connect_ex(place)
+        except (ValueError, OverflowError) as error:  # No name, or no port.
+            self.error = str(error)
+            return
         if code not in (0, errno.EINPROGRESS):
             self._refused(connection, code)
             return

@@ -22,6 +22,13 @@ from jaxpar.checkpoint import manifest
 from jaxpar.checkpoint.leaves import LeafSpec
 from jaxpar.launch.board import Board
 from jaxpar.launch.heartbeat import Heartbeat, read_heartbeat
+from jaxpar.launch.leader import (
+    Leader,
+    make_secret,
+    read_left_out,
+    read_secret,
+    write_left_out,
+)
 from jaxpar.launch.lease import Holder, read_holder
 from jaxpar.launch.rendezvous import Attempt, Outcome, WorkerEnd
 from jaxpar.launch.worker_environment import read_error, say_error
@@ -61,6 +68,33 @@ def write_attempt(folder: Path) -> Path:
 def write_plan(folder: Path) -> Path:
     board(folder).planned(4)
     return folder / "plan.json"
+
+
+def write_leader(folder: Path) -> Path:
+    found = Leader(3, 1, "a", "127.0.0.1", 99)
+    (folder / "leader.json").write_text(json.dumps(dataclasses.asdict(found)))
+    return folder / "leader.json"
+
+
+def follow_leader(path: Path) -> None:
+    """As a supervisor does that looks for one, at whatever address that may be."""
+    made = Board(path.parent, 0, 2, "127.0.0.1", hosts=2, lost=0.0)
+    make_secret(path.parent)
+    made.publish()
+    made.publish()
+    made.close()
+    (path.parent / "secret").unlink()
+    (path.parent / "host-0000.json").unlink()
+
+
+def write_secret(folder: Path) -> Path:
+    make_secret(folder)
+    return folder / "secret"
+
+
+def write_left(folder: Path) -> Path:
+    write_left_out(folder, {3, 4})
+    return folder / "left_out.json"
 
 
 def write_lease(folder: Path) -> Path:
@@ -105,6 +139,9 @@ CASES = {
     "member": Case(write_member, lambda path: board(path.parent).member(0)),
     "attempt": Case(write_attempt, lambda path: board(path.parent).attempt()),
     "plan": Case(write_plan, read_plan),
+    "leader": Case(write_leader, follow_leader),
+    "secret": Case(write_secret, lambda path: read_secret(path.parent)),
+    "left out": Case(write_left, lambda path: read_left_out(path.parent)),
     "lease": Case(write_lease, lambda path: str(read_holder(path.parent, 1))),
     "dead": Case(
         write_lease,

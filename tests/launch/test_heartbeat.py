@@ -3,7 +3,9 @@
 import time
 from pathlib import Path
 
-from jaxpar.launch.heartbeat import Heartbeat, read_heartbeat
+import pytest
+
+from jaxpar.launch.heartbeat import BeatFile, Heartbeat, read_heartbeat
 
 
 def test_reader_sees_phase_step_and_since_when(tmp_path: Path) -> None:
@@ -18,6 +20,27 @@ def test_reader_sees_phase_step_and_since_when(tmp_path: Path) -> None:
     assert began <= beat.since <= time.monotonic()
     heartbeat.enter("save")
     assert str(read_heartbeat(path)) == "save, step 5"
+
+
+def test_file_is_opened_once_for_many_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "heartbeat"
+    file = BeatFile(path)
+    assert file.read() is None
+    heartbeat = Heartbeat(path)
+    opened = []
+    own = Path.open
+    monkeypatch.setattr(Path, "open", lambda p, *a: opened.append(p) or own(p, *a))
+    for step in range(5):
+        heartbeat.enter("step", step)
+        assert file.read().step == step
+    assert opened == [path]
+    file.close()
+    file.close()
+    assert file.read().step == 4
+    file.close()
+    assert opened == [path] * 2
 
 
 def test_worker_that_has_not_said_anything_has_no_pulse(tmp_path: Path) -> None:

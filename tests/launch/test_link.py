@@ -37,9 +37,18 @@ def test_refused_connection_says_why() -> None:
     link.connect("127.0.0.1", port, SECRET)
     until(lambda: link.error, lambda: link.poll([]))
     assert link.error == "Connection refused"
-    link.connect("no host", port, SECRET)
+    for address, number in (("no host", port), ("a" * 99, port), ("a\0", port)):
+        link.connect(address, number, SECRET)
+        assert not link.is_open
+        assert link.error not in ("", "Connection refused")
+
+
+@pytest.mark.parametrize("port", [-1, 0, 2**16, 2**62])
+def test_port_that_is_none_is_an_error(port: int) -> None:
+    link = opened(Link(1))
+    link.connect("127.0.0.1", port, SECRET)
+    until(lambda: link.error, lambda: link.poll([]))
     assert not link.is_open
-    assert link.error != "Connection refused"
 
 
 def test_connection_that_nobody_answers_ends_in_time(

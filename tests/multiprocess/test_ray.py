@@ -22,9 +22,9 @@ from typing import Any
 import psutil
 import pytest
 
+from jaxpar.launch.board import Board
 from jaxpar.launch.exit_codes import GAVE_UP, REFUSED, STOPPED
 from jaxpar.launch.lease import take_lease
-from jaxpar.launch.board import Board
 from jaxpar.launch.security import is_loopback
 from jaxpar.launch.supervisor import only_one
 from jaxpar.launch.worker_environment import VARIABLE
