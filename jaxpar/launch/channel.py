@@ -20,7 +20,7 @@ _LENGTH = struct.Struct(">I")
 _NONCE_BYTES, _CODE_BYTES = 16, 32
 _READ_BYTES = 1 << 16
 _FIRST_BYTES = 1 << 12
-"""Largest message of somebody who has not shown yet that it has the secret."""
+"""Largest message of somebody who connects and has not shown that it has the secret."""
 _MOST_BYTES = 4 << 20
 _MOST_UNSENT = 16 << 20
 
@@ -84,7 +84,7 @@ class Channel:
         Raises:
           ChannelError: if the connection is over, or a message is not by the secret.
         """
-        most = _MOST_BYTES if self.is_known else _READ_BYTES
+        most = _READ_BYTES if self._serves and not self.is_known else _MOST_BYTES
         try:
             while new := self._connection.recv(_READ_BYTES):
                 self._unread += new
@@ -128,7 +128,8 @@ class Channel:
         found = []
         while len(self._unread) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._unread)
-            if length > (_MOST_BYTES // 2 if self.is_known else _FIRST_BYTES):
+            is_stranger = self._serves and not self.is_known
+            if length > (_FIRST_BYTES if is_stranger else _MOST_BYTES // 2):
                 raise ChannelError(f"a message of {length} bytes is too long")
             begin = _LENGTH.size + _CODE_BYTES
             if len(self._unread) < begin + length:

@@ -96,6 +96,17 @@ def test_stranger_can_send_little(length: int) -> None:
     outside.close()
 
 
+def test_who_connects_takes_a_long_first_message(
+    pair: tuple[Channel, Channel],
+) -> None:
+    """As the announcement of hundreds of hosts is."""
+    server, client = pair
+    client.send(1)
+    server.send("x" * 100_000)
+    found = exchange(client, server)
+    assert sorted(len(str(each)) for each in found) == [1, 100_000]
+
+
 def recorded(server: socket.socket, client: Channel) -> bytes:
     """What a client sends, as somebody between the two sees it."""
     end = of(server, serves=True)
