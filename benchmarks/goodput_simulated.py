@@ -1,12 +1,12 @@
 """How much of a run's time is useful at a thousand hosts, with failures as they are?
 
 Real: the supervisors of all hosts (benchmarks/virtual_hosts.py says what of them), and
-the loop of worker 0, `jaxpar.training.loop.train` with its saves and its account of time
-(all workers do the same). Virtual: the clock, the machines, and the engine: a step, a
-save and a start take a given time. Llama 3 had an unexpected failure each three hours at
-2,048 hosts (419 in 54 days; The Llama 3 Herd of Models, section 3.3.4); other numbers of
-hosts have as many for each host. Half of the failures end a worker, half a machine, which
-another one replaces.
+the loop of worker 0, `jaxpar.training.loop.train` with its saves and its account of
+time (all workers do the same). Virtual: the clock, the machines, and the engine: a
+step, a save and a start take a given time. Llama 3 had an unexpected failure each three
+hours at 2,048 hosts (419 in 54 days; The Llama 3 Herd of Models, section 3.3.4); other
+numbers of hosts have as many for each host. Half of the failures end a worker, half a
+machine, which another one replaces.
 
     python benchmarks/goodput_simulated.py --days 14
 """
@@ -49,8 +49,8 @@ DAY = 86400.0
 class Costs:
     """Times of the machines and the model, in seconds."""
 
-    step: float = 6.0
-    save_every: int = 20
+    step: float = 12.0
+    save_every: int = 10
     """Steps between saves."""
     blocked: float = 0.5
     """Of the loop, by each save."""

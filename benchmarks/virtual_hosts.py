@@ -2,10 +2,10 @@
 
 Each host is a thread that runs the real `jaxpar.launch.supervisor`: with `Head`,
 `Watchdog`, `RestartBudget` and `Succession` as they are. What is replaced: the clock,
-the connections and files between hosts (`VirtualBoard`, which delivers at once; how long
-that takes is measured by benchmarks/liveness.py), the lease, and the workers. One thread
-runs at a time. A thread that waits sleeps until something happens that its host would
-hear of, instead of looking ten times a second.
+the connections and files between hosts (`VirtualBoard`, which delivers at once; how
+long that takes is measured by benchmarks/liveness.py), the lease, and the workers. One
+thread runs at a time. A thread that waits sleeps until something happens that its host
+would hear of, instead of looking ten times a second.
 """
 
 import dataclasses

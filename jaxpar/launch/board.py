@@ -192,9 +192,7 @@ class Board:
         _write(self.folder / "attempt.json", dataclasses.asdict(attempt))
         self._attempt = attempt
         if self._store is not None:
-            message = _sent(attempt=attempt)
-            for host in self._store.connected:
-                self._store.send(host, message)
+            self._store.send_all(_sent(attempt=attempt))
 
     def planned(self, processes: int) -> int:
         """The number of workers at the run's first launch; called by the leader."""
@@ -258,8 +256,7 @@ class Board:
             except (ValueError, TypeError, RecursionError):
                 store.drop(host)
         if self._is_due("beat", _BEAT):
-            for host in store.connected:
-                store.send(host, {})
+            store.send_all({})
 
     def _take_word(self, store: Store, host: int, message: Any) -> None:
         """Take a host's word: first None, then its record, later changes and signs."""

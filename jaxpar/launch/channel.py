@@ -70,12 +70,13 @@ class Channel:
         """Send a message, now or with the next call.
 
         Args:
-          message: a value of JSON.
+          message: a value of JSON; or its bytes, which many are to be sent.
 
         Raises:
           ChannelError: if the connection is over, or its other end reads nothing.
         """
-        self._waiting.append(json.dumps(message).encode())
+        is_encoded = isinstance(message, bytes)
+        self._waiting.append(message if is_encoded else json.dumps(message).encode())
         self._flush()
 
     def receive(self) -> list[Any]:

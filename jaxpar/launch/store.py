@@ -5,10 +5,12 @@ calls ten times a second and which never waits: no threads, no locks.
 """
 
 import contextlib
+import json
 import resource
 import selectors
 import socket
 import time
+from collections.abc import Set
 from typing import Any
 
 from jaxpar.launch.channel import Channel, ChannelError
@@ -54,9 +56,9 @@ class Store:
         return self._listener.getsockname()[1]
 
     @property
-    def connected(self) -> set[int]:
+    def connected(self) -> Set[int]:
         """The hosts that are connected."""
-        return set(self._channels)
+        return self._channels.keys()
 
     @property
     def messages(self) -> int:
@@ -90,6 +92,12 @@ class Store:
             channel.send(message)
         except ChannelError:
             self._close(channel)
+
+    def send_all(self, message: Any) -> None:
+        """Send a message to all hosts that are connected."""
+        body = json.dumps(message).encode()  # Once: it names every host.
+        for host in [*self._channels]:
+            self.send(host, body)
 
     def drop(self, host: int) -> None:
         """Close the connection of a host."""

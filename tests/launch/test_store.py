@@ -44,6 +44,9 @@ def test_hosts_are_heard_by_their_numbers(store: Store) -> None:
     links[0].close()
     until(lambda: store.connected == {5}, store.poll)
     assert store.messages == 2 + 1 + 1, "those of closed connections too"
+    store.send_all({"to": "all"})
+    until(lambda: len(got) == 2, lambda: got.extend(links[1].poll([])), store.poll)
+    assert got[1] == {"to": "all"}
 
 
 def test_new_supervisor_of_a_host_replaces_the_old_one(store: Store) -> None:
