@@ -90,19 +90,23 @@ class Job:
         self._begin: float | None = None
         self._waits: set[int] = set()
         self._attempt = 0
+        self._created = 0.0
+
+    def enter(self, world: World) -> None:
+        """Have the loop live in a world."""
         clock = types.SimpleNamespace(
             monotonic=lambda: self.now, time=lambda: self.now, sleep=self.spend
         )
         process = types.SimpleNamespace(create_time=lambda: self._created)
-        goodput.__dict__.update(
+        world.replace(
+            goodput,
             time=clock,
             psutil=types.SimpleNamespace(Process=lambda: process),
             _WRITE_SECONDS=math.inf,  # It is written when the loop is killed.
             Clock=_RecordedClock,
         )
-        run_loop.__dict__["time"] = clock
-        loop.__dict__["MetricsLogger"] = _NoLogger
-        self._created = 0.0
+        world.replace(run_loop, time=clock)
+        world.replace(loop, MetricsLogger=_NoLogger)
 
     def started(self, now: float, worker: Any) -> None:
         """Note that a worker has started; the last one begins the attempt."""
@@ -126,7 +130,8 @@ class Job:
             return
         self.now = self._created = self._begin
         self.until, self._begin = now, None
-        engine, run = _Engine(self), _Run(self)
+        engine: Any = _Engine(self)
+        run: Any = _Run(self)
         with contextlib.suppress(KilledError):
             try:
                 self.spend(self.costs.start)
@@ -248,31 +253,22 @@ def simulate(hosts: int, hours: float, days: float, costs: Costs, seed: int) -> 
       costs: of its parts.
       seed: of the failures.
     """
-    rng, began = random.Random(seed), time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
+    began = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        run = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "run"
         run.mkdir()
         job = Job(costs, run)
         limits = Limits(lost=costs.lost, rendezvous=1800.0, save=1800.0)
         launch = Launch(("none",), run, hosts=hosts, port=1, limits=limits)
-        world, failures = World(launch, job), 0
-        for number in range(hosts):
-            world.at(0.0, lambda number=number: world.start(number))
-        at = rng.expovariate(1 / (hours * 3600))
-        while at < days * DAY:
-            number, failures = rng.randrange(hosts), failures + 1
-            if rng.random() < costs.machines:
-                world.at(at, lambda n=number: world.kill_host(n, costs.replace))
-            else:
-                world.at(at, lambda n=number: world.kill_worker(n))
-            at += rng.expovariate(1 / (hours * 3600))
+        world = stack.enter_context(World(launch, job))
+        job.enter(world)
+        failures = plan_failures(world, hours, days, costs, random.Random(seed))
         world.run(days * DAY)
         job.stop(days * DAY)
         sums = goodput.total(goodput.read_account(run))
-        attempt = world.attempt
-        assert attempt is not None
-        end_hosts(world)
-    assert not world.codes, world.codes
+        codes, attempt = dict(world.codes), world.attempt
+    assert not codes, f"a supervisor has ended: {codes}"
+    assert attempt is not None
     whole = days * DAY
     interval = costs.step * costs.save_every
     restart = 1.0 + POLL_SECONDS + costs.start + costs.restore + costs.compile
@@ -294,12 +290,22 @@ def simulate(hosts: int, hours: float, days: float, costs: Costs, seed: int) -> 
     }
 
 
-def end_hosts(world: World) -> None:
-    """End all threads."""
-    for host in world.hosts.values():
-        host.is_alive = False
-        if host.thread.is_alive():
-            world._turn(host)
+def plan_failures(
+    world: World, hours: float, days: float, costs: Costs, rng: random.Random
+) -> int:
+    """Start all hosts, and have them fail at random; the number of failures."""
+    hosts = range(world.launch.hosts)
+    for number in hosts:
+        world.at(0.0, lambda number=number: world.start(number))
+    at, failures = rng.expovariate(1 / (hours * 3600)), 0
+    while at < days * DAY:
+        number, failures = rng.choice(hosts), failures + 1
+        if rng.random() < costs.machines:
+            world.at(at, lambda n=number: world.kill_host(n, costs.replace))
+        else:
+            world.at(at, lambda n=number: world.kill_worker(n))
+        at += rng.expovariate(1 / (hours * 3600))
+    return failures
 
 
 def main() -> None:

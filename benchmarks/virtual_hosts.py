@@ -8,12 +8,14 @@ thread runs at a time. A thread that waits sleeps until something happens that i
 would hear of, instead of looking ten times a second.
 """
 
+import contextlib
 import dataclasses
 import heapq
 import itertools
 import math
 import threading
 import types
+import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,11 +63,13 @@ class VirtualHost:
         except Stopped:
             pass
         finally:
+            if self.is_alive:  # It has ended by itself.
+                self.world.lose(self)
             self.world.main.release()
 
 
-class World:
-    """The clock, and all that hosts hear of each other.
+class World(contextlib.ExitStack):
+    """The clock, and all that hosts hear of each other, for the time of its block.
 
     Args:
       launch: of host 0.
@@ -73,6 +77,7 @@ class World:
     """
 
     def __init__(self, launch: Launch, job: Any):
+        super().__init__()
         self.launch, self.job = launch, job
         self.now, self.lease, self.main = 0.0, 0, threading.Semaphore(0)
         self.hosts: dict[int, VirtualHost] = {}
@@ -86,13 +91,16 @@ class World:
         self.current: VirtualHost | None = None
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._patch()
 
-    def _patch(self) -> None:
+    def __enter__(self) -> "World":
+        """Have supervisors live in it."""
+        super().__enter__()
+        self.callback(self._end_hosts)
         clock = types.SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
         for module in (rendezvous, supervisors, watchdog, restarts, leaders):
-            module.__dict__["time"] = clock
-        supervisors.__dict__.update(
+            self.replace(module, time=clock)
+        self.replace(
+            supervisors,
             Board=lambda *args, **options: VirtualBoard(self, *args, **options),
             Group=lambda workers, command: VirtualGroup(self, workers, command),
             Report=lambda folder, host: VirtualReport(self, folder, host),
@@ -100,6 +108,18 @@ class World:
             give_up_lease=lambda _: None,
             listen=lambda *_: None,
         )
+        return self
+
+    def replace(self, module: types.ModuleType, **names: Any) -> None:
+        """Give names of a module other values, until the end of the block."""
+        self.enter_context(unittest.mock.patch.dict(module.__dict__, names))
+
+    def _end_hosts(self) -> None:
+        for host in self.hosts.values():
+            host.is_alive = False
+            if host.thread.is_alive():
+                self._turn(host)
+                host.thread.join()
 
     # Time
 
@@ -169,14 +189,17 @@ class World:
             return
         if host.board is not None and host.board.me.running:
             self.job.stop(self.now)
-        host.is_alive, host.died = False, self.now
-        host.ticket += 1
+        self.lose(host)
         if host.thread.is_alive():
             self._turn(host)
         self.at(self.now + back_after, lambda: self.start(number))
-        # When its silence has lasted for the limit.
+
+    def lose(self, host: VirtualHost) -> None:
+        """Have the others notice, once a host has been silent for the limit."""
+        host.is_alive, host.died = False, self.now
+        host.ticket += 1
         known = self.now + self.launch.limits.lost + rendezvous.POLL_SECONDS
-        of_leader = self.is_led_by(number)
+        of_leader = self.is_led_by(host.number)
         self.at(known, lambda: self._notice(everybody=of_leader))
 
     def kill_worker(self, number: int) -> None:
@@ -227,7 +250,7 @@ class VirtualReport(Report):
 
     def following(self, log: Path) -> Any:
         """Copy nothing."""
-        return supervisors.contextlib.nullcontext()
+        return contextlib.nullcontext()
 
 
 class VirtualGroup(Group):

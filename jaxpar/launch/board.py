@@ -34,8 +34,9 @@ from jaxpar.launch.typed_json import as_kind, read_record
 
 _BEAT = 1 / 4
 """Time between signs of life on a connection, as a share of the limit of silence."""
-_READ_FILE = 1 / 10
-_SHARES = {"beat": _BEAT, "write": 1 / 20}
+_FILE = 1 / 10
+"""Time between signs in files, and between looks at those of others."""
+_LEADERS_FILE = 1 / 20
 _QUIET = 1 / 2
 """Share of the limit after which a host without a word writes signs into its file."""
 _DOUBTED = 8 / 10
@@ -172,7 +173,8 @@ class Board:
         """
         new = dataclasses.replace(self.me, **changes)
         has_changed, self.me = new != self.me or not self.me.count, new
-        if has_changed or (self._goes_by_file(_QUIET) and self._is_due("write")):
+        own = _LEADERS_FILE if self._is_leading else _FILE
+        if has_changed or (self._goes_by_file(_QUIET) and self._is_due("write", own)):
             self._write_own()
         if self._store is not None:
             self._hear_hosts(self._store)
@@ -348,12 +350,11 @@ class Board:
         is_silent = self.silence_of_leader() > share * self._lost
         return not self._link.is_open or is_silent
 
-    def _is_due(self, what: str, share: float = 0.0, of: float | None = None) -> bool:
+    def _is_due(self, what: str, share: float = _FILE, of: float | None = None) -> bool:
         """Whether it is time to do something again."""
         now = time.monotonic()
         if now < self._next.get(what, now):
             return False
-        share = share or _SHARES.get(what, _READ_FILE)
         self._next[what] = now + share * (self._lost if of is None else of)
         return True
 
