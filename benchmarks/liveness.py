@@ -122,6 +122,21 @@ class Machine:
             "cpu_of_all": total["cpu"],
         }
 
+    def cpu(self, since: float, until: float) -> float:
+        """Seconds of all processes' CPU in a time, without what they take idle."""
+        total = 0.0
+        rows = self.events("counts")
+        for host in {row["host"] for row in rows}:
+            own = [row for row in rows if row["host"] == host]
+            idle = [r for r in own if since - 6.0 < r["at"] < since]
+            busy = [r for r in own if since - 1.5 < r["at"] < until + 1.5]
+            if len(idle) > 1 and len(busy) > 1:
+                span = idle[-1]["at"] - idle[0]["at"]
+                rate = (idle[-1]["cpu"] - idle[0]["cpu"]) / span
+                taken = busy[-1]["cpu"] - busy[0]["cpu"]
+                total += taken - rate * (busy[-1]["at"] - busy[0]["at"])
+        return total
+
     def end(self) -> None:
         """End all that was started."""
         for process in self.processes.values():
@@ -146,6 +161,8 @@ def measure(machine: Machine) -> dict[str, Any]:
     machine.until(lambda: len(machine.events("ended", 1)) >= hosts - 3, 3 * limit)
     last = machine.events("ended", 1)[-1]["at"]
     found["agreement_that_it_ended_seconds"] = last - ended
+    time.sleep(2.0)
+    found["cpu_of_that_ms_per_host"] = 1e3 * machine.cpu(ended, last) / hosts
     found["agreement_on_the_next_seconds"] = max(machine.joined(2, hosts - 3))
     time.sleep(limit)
     killed = machine.kill(0)

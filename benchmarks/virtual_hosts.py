@@ -297,6 +297,7 @@ class VirtualBoard(Board):
         self._world, self._limit = world, options.pop("lost")
         folder, host, processes, address = args
         self.folder, self.leader = folder, None
+        folder.mkdir(exist_ok=True)
         self.me = Member(
             host=host,
             id=f"{host}-{next(world._order)}",
