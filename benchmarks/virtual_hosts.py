@@ -1,6 +1,6 @@
 """Supervisors of many hosts on one virtual clock, for benchmarks/goodput_simulated.py.
 
-Each host is a thread that runs the real `jaxpar.launch.supervisor`: with `Head`,
+Each host is a thread that runs the real `jaxpar.launch.supervisor`: with `RunHead`,
 `Watchdog`, `RestartBudget` and `Succession` as they are. What is replaced: the clock,
 the connections and files between hosts (`VirtualBoard`, which delivers at once; how
 long that takes is measured by benchmarks/liveness.py), the lease, and the workers. One

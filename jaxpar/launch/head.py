@@ -15,7 +15,7 @@ from jaxpar.launch.security import own_certificates
 from jaxpar.launch.start import Launch
 
 
-class Head:
+class RunHead:
     """Leads the hosts of a run, by its lease.
 
     Args:

@@ -18,7 +18,7 @@ from types import FrameType
 from jaxpar.launch.board import Board
 from jaxpar.launch.exit_codes import GAVE_UP, REFUSED, REPLACED
 from jaxpar.launch.group import Group
-from jaxpar.launch.head import Head, ended_certificates
+from jaxpar.launch.head import RunHead, ended_certificates
 from jaxpar.launch.leader import is_led_elsewhere, read_left_out
 from jaxpar.launch.lease import (
     LeaseHeldError,
@@ -121,7 +121,7 @@ class _Supervisor:
         self.report = Report(launch.folder, launch.host)
         self.report.is_head = False
         self.asked: int | None = None
-        self.head: Head | None = None
+        self.head: RunHead | None = None
         before = self.board.attempt()
         self.number = 0 if before is None else before.number
         self._attended: Attempt | None = None
@@ -129,7 +129,7 @@ class _Supervisor:
     def lead(self, lease: int, left_out: Set[int] = frozenset()) -> None:
         """Lead the hosts from now on, by a lease of the run."""
         self.launch = dataclasses.replace(self.launch, lease=lease)
-        self.head = Head(
+        self.head = RunHead(
             self.launch,
             self.board,
             self.report,

@@ -132,6 +132,26 @@ def test_changed_or_repeated_bytes_are_refused() -> None:
         outside.close()
 
 
+def test_message_that_is_repeated_within_its_connection_is_refused() -> None:
+    """By somebody who passes on what both send, and one message twice."""
+    (inside, to_server), (to_client, outside) = connected(), connected()
+    server, client = of(inside, serves=True), of(outside, serves=False)
+    client.send(7)
+    server.receive()
+    for source, sink in ((to_client, to_server), (to_server, to_client)):
+        sink.sendall(source.recv(1 << 16))
+        server.receive()
+        client.receive()
+    message = to_client.recv(1 << 16)
+    to_server.sendall(message)
+    assert server.receive() == [7]
+    to_server.sendall(message)
+    with pytest.raises(ChannelError, match="another secret"):
+        server.receive()
+    to_server.close()
+    to_client.close()
+
+
 def test_one_that_reads_nothing_is_given_up(
     pair: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:

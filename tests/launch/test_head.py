@@ -8,7 +8,7 @@ import pytest
 from jaxpar.launch import head as heads
 from jaxpar.launch.board import Board
 from jaxpar.launch.exit_codes import GAVE_UP
-from jaxpar.launch.head import Head
+from jaxpar.launch.head import RunHead
 from jaxpar.launch.leader import read_left_out
 from jaxpar.launch.limits import Limits
 from jaxpar.launch.rendezvous import Attempt, Outcome, WorkerEnd
@@ -34,10 +34,10 @@ class Led:
         self.number, self.resumed = 0, 0
         self.head = self.made()
 
-    def made(self, left_out: frozenset[int] = frozenset()) -> Head:
+    def made(self, left_out: frozenset[int] = frozenset()) -> RunHead:
         own = self.boards[0]
         args = self.launch, own, self.report, lambda: None, own.publish
-        return Head(*args, left_out)
+        return RunHead(*args, left_out)
 
     def attempt(self) -> Attempt:
         self.number += 1
