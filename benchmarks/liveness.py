@@ -10,8 +10,10 @@ hosts have what is announced then.
 """
 
 import argparse
+import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -204,8 +206,11 @@ def main() -> None:
     console = Console()
     measured = []
     for limit in args.limit:
-        with tempfile.TemporaryDirectory(delete=not args.keep) as folder:
-            machine = Machine(Path(folder), args.hosts, limit)
+        folder = Path(tempfile.mkdtemp())
+        with contextlib.ExitStack() as stack:
+            if not args.keep:
+                stack.callback(shutil.rmtree, folder)
+            machine = Machine(folder, args.hosts, limit)
             try:
                 measured.append(measure(machine))
             finally:
