@@ -8,7 +8,7 @@ import pytest
 
 from jaxpar.launch import watchdog
 from jaxpar.launch.board import Board
-from jaxpar.launch.exit_codes import CORRUPT, DIVERGED, STOPPED
+from jaxpar.launch.exit_codes import CORRUPT, DIVERGED, SAVE_FAILED, STOPPED
 from jaxpar.launch.group import Group
 from jaxpar.launch.heartbeat import Beat
 from jaxpar.launch.leader import Leader
@@ -95,6 +95,7 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
         ([1, DIVERGED], "refused", DIVERGED, "worker 1 (HOST) ended with code 65"),
         ([STOPPED, STOPPED], "saved", STOPPED, "worker 0 (HOST) was asked to end"),
         ([STOPPED, 1], "failed", 1, "worker 1 (HOST) ended with code 1"),
+        ([0, SAVE_FAILED], "failed", 1, "worker 1 (HOST) ended with code 74"),
     ],
 )
 def test_exit_codes_decide(
