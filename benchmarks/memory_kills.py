@@ -122,9 +122,9 @@ class Hosts:
             return json.loads(path.read_text())["number"]
         return 0
 
-    def beat(self) -> Beat | None:
-        """What worker 0 is doing."""
-        folder = self.out / "launch" / f"{self.attempt():04d}"
+    def beat(self, attempt: int) -> Beat | None:
+        """What worker 0 of an attempt is doing."""
+        folder = self.out / "launch" / f"{attempt:04d}"
         return read_heartbeat(folder / "worker-0000.heartbeat")
 
     def until(self, found: Callable[[], Any], what: str) -> Any:
@@ -145,17 +145,13 @@ class Hosts:
 
     def is_at(self, step: int, attempt: int) -> bool:
         """Whether an attempt has begun the step after one."""
-        beat = self.beat()
-        return (
-            self.attempt() == attempt
-            and beat is not None
-            and beat.resumed is not None
-            and (beat.step or 0) > step
-        )
+        beat = self.beat(attempt)
+        return beat is not None and (beat.step or 0) > step >= (beat.resumed or 0)
 
     def kill(self, kind: str, host: int) -> Kill:
         """Kill a part of a host, and start it again; what it cost."""
-        beat, attempt = self.beat(), self.attempt()
+        attempt = self.attempt()
+        beat = self.beat(attempt)
         done = (beat and beat.step) or 0
         launcher, began = self.launchers[host], time.monotonic()
         if kind == "worker":
@@ -180,8 +176,8 @@ class Hosts:
 
     def resumed(self, attempt: int) -> int | None:
         """The step that an attempt went on from; None before it is known."""
-        beat = self.beat()
-        return beat.resumed if beat and self.attempt() == attempt else None
+        beat = self.beat(attempt)
+        return None if beat is None else beat.resumed
 
 
 def memory_of(out: Path, host: int) -> list[Path]:

@@ -104,10 +104,10 @@ class MemoryTier:
         data_state: Any = None,
         meta: Mapping[str, Any] | None = None,
     ) -> None:
-        """Copy a state; return when the arrays may be donated or deleted.
+        """Copy a state into this host's memory; the other host's copy follows.
 
-        The step before stays until this one is whole. A copy that fails, as where the
-        memory has no room, is a warning at the next call.
+        The step before stays until this one is whole on all hosts. A copy that fails,
+        as where the memory has no room, is a warning at the next call.
 
         Args:
           step: its number.
@@ -125,15 +125,15 @@ class MemoryTier:
         self._next = 1 - self._slot
         path = self.memory / _name(self._index, self._next)
         held = {n: to_stored(leaf) for n, leaf in leaves.items() if leaf.size}
+        own = self._index, self._count, step, self._timeline
         try:
             shards = write_shards(path, held)
+            seal(path, MemoryRecord(*own, state, content, shards))
         except OSError as error:
             self._saving = concurrent.futures.Future()
             self._saving.set_exception(error)
             return
-        own = self._index, self._count
-        kept = MemoryRecord(*own, step, self._timeline, state, content, shards)
-        self._saving = self._background.submit(self._finish, path, kept)
+        self._saving = self._background.submit(self._share, path.name)
 
     def wait(self) -> None:
         """Return when what was copied last is whole, on all processes.
@@ -236,13 +236,13 @@ class MemoryTier:
         before = hosts[: self._index].count(host)
         self._neighbour = others[before % len(others)] if others else None
 
-    def _finish(self, path: Path, kept: MemoryRecord) -> None:
-        seal(path, kept)
+    def _share(self, name: str) -> None:
+        """Give a file to the neighbour."""
         if self._neighbour is None:
             return
         assert self._server is not None, "connected by save"
         try:
-            self._server.put(self._peers[self._neighbour], path.name)
+            self._server.put(self._peers[self._neighbour], name)
         except OSError as error:
             peer = self._peers[self._neighbour][0]
             raise _UnsharedError(f"no copy of it on {peer} ({error})") from error
