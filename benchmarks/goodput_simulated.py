@@ -210,6 +210,10 @@ class _Engine:
         done = self._job.now + self._job.costs.write
         self._job.saved.append((done, self.steps))
 
+    def has_failed_save(self, _: int) -> bool:
+        """None fails."""
+        return False
+
     def wait(self) -> None:
         """Wait for it."""
         last = self._job.saved[-1][0] if self._job.saved else 0.0
