@@ -18,7 +18,7 @@ FOREIGN :=
 # Compilers for GPUs and TPUs that are not here, for tests/compiled; no: skip those.
 COMPILERS := yes
 
-LAUNCH_TESTS := $(addprefix tests/multiprocess/test_,launch.py lease.py hosts.py schedulers.py ray.py newcomer.py)
+LAUNCH_TESTS := $(addprefix tests/multiprocess/test_,launch.py leader.py memory.py lease.py hosts.py schedulers.py ray.py newcomer.py)
 
 # With it, every process of the tests compiles the source of all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
