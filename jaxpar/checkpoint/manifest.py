@@ -12,7 +12,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -36,6 +36,9 @@ _BLOCK = 512 << 10
 when a disk fails."""
 _HASHERS = min(8, os.cpu_count() or 1)
 _HEX = re.compile(r"[0-9a-f]{32}")
+
+Entry = tuple[int, str]
+"""Bytes and checksum (XXH3, 128 bits) of a file."""
 
 
 class DamagedError(ValueError):
@@ -67,7 +70,7 @@ class Manifest:
     meta: dict[str, Any]
     metric: float | None
     versions: dict[str, str]
-    files: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
+    files: dict[str, Entry] = dataclasses.field(default_factory=dict)
     slices: dict[str, Slices] = dataclasses.field(default_factory=dict)
     objects: str | None = None
 
@@ -84,12 +87,15 @@ class Manifest:
         return json.dumps(content, indent=1).encode()
 
 
-def seal(folder: Path, manifest: Manifest) -> Manifest:
+def seal(
+    folder: Path, manifest: Manifest, files: Mapping[str, Entry] | None = None
+) -> Manifest:
     """Make the files of a folder durable, and write its manifest.
 
     Args:
       folder: holds the arrays; not yet under its step's name.
       manifest: of the step, without files.
+      files: all of the folder's, by `seal_files`; None to seal them here.
 
     Returns:
       The manifest with its files.
@@ -97,17 +103,31 @@ def seal(folder: Path, manifest: Manifest) -> Manifest:
     Raises:
       OSError: if a file can't be written, synced or read back.
     """
-    names = [name for name, _ in _walk(folder)]
-    with concurrent.futures.ThreadPoolExecutor(_HASHERS) as pool:
-        entries = pool.map(lambda name: _seal_file(folder / name), names)
-        files = dict(zip(names, entries, strict=True))
-    sealed = dataclasses.replace(manifest, files=files)
+    if files is None:
+        files = seal_files(folder, list(sizes_of(folder)))
+    sealed = dataclasses.replace(manifest, files=dict(files))
     text = sealed.as_json()
     write_whole(folder / MANIFEST, text, durable=True)
     write_whole(folder / DIGEST, digest(text).encode(), durable=True)
     for directory, _, _ in os.walk(folder, onerror=_raise):
         sync(Path(directory))
     return sealed
+
+
+def seal_files(folder: Path, names: Sequence[str]) -> dict[str, Entry]:
+    """Make files of a folder durable, and hash them.
+
+    Raises:
+      OSError: if one can't be synced or read back.
+    """
+    with concurrent.futures.ThreadPoolExecutor(_HASHERS) as pool:
+        entries = pool.map(lambda name: _seal_file(folder / name), names)
+        return dict(zip(names, entries, strict=True))
+
+
+def sizes_of(folder: Path) -> dict[str, int]:
+    """The bytes of every file below a folder."""
+    return {name: (folder / name).lstat().st_size for name, _ in _walk(folder)}
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -279,7 +299,7 @@ def _slices(name: str, entry: Mapping[str, Any], leaf: LeafSpec) -> Slices:
     return slices
 
 
-def _file(name: str, entry: Any) -> tuple[int, str]:
+def _file(name: str, entry: Any) -> Entry:
     size, digest = entry
     _require(is_inside(name), f"file {name!r}: the name leaves the folder")
     _require(type(size) is int and size >= 0, f"file {name!r}: size")
@@ -325,7 +345,7 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _seal_file(path: Path) -> tuple[int, str]:
+def _seal_file(path: Path) -> Entry:
     sync(path)
     own, size = xxhash.xxh3_128(), 0
     for block in _blocks(path):

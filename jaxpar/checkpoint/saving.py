@@ -19,6 +19,7 @@ from jaxpar.checkpoint.manifest import Manifest, seal, sync
 from jaxpar.checkpoint.outcome import FailedElsewhereError, SaveOutcome
 from jaxpar.checkpoint.processes import gather
 from jaxpar.checkpoint.retention import Keep
+from jaxpar.checkpoint.sealing import seal_together
 from jaxpar.checkpoint.slices import Slices
 from jaxpar.launch.lease import LeaseLostError, require_lease
 
@@ -126,8 +127,8 @@ def finish(
 ) -> None:
     """Wait for a step's arrays; verify and rename it, and delete old steps.
 
-    Process 0 does what is done once. The others wait for it only to read back what
-    they have written.
+    Process 0 does what is done once. All hash their share of the files; the others
+    then wait for process 0 only to read back what they have written.
 
     Args:
       outcome: of the save.
@@ -149,7 +150,9 @@ def finish(
         if is_first:
             stored_arrays.require_declared(written, manifest.leaves)
             read_back.compare(written, manifest)
-            seal(written, manifest)
+        sealed = seal_together(outcome, written)
+        if is_first:
+            seal(written, manifest, sealed)
             require_lease(folder)
             files.rename(written, files.step_path(folder, manifest.step))
             sync(folder)

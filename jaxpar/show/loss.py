@@ -31,6 +31,8 @@ def draw_loss(
     path = folder / "loss.png" if path is None else Path(path)
     check_path(path)
     records = read_metrics(folder / "metrics.jsonl")
+    if not records:
+        raise FileNotFoundError(f"{str(folder)!r} has no metrics.jsonl with a step")
     with new_figure(7.0, 3.2) as figure:
         axes = figure.subplots()
         for name, label, style in (

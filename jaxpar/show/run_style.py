@@ -70,6 +70,7 @@ figcaption .dots, .tip .dots { width: 7px; height: 7px; border-radius: 50%; }
 .save { --kind: var(--second); }
 .data { --kind: #d1a11f; }
 .restore { --kind: #2f9c95; }
+.replay { --kind: #8a6fb3; }
 .start { --kind: #888c; }
 .down, .end { --kind: #8885; }
 """

@@ -117,6 +117,35 @@ def test_barrier_ends_with_all_or_with_its_time(make: Make) -> None:
         outcomes[0].wait_for_all("merged", 0.01)
 
 
+def test_each_gets_its_value_and_the_first_those_of_all(make: Make) -> None:
+    outcomes = make(0)
+    found: list[list[int]] = [[]] * 3
+
+    def share(index: int) -> None:
+        values = [1, 10, 100] if index == 0 else None
+        own = outcomes[index].scatter("values", values, 60.0)
+        found[index] = outcomes[index].gather("doubled", 2 * own, 60.0)
+
+    threads = [threading.Thread(target=share, args=(i,)) for i in (2, 1, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert found == [[2, 20, 200], [], []]
+
+
+def test_value_of_a_process_that_has_failed_is_not_waited_for(make: Make) -> None:
+    first, second, third = make(0)
+    third.gather("values", 3, 60.0)
+    with pytest.raises(TimeoutError, match=r"values/1: not sent within 0\.01 s"):
+        first.gather("values", 1, 0.01)
+    second.fail("no room")
+    with pytest.raises(FailedElsewhereError, match="process 1: no room"):
+        first.gather("values", 1, 60.0)
+    with pytest.raises(FailedElsewhereError, match="process 1: no room"):
+        third.scatter("shares", None, 60.0)
+
+
 def test_failure_of_one_save_is_none_of_the_next(make: Make, service: Service) -> None:
     make(0)[2].fail("no room")
     for each in (after := make(1)):
@@ -129,6 +158,8 @@ def test_failure_of_one_save_is_none_of_the_next(make: Make, service: Service) -
 def test_one_process_needs_no_service() -> None:
     alone = SaveOutcome(0, 3, place=(0, 1))
     alone.wait_for_all("written", 0.0)
+    assert alone.scatter("values", [7], 0.0) == 7
+    assert alone.gather("values", 7, 0.0) == [7]
     assert not alone.has_failed(4)
     alone.fail("no room")
     assert alone.has_failed(5)

@@ -135,13 +135,13 @@ def test_byte_that_changes_between_the_write_and_the_seal_is_not_loaded(
 ) -> None:
     """The files' checksums are then of the wrong byte."""
     save(tmp_path, range(1, 2))
-    real = saving.seal
+    real = saving.seal_together
 
-    def seal(folder: Path, manifest: Any) -> Any:
+    def seal_together(outcome: Any, folder: Path) -> Any:
         alter(folder)
-        return real(folder, manifest)
+        return real(outcome, folder)
 
-    monkeypatch.setattr(saving, "seal", seal)
+    monkeypatch.setattr(saving, "seal_together", seal_together)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.restore(tree(0))
     checkpoints.save(2, tree(2))

@@ -29,7 +29,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[matplotlib.figure.Figure]:
 def write(folder: Path, *records: dict, resumed: tuple[int, ...] = ()) -> None:
     lines = [json.dumps({"time": 0.0, **record}) for record in records]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    accounts = [{"resumed": step} for step in resumed]
+    known = {"began": 0.0, "ended": 1.0, "seconds": {}, "step": None, "marks": []}
+    accounts = [{**known, "resumed": step} for step in resumed]
     (folder / "goodput.json").write_text(json.dumps(accounts))
 
 
