@@ -11,7 +11,9 @@ import functools
 import os
 import select
 import signal
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -142,9 +144,12 @@ class StopSignals:
         noting = threading.Thread(target=self._note, args=(why,), daemon=True)
         noting.start()
         noting.join(_SAYING_SECONDS)
+        # The main thread is the last of at most a hundred: it is written once more.
+        own = sys._current_frames().get(threading.main_thread().ident or 0)
+        stack = "".join(traceback.format_stack(own))
         with contextlib.suppress(OSError):  # It may be closed.
             faulthandler.dump_traceback(2, all_threads=True)
-        os.write(2, f"{why}\n".encode())
+            os.write(2, f"The main thread:\n{stack}{why}\n".encode())
         self._end(SAVE_FAILED)
 
 

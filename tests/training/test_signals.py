@@ -3,12 +3,23 @@
 import os
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from jaxpar.launch.exit_codes import SAVE_FAILED, STOPPED
 from jaxpar.launch.stop_signals import STOPPING
 from jaxpar.training.signals import RunStopped, StopSignals
+
+
+@pytest.fixture(autouse=True)
+def _heard() -> Iterator[None]:
+    """Signals as a terminal has them: in the background a shell ignores SIGINT."""
+    default = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, own) for number, own in default.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", STOPPING)
