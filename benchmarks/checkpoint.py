@@ -140,7 +140,7 @@ def our_turn(turns: Turns, state: dict[str, jax.Array], folder: Path) -> None:
 def memory_turn(turns: Turns, state: dict[str, jax.Array], folder: Path) -> None:
     """Keep in memory, whose pages are there from the second copy on, and restore."""
     folder.mkdir()
-    tier = MemoryTier(folder)
+    tier, began = MemoryTier(folder), 0.0
     for step in range(4):
         began = time.perf_counter()
         if step < 2:
