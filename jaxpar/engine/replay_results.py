@@ -11,9 +11,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.engine.replicas import device_name, plain_bits
+from jaxpar.engine.replicas import device_name
 from jaxpar.sharding.memory_kinds import to_device
 from jaxpar.sharding.shifted import moved
+from jaxpar.tree import to_stored
 
 _NAMED = 4
 """Shards that a message names."""
@@ -188,7 +189,7 @@ def _distance(mesh: Mesh, spec: P) -> jax.stages.Wrapped:
     )
 
     def measure(one: jax.Array, other: jax.Array) -> jax.Array:
-        return mapped(*map(plain_bits, to_device([one, other])))
+        return mapped(*map(to_stored, to_device([one, other])))
 
     return jax.jit(measure, out_shardings=NamedSharding(mesh, P()))
 

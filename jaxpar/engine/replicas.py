@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.sharding.memory_kinds import is_on_host, to_device
+from jaxpar.tree import to_stored
 
 
 class CorruptionError(RuntimeError):
@@ -117,7 +118,7 @@ def make_hashed(mesh: Mesh) -> Callable[..., jax.Array]:
         mapped = jax.shard_map(
             body, mesh=mesh, in_specs=(list(specs),), out_specs=P(), check_vma=False
         )
-        return mapped([plain_bits(leaf) for leaf in to_device(leaves)])
+        return mapped([to_stored(leaf) for leaf in to_device(leaves)])
 
     return hashed
 
@@ -131,13 +132,6 @@ def pieces_of(
     for position, device in enumerate(devices):
         held[str(indices[device])].append(position)
     return [group for group in held.values() if len(group) > 1]
-
-
-def plain_bits(leaf: jax.Array) -> jax.Array:
-    """A PRNG key's data; any other array as it is."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.key_data(leaf)
-    return leaf
 
 
 def _hash(piece: jax.Array) -> jax.Array:

@@ -37,10 +37,8 @@ from jaxpar.launch.start import Launch, workers_of
 from jaxpar.launch.stop_signals import STOPPING, listen
 from jaxpar.launch.watchdog import Watchdog
 
-_HOUR = 3600.0
 _NAMED_SECONDS = 10.0
 """Time for who has taken the lease to name itself."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 
 
 def supervise(launch: Launch) -> int:

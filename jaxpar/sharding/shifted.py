@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.sharding.memory_kinds import is_on_host, to_device
+from jaxpar.tree import from_stored, to_stored
 
 
 def shifted_mesh(mesh: Mesh, by: int) -> Mesh:
@@ -74,11 +75,11 @@ def _sent(arrays: Sequence[jax.Array], mesh: Mesh) -> list[jax.Array]:
     """
     if not arrays:
         return []
-    plain = [_data(x) for x in arrays]
+    plain: list[Any] = [to_stored(x) for x in arrays]
     places = tuple(_on_mesh(x.sharding, x.sharding.mesh) for x in plain)
     sent = jax.block_until_ready(_sender(mesh, places)(plain))
     return [
-        _of_type(
+        from_stored(
             jax.make_array_from_single_device_arrays(
                 x.shape, _on_mesh(place, mesh), [s.data for s in x.addressable_shards]
             ),
@@ -103,14 +104,3 @@ def _sender(after: Mesh, places: tuple[NamedSharding, ...]) -> jax.stages.Wrappe
         send, mesh=before, in_specs=(specs,), out_specs=specs, check_vma=False
     )
     return jax.jit(lambda arrays: mapped(to_device(arrays)), out_shardings=list(places))
-
-
-def _data(x: jax.Array) -> Any:
-    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(x) if is_key else x
-
-
-def _of_type(x: jax.Array, like: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return x
-    return jax.random.wrap_key_data(x, impl=jax.random.key_impl(like))
