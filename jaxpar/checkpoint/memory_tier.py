@@ -22,7 +22,6 @@ import jax
 import xxhash
 
 from jaxpar.checkpoint import leaves as named
-from jaxpar.checkpoint.folder import complete_steps
 from jaxpar.checkpoint.json_values import as_json
 from jaxpar.checkpoint.memory_files import (
     MemoryRecord,
@@ -35,8 +34,10 @@ from jaxpar.checkpoint.memory_files import (
     write_shards,
 )
 from jaxpar.checkpoint.memory_server import MemoryServer
+from jaxpar.checkpoint.places import place_of
 from jaxpar.checkpoint.processes import from_first, gather, on_all
 from jaxpar.checkpoint.restoring import Restored
+from jaxpar.launch.lease import process_place
 from jaxpar.launch.own_files import read_json, write_whole
 from jaxpar.launch.worker_environment import current
 from jaxpar.tree import from_stored, stored_struct, to_stored
@@ -65,7 +66,7 @@ class MemoryTier:
 
     Args:
       folder: of the run, on a disk that all hosts share: one small file is in it.
-      checkpoints: the run's; None for ``checkpoints`` in its folder.
+      checkpoints: the run's, also in a bucket; None for ``checkpoints`` in its folder.
       root: a folder in memory; None for that of Linux, which is small in containers.
 
     Raises:
@@ -81,7 +82,7 @@ class MemoryTier:
         root: str | os.PathLike[str] | None = None,
     ):
         self._folder = Path(folder).expanduser().absolute()
-        self.checkpoints = Path(checkpoints or self._folder / "checkpoints")
+        self.checkpoints = checkpoints or self._folder / "checkpoints"
         worker = current()
         self._address = _own_address() if worker is None else worker.address
         host = 0 if worker is None else worker.host
@@ -224,7 +225,7 @@ class MemoryTier:
             return
         token = from_first(lambda: secrets.token_hex(32))
         self._server = MemoryServer(self.memory, self._address, token)
-        host = f"{_boot()} {self.memory}"
+        host = f"{process_place()} {self.memory}"
         known = gather([list(self._server.address), host])
         self._peers = [(address, port) for (address, port), _ in known]
         hosts = [each for _, each in known]
@@ -284,7 +285,7 @@ class MemoryTier:
         """What is valid, and the newest step of the checkpoints, -1 for none."""
         found = read_json(self._folder / _TIMELINE)
         timeline = found.get("timeline") if isinstance(found, dict) else None
-        return timeline, max(complete_steps(self.checkpoints), default=-1)
+        return timeline, max(place_of(self.checkpoints).complete(), default=-1)
 
     def _new_timeline(self) -> str:
         new = secrets.token_hex(8)
@@ -353,10 +354,3 @@ def _own_address() -> str:
     with contextlib.suppress(OSError):
         return socket.gethostbyname(socket.gethostname())
     return "127.0.0.1"
-
-
-def _boot() -> str:
-    """This start of this host."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return socket.gethostname()

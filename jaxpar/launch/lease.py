@@ -73,7 +73,7 @@ class Holder:
 
     def is_dead(self) -> bool:
         """Whether its process has ended, as seen from here; False if unknown."""
-        if self.place != _place() or self.began is None:
+        if self.place != process_place() or self.began is None:
             return False
         try:
             os.kill(self.pid, 0)
@@ -207,7 +207,7 @@ def take_lease(
         _wait_for_silence(folder, newest, stale_seconds, say, silent)
     holder = Holder(
         hostname=socket.gethostname(),
-        place=_place(),
+        place=process_place(),
         pid=os.getpid(),
         began=_process_start(os.getpid()),
         since=datetime.datetime.now().astimezone().isoformat(" ", "seconds"),
@@ -330,7 +330,7 @@ def _unlink(path: Path) -> None:
         retried(lambda: path.unlink(missing_ok=True), path)
 
 
-def _place() -> str:
+def process_place() -> str:
     """This start of the host and this container, where a process number is unique."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

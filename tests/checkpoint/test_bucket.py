@@ -13,7 +13,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
-from jaxpar.checkpoint import Checkpoints, DamagedError, Keep, SaveFailedError
+from jaxpar.checkpoint import (
+    Checkpoints,
+    DamagedError,
+    Keep,
+    MemoryTier,
+    SaveFailedError,
+)
 from jaxpar.checkpoint import bucket as module
 from tests.checkpoint.saves import save
 from tests.multiprocess.test_training import launch
@@ -36,6 +42,22 @@ def server() -> Iterator[Server]:
 @pytest.fixture
 def url(server: Server) -> str:
     return f"s3://{BUCKET}/{uuid.uuid4().hex}/run"
+
+
+def test_memory_is_passed_over_for_a_newer_step_in_a_bucket(
+    url: str, tree: Tree, tmp_path: Path
+) -> None:
+    tier = MemoryTier(tmp_path, checkpoints=url, root=tmp_path)
+    tier.save(3, tree)
+    checkpoints = Checkpoints(url)
+    checkpoints.save(2, tree)
+    checkpoints.wait()
+    assert tier.restore(tree).step == 3
+    checkpoints.save(4, tree)
+    checkpoints.close()
+    with pytest.raises(FileNotFoundError, match="newer than its checkpoints"):
+        tier.restore(tree)
+    tier.close()
 
 
 def inside(url: str) -> str:
