@@ -25,12 +25,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.checkpoint import DEVICES, make_state
 from benchmarks.record import write_result
 from jaxpar.checkpoint import Checkpoints
 from jaxpar.checkpoint import folder as files
@@ -38,10 +37,8 @@ from jaxpar.checkpoint.logs import quiet_orbax
 from jaxpar.checkpoint.outcome import SaveOutcome
 from jaxpar.checkpoint.sealing import seal_together
 from jaxpar.cli.recipe_flags import parse
-from jaxpar.mesh import MeshShape, make_mesh
 
 ROOT = Path(__file__).resolve().parents[1]
-LEAVES, WIDTH, DEVICES = 24, 1024, 8
 MARK = 0.8
 NOT_A_SAVE = 1000
 """Numbers of outcomes from here on are of no save."""
@@ -59,16 +56,6 @@ class Config:
     """Sizes of the state; the result is written for the defaults only."""
     repeats: int = 3
     """Turns, after one that compiles."""
-
-
-def make_state(gigabytes: float) -> dict[str, jax.Array]:
-    """Random fp32 leaves, sharded over the devices of all processes."""
-    sharding = NamedSharding(make_mesh(MeshShape(data=DEVICES)), P("data"))
-    rows = int(gigabytes * 1e9 / 4 / LEAVES / WIDTH) // DEVICES * DEVICES
-    make = jax.jit(
-        lambda key: jax.random.normal(key, (rows, WIDTH)), out_shardings=sharding
-    )
-    return {f"leaf{i}": make(jax.random.key(i)) for i in range(LEAVES)}
 
 
 def cpu_seconds(run: Callable[[], Any]) -> float:

@@ -35,8 +35,8 @@ def seconds(run: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def main() -> None:
-    """Measure, print, write."""
+def made(zero: int) -> tuple[jaxpar.Engine, dict[str, np.ndarray]]:
+    """An engine of a small GPT, and a batch."""
     jax.config.update("jax_num_cpu_devices", DEVICES)
     model = decoder_config("tiny")
     shape = (ROWS, model.seq_len + 1)
@@ -46,10 +46,16 @@ def main() -> None:
         optimizer=optax.adamw(1e-3),
         sample_batch={"tokens": jax.ShapeDtypeStruct(shape, np.int32)},
         mesh=jaxpar.MeshShape(data=DEVICES),
-        zero=0,
+        zero=zero,
     )
     rng = np.random.default_rng(0)
     batch = {"tokens": rng.integers(0, model.vocab_size, shape, dtype=np.int32)}
+    return engine, batch
+
+
+def main() -> None:
+    """Measure, print, write."""
+    engine, batch = made(zero=0)
     steps, probes = [], []
     for turn in range(TURNS + 1):
         taken = seconds(lambda: engine.step(batch))

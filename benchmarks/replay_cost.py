@@ -13,33 +13,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import jax
-import numpy as np
-import optax
 from rich.console import Console
 
-import jaxpar
-from benchmarks.probe_cost import DEVICES, EVERY, ROWS, TURNS, seconds
+from benchmarks.probe_cost import EVERY, TURNS, made, seconds
 from benchmarks.record import write_result
-from jaxpar.models import decoder_config, decoder_loss, make_decoder
 from jaxpar.tree import num_elements
 
 
 def main() -> None:
     """Measure, print, write."""
-    jax.config.update("jax_num_cpu_devices", DEVICES)
-    model = decoder_config("tiny")
-    shape = (ROWS, model.seq_len + 1)
-    engine = jaxpar.initialize(
-        model=make_decoder(model),
-        loss_fn=decoder_loss,
-        optimizer=optax.adamw(1e-3),
-        sample_batch={"tokens": jax.ShapeDtypeStruct(shape, np.int32)},
-        mesh=jaxpar.MeshShape(data=DEVICES),
-        zero=3,
-    )
-    rng = np.random.default_rng(0)
-    batch = {"tokens": rng.integers(0, model.vocab_size, shape, dtype=np.int32)}
+    engine, batch = made(zero=3)
     replays = engine.replays()
 
     def replayed() -> Any:

@@ -16,7 +16,6 @@ import jaxpar
 from jaxpar.engine.run_ahead import AHEAD, Dispatched, RunAhead, SkippedStepWarning
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = Path(__file__).with_name("endless_loop.py")
 
 
 class Output:
@@ -89,6 +88,21 @@ def test_batches_of_nan_warn_in_a_plain_loop() -> None:
     assert "Look for NaN or infinity in the batch" in said[0]
 
 
+def said(loop: str, *numbers: int) -> str:
+    """What a loop of this folder prints, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.engine.{loop}", *map(str, numbers)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("zero", "devices"),
@@ -101,17 +115,7 @@ def test_batches_of_nan_warn_in_a_plain_loop() -> None:
     ],
 )
 def test_a_loop_that_reads_no_number_ends(zero: int, devices: int) -> None:
-    done = subprocess.run(
-        [sys.executable, SCRIPT, str(zero), str(devices)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": ""},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.startswith("400 steps, loss 0.")
+    assert said("endless_loop", zero, devices).startswith("400 steps, loss 0.")
 
 
 @pytest.mark.multiprocess
@@ -121,14 +125,4 @@ def test_steps_evaluations_probes_and_saves_keep_the_bound(
     zero: int, devices: int
 ) -> None:
     """Together, in any order, on more devices than XLA:CPU runs programs at once."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.busy_loop", str(zero), str(devices), "7"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": ""},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.startswith("300 calls, loss 0.")
+    assert said("busy_loop", zero, devices, 7).startswith("300 calls, loss 0.")
