@@ -363,6 +363,6 @@ def _asked(future: Any, where: str) -> Any:
     """
     try:
         return future.result()
-    except (ValueError, RuntimeError, NotImplementedError, LookupError) as error:
+    except (ValueError, RuntimeError, LookupError) as error:
         why = f"{type(error).__name__}: {str(error)[:500]}"
         raise OSError(errno.EIO, why, where) from error

@@ -233,7 +233,7 @@ def is_link(path: Path) -> bool:
 
 
 def names_in(folder: Path) -> list[str]:
-    """The sorted names in a folder; none if there is no folder."""
+    """The sorted names in a folder; an empty list if it does not exist."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return sorted(retried(lambda: os.listdir(folder), folder))
     return []

@@ -46,8 +46,8 @@ class Recovery:
     another part at each save. 1: all."""
     memory_every: int = 0
     """Steps between copies of the state in the memory of this host and of another
-    (`jaxpar.checkpoint.MemoryTier`): a worker or a host that is lost costs the steps
-    since then, not those since the last checkpoint. 0: never."""
+    (`jaxpar.checkpoint.MemoryTier`): a lost worker or host then costs the steps since
+    the last copy, not those since the last checkpoint. 0: never."""
     end_seconds: float = 540.0
     """Seconds from a stop signal until the run has ended, at most: then it ends with
     code 74, whatever a save waits for. 0: no limit."""

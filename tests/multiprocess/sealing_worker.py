@@ -3,8 +3,8 @@
     python -m tests.multiprocess.sealing_worker SPEC OUT
 
 SPEC is as for `tests.multiprocess.worker`; the first case says where to save. OUT gets
-the bytes of the files of the first save that this process has hashed, by name, whether
-what it restored is what was saved, and what was said of the second save.
+by name the bytes of each file of the first save that this process has hashed; whether
+the restored arrays equal the saved ones; and the error of the second save.
 """
 
 import errno
