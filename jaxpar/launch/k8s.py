@@ -113,20 +113,29 @@ def _failure_rules() -> list[dict[str, Any]]:
 
 
 def commands(job: K8s) -> list[str]:
-    """The shell commands that make the secret and start the run."""
+    """The shell commands that make the secrets and start the run."""
     apply = f"To start: kubectl apply -f {shlex.quote(str(job.file or 'FILE'))}"
     if not job.secret:
         return [apply]
     hosts = f"$(seq 0 {job.hosts - 1})"
-    authority = f"{secret_key(AUTHORITY, 0)}=certs/$(host 0)/{AUTHORITY}"
-    own = f"{secret_key('$file', '$i')}=certs/$(host $i)/$file"
-    return [
+    lines = [
         "Once, before, where nobody else can read:",
         f"  host() {{ echo {job.address('$1')}; }}",
         f"  jaxpar launch certs $(for i in {hosts}; do host $i; done) --out certs",
-        f"  kubectl create secret generic {job.secret} -n {job.namespace} \\",
-        f"    --from-file={authority} \\",
-        f"    $(for i in {hosts}; do for file in {CERTIFICATE} {KEY}; do \\",
+    ]
+    for name, indices in job.secrets.items():
+        lines += _make_secret(job, name, indices)
+    return [*lines, apply]
+
+
+def _make_secret(job: K8s, name: str, hosts: range) -> list[str]:
+    """The command for the secret of some hosts; the first one has the authority too."""
+    own = f"{secret_key('$file', '$i')}=certs/$(host $i)/$file"
+    authority = f"{secret_key(AUTHORITY, 0)}=certs/$(host 0)/{AUTHORITY}"
+    return [
+        f"  kubectl create secret generic {name} -n {job.namespace} \\",
+        *([f"    --from-file={authority} \\"] if hosts.start == 0 else []),
+        f"    $(for i in $(seq {hosts.start} {hosts.stop - 1}); do "
+        f"for file in {CERTIFICATE} {KEY}; do \\",
         f"      echo --from-file={own}; done; done)",
-        apply,
     ]

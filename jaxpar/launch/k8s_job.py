@@ -9,6 +9,9 @@ from jaxpar.launch.limits import Limits
 NODE = "node"
 """The name of the replicated job and of the container."""
 
+HOSTS_IN_SECRET = 1000
+"""At up to 900 bytes each; Kubernetes takes 1 MiB."""
+
 _LABEL, _LONGEST_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?"), 63
 _PART = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 _NAME, _LONGEST_NAME = re.compile(rf"{_PART}(\.{_PART})*"), 253
@@ -39,7 +42,8 @@ class K8s:
       namespace: of the cluster.
       subdomain: that the pods are named in; the job's name if not given.
       domain: of the cluster.
-      secret: with the hosts' certificates; the manifest says how to make it.
+      secret: with the hosts' certificates; the manifest says how to make it. With more
+        than 1,000 hosts there are several, with numbers at the end of their names.
       insecure: let whoever reaches the pods connect to the coordinator.
       port: that the coordinator listens on; if not given, a free one.
       limits: how long a worker may be at one thing before the group is started again.
@@ -85,6 +89,22 @@ class K8s:
         """What the pods are named in."""
         return self.subdomain or self.name
 
+    @property
+    def secrets(self) -> dict[str, range]:
+        """The secrets with the hosts' certificates, and the hosts that each one has.
+
+        One secret takes no more than `HOSTS_IN_SECRET`.
+        """
+        if self.secret is None:
+            return {}
+        begins = range(0, self.hosts, HOSTS_IN_SECRET)
+        return {
+            self.secret if len(begins) == 1 else f"{self.secret}-{i}": range(
+                begin, min(begin + HOSTS_IN_SECRET, self.hosts)
+            )
+            for i, begin in enumerate(begins)
+        }
+
     def address(self, index: int | str) -> str:
         """Of a pod, as its certificate has it and as the others reach it.
 
@@ -117,7 +137,7 @@ def _check_names(job: K8s) -> None:
         ("--namespace", job.namespace, re.compile(_PART), _LONGEST_LABEL, of_name),
         ("--domain", job.domain, _NAME, _LONGEST_NAME, of_name),
         ("--claim", job.claim, _NAME, _LONGEST_NAME, of_name),
-        ("--secret", job.secret, _NAME, _LONGEST_NAME, of_name),
+        ("--secret", next(reversed(job.secrets), None), _NAME, _LONGEST_NAME, of_name),
     )
     for flag, name, pattern, longest, form in names:
         if name is not None and not (pattern.fullmatch(name) and len(name) <= longest):

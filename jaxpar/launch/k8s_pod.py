@@ -85,7 +85,8 @@ def _volumes(job: K8s) -> list[tuple[str, str, dict[str, Any]]]:
         found.append(("shm", "/dev/shm", {"emptyDir": {"medium": "Memory"}}))
     if job.secret:
         # The files are root's; the pod's user reads them by its group.
-        files = {"secret": {"secretName": job.secret, "defaultMode": 0o440}}
+        sources = [{"secret": {"name": name}} for name in job.secrets]
+        files = {"projected": {"sources": sources, "defaultMode": 0o440}}
         own = {"emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}}
         found += [("secret", _SECRET, files), ("certs", _CERTS, own)]
     return found

@@ -8,6 +8,7 @@ variables and exit codes is done by hand.
 import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxpar.launch import k8s_job
 from jaxpar.launch.exit_codes import DIVERGED, FINAL, GAVE_UP, STOPPED
 from jaxpar.launch.k8s import K8s, commands, make_job_set, manifest, write_manifest
 from jaxpar.launch.security import read_tls
@@ -126,13 +128,24 @@ set -e
 """
 
 
-def test_secret_made_as_told_gives_each_pod_its_own_certificates(tmp_path):
-    """The printed commands and the container's own shell, with kubectl faked."""
+@pytest.mark.parametrize(("hosts", "secrets"), [(2, 1), (3, 2)])
+def test_secrets_made_as_told_give_each_pod_its_own_certificates(
+    hosts, secrets, tmp_path, monkeypatch
+):
+    """The printed commands and the container's own shell, with kubectl faked.
+
+    The volume has the files of all secrets, here of two hosts each.
+    """
     x509 = pytest.importorskip("cryptography.x509")
+    monkeypatch.setattr(k8s_job, "HOSTS_IN_SECRET", 2)
     secret, certs = tmp_path / "secret", tmp_path / "own"
     secret.mkdir()
-    job = dataclasses.replace(SECURE, hosts=2)
+    job = dataclasses.replace(SECURE, hosts=hosts)
     lines = commands(job)
+    (volume,) = [each for each in pod(job)["volumes"] if each["name"] == "secret"]
+    sources = [each["secret"]["name"] for each in volume["projected"]["sources"]]
+    assert sources == re.findall(r"secret generic (\S+)", "\n".join(lines))
+    assert len(sources) == secrets
     assert lines[0].startswith("Once")
     assert lines[-1] == "To start: kubectl apply -f FILE"
     environment = {
@@ -148,7 +161,7 @@ def test_secret_made_as_told_gives_each_pod_its_own_certificates(tmp_path):
         env=environment,
         stdout=subprocess.DEVNULL,
     )
-    for index in range(2):
+    for index in range(hosts):
         certs.mkdir(exist_ok=True)
         mounted = mount_of_secret(job, index, secret, tmp_path / f"pod{index}")
         keys = [path.read_bytes() for path in mounted.rglob("*key.pem")]

@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from jaxpar.launch import k8s_job
+from jaxpar.launch.certificates import make_certificates
 from jaxpar.launch.k8s_job import K8s, check
+from jaxpar.launch.security import AUTHORITY, CERTIFICATE, KEY
+from tests.launch.jobs import SECURE
 
 ROOT = Path(__file__).resolve().parents[2]
 ALONE = K8s(
@@ -72,3 +76,21 @@ def test_flags_can_be_had_without_jax_or_tyro():
     )
     done = subprocess.check_output([sys.executable, "-c", program], text=True, cwd=ROOT)
     assert done == "[]\n"
+
+
+def test_secret_of_the_most_hosts_is_below_the_limit_of_kubernetes(tmp_path):
+    """By certificates with the longest name that they take."""
+    longest = "n" * (k8s_job._LONGEST_IN_CERTIFICATE - 4) + ".svc"
+    (folder,) = make_certificates(tmp_path / "certs", [longest])
+    one = sum((folder / name).stat().st_size for name in (CERTIFICATE, KEY))
+    size = one * k8s_job.HOSTS_IN_SECRET + (folder / AUTHORITY).stat().st_size
+    assert 0.8 * 2**20 < size < 0.95 * 2**20
+
+
+@pytest.mark.parametrize("hosts", [1, 1000, 1001, 2048])
+def test_each_host_has_one_secret(hosts):
+    secrets = dataclasses.replace(SECURE, hosts=hosts).secrets
+    assert [i for each in secrets.values() for i in each] == list(range(hosts))
+    assert next(iter(secrets)).startswith("gpt-certs")
+    assert len(secrets) == -(-hosts // 1000)
+    assert dataclasses.replace(SECURE, secret=None).secrets == {}
