@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence, Set
 
 from jaxpar.launch.board import Board
+from jaxpar.launch.certificate_watch import ended_certificates
 from jaxpar.launch.exit_codes import GAVE_UP, REFUSED, STOPPED
 from jaxpar.launch.leader import write_left_out
 from jaxpar.launch.rendezvous import Attempt, Member, Outcome, cause_of, wait_until
@@ -67,7 +68,7 @@ class RunHead:
             lease=self.launch.lease or 0,
         )
         asked = [m.asked for m in members if m.asked]
-        ended = ended_certificates(self.launch, self.report)
+        ended = ended_certificates(self.launch.tls, self.report.warn)
         if ended:
             attempt = dataclasses.replace(
                 attempt, state="over", code=REFUSED, why=ended
@@ -210,20 +211,6 @@ class RunHead:
             self.board.publish,
         )
         return {host: whole(host) for host in attempt.members}
-
-
-def ended_certificates(launch: Launch, report: Report) -> str | None:
-    """Renew certificates that end soon; why that can't be done, if they have."""
-    if launch.tls is None:
-        return None
-    # Slow to import, and for hosts with certificates alone.
-    from jaxpar.launch.certificates import keep_valid  # noqa: PLC0415
-
-    try:
-        keep_valid(launch.tls, report.say)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 def free_port(address: str) -> int:

@@ -37,6 +37,13 @@ class Report:
             print(f"launch: {text}", flush=True)
             self._add(text)
 
+    def warn(self, text: str) -> None:
+        """Write a line about this host, which need not lead."""
+        if self.is_head:
+            self.say(text)
+        else:
+            print(f"launch: {text}", file=sys.stderr, flush=True)
+
     def attempt(self, attempt: Attempt, outcomes: Mapping[int, Outcome]) -> None:
         """Report how an attempt ended: every host, every worker."""
         if not self.is_head:

@@ -16,9 +16,10 @@ from collections.abc import Iterator, Set
 from types import FrameType
 
 from jaxpar.launch.board import Board
+from jaxpar.launch.certificate_watch import CertificateWatch, ended_certificates
 from jaxpar.launch.exit_codes import GAVE_UP, REFUSED, REPLACED
 from jaxpar.launch.group import Group
-from jaxpar.launch.head import RunHead, ended_certificates
+from jaxpar.launch.head import RunHead
 from jaxpar.launch.leader import is_led_elsewhere, read_left_out
 from jaxpar.launch.lease import (
     LeaseHeldError,
@@ -242,7 +243,7 @@ class _Supervisor:
             is_led = self.board.silence_of_leader() < self.launch.limits.lost
             return self._takes_over() or is_led
 
-        ended = ended_certificates(self.launch, self.report)
+        ended = ended_certificates(self.launch.tls, self.report.warn)
         if ended:
             return self._over(REFUSED, ended)
         seconds = self.launch.limits.rendezvous
@@ -303,8 +304,14 @@ class _Supervisor:
     def _attend(self, attempt: Attempt) -> Outcome:
         """Start the workers and watch them until they have ended."""
         group = Group(workers_of(self.launch, attempt), self.launch.command)
+        certificates = CertificateWatch(self.launch.tls, self.report.warn)
         watch = Watchdog(
-            group, self.board, attempt, self.launch.limits, lambda: self.asked
+            group,
+            self.board,
+            attempt,
+            self.launch.limits,
+            lambda: self.asked,
+            certificates.look,
         )
         try:
             with self.report.following(group.workers[0].log):

@@ -31,6 +31,7 @@ class Watchdog:
       attempt: the attempt.
       limits: of each phase.
       asked: returns the signal that requests an end, once there is one.
+      meanwhile: is called while the workers run, a few times a second.
     """
 
     def __init__(
@@ -40,15 +41,18 @@ class Watchdog:
         attempt: Attempt,
         limits: Limits,
         asked: Callable[[], int | None],
+        meanwhile: Callable[[], None] = lambda: None,
     ):
         self._group, self._board, self._attempt = group, board, attempt
         self._limits, self._asked = limits, asked
+        self._meanwhile = meanwhile
         self._passed_on: tuple[int, float] | None = None
 
     def to_the_end(self) -> tuple[Kind, int, str]:
         """Return when no worker is left: the kind of end, a code, and the reason."""
         while True:
             self._board.publish()
+            self._meanwhile()
             self._pass_on()
             found = self._own_end() or self._stall() or self._end_elsewhere()
             if found:

@@ -96,3 +96,13 @@ def test_other_hosts_say_nothing(folder, capsys):
         report.attempt(ATTEMPT, {0: Outcome("failed", 1, "x", [end(0, 1, error="e")])})
     assert not report.path.exists()
     assert capsys.readouterr() == ("", "")
+
+
+def test_warning_about_a_host_is_on_its_terminal_and_the_leaders_in_the_report(
+    folder, capsys
+):
+    for host in range(2):
+        Report(folder, host).warn(f"of host {host}")
+    assert Report(folder, 0).path.read_text() == "of host 0\n"
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("launch: of host 0\n", "launch: of host 1\n")
