@@ -57,7 +57,7 @@ class Server:
 
 @contextlib.contextmanager
 def serving() -> Iterator[Server]:
-    """A server, until the end of the block."""
+    """A server, which this process finds, until the end of the block."""
     if not (FOLDER / "moto").is_dir():
         pytest.skip(
             f"no S3 server in {FOLDER.name}/ beside the environment: make setup"
@@ -82,7 +82,10 @@ def serving() -> Iterator[Server]:
                 assert process.poll() is None, "the server has ended"
                 assert time.monotonic() < until, "the server does not answer"
                 time.sleep(0.1)
-        yield server
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in server.environment.items():
+                patch.setenv(name, value)
+            yield server
     finally:
         process.kill()
         process.wait()

@@ -189,16 +189,34 @@ def read_whole(folder: Path, leaf: str, manifest: Manifest) -> np.ndarray:
     Raises:
       DamagedError: if what is read is not what was written.
     """
+    read = _reader(folder, {leaf: manifest.leaves[leaf].stored.shape})
+    return read_whole_by(read, repr(str(folder)), leaf, manifest)
+
+
+def read_whole_by(read: Reads, where: str, leaf: str, manifest: Manifest) -> np.ndarray:
+    """Read one leaf as `read_whole` does, by what reads boxes of it.
+
+    Args:
+      read: reads them.
+      where: the step, for messages.
+      leaf: its name.
+      manifest: of the step.
+
+    Returns:
+      The stored array.
+
+    Raises:
+      DamagedError: if what is read is not what was written.
+    """
     shape = manifest.leaves[leaf].stored.shape
     slices = manifest.slices.get(leaf, Slices(shape, {}))
-    read = _reader(folder, {leaf: shape})
     found = np.empty(shape, jnp.dtype(manifest.leaves[leaf].stored.dtype))
     try:
         for place, box in slices.boxes(shape):
             index = tuple(slice(*ends) for ends in box)
             found[index] = read_slice(read, leaf, slices, (place, box))
     except DifferentError as error:
-        raise DamagedError(f"{str(folder)!r} is damaged: {error}") from error
+        raise DamagedError(f"{where} is damaged: {error}") from error
     return found
 
 

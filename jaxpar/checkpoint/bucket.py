@@ -27,7 +27,8 @@ from jaxpar.checkpoint.manifest import DIGEST, MANIFEST, DamagedError, Manifest
 from jaxpar.checkpoint.outcome import SaveOutcome
 from jaxpar.checkpoint.retention import Keep
 from jaxpar.checkpoint.saving import ReadBack
-from jaxpar.checkpoint.slices import Slices
+from jaxpar.checkpoint.slices import DifferentError, Slices
+from jaxpar.launch.lease import require_lease
 from jaxpar.launch.object_stores import kvstore
 
 _MOST_BYTES = 256 << 20
@@ -174,6 +175,35 @@ class BucketStep:
             raise DamagedError(f"'{self}/{MANIFEST}' is of another step")
         return found
 
+    def verify(self) -> Manifest:
+        """Read all of it, and compare it.
+
+        Raises:
+          DamagedError: if something differs from what was written.
+        """
+        manifest = self.manifest()
+        try:
+            self.compare(manifest, manifest.slices)
+        except DifferentError as error:
+            raise DamagedError(f"'{self}' is damaged: {error}") from error
+        return manifest
+
+    def state(self, _: Manifest) -> str:
+        """What is known of it without a request for each object."""
+        return "verified when saved"
+
+    def saved_at(self) -> float | None:
+        """Unknown: TensorStore does not ask."""
+        return None
+
+    def require_declared(self, manifest: Manifest) -> None:
+        """Nothing to do: every slice has a checksum, which a reader compares."""
+
+    def read_whole(self, leaf: str, manifest: Manifest) -> np.ndarray:
+        """As `jaxpar.checkpoint.arrays.read_whole`."""
+        read = self._reader(manifest, {leaf: manifest.leaves[leaf].stored.shape})
+        return stored_arrays.read_whole_by(read, f"'{self}'", leaf, manifest)
+
     def read_sharded(
         self,
         structs: Mapping[str, jax.ShapeDtypeStruct],
@@ -200,7 +230,9 @@ class BucketStep:
 
         Raises:
           FileExistsError: if another process has made it exist.
+          LeaseLostError: if another process has taken the run over.
         """
+        require_lease(self.bucket.url)
         text, store = manifest.as_json(), _opened(self.bucket.url)
         stamp = _asked(
             store.write(f"{self.name}/{MANIFEST}", text, if_equal=_MISSING), str(self)

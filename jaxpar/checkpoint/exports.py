@@ -16,10 +16,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxpar.checkpoint import folder as files
-from jaxpar.checkpoint.arrays import read_whole, require_declared
 from jaxpar.checkpoint.leaves import LeafSpec
-from jaxpar.checkpoint.manifest import DamagedError, read_manifest
+from jaxpar.checkpoint.manifest import DamagedError
+from jaxpar.checkpoint.places import place_of
 from jaxpar.checkpoint.store import Checkpoints
 from jaxpar.tree import matches
 
@@ -34,7 +33,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 def export(
-    folder: Path,
+    folder: Path | str,
     out: Path,
     *,
     step: int | None = None,
@@ -45,7 +44,7 @@ def export(
     """Write a checkpoint's parameters as safetensors.
 
     Args:
-      folder: the checkpoints.
+      folder: the checkpoints; also of a bucket, by its URL.
       out: a new folder for the files.
       step: the step; None for the newest valid one.
       dtype: of floating leaves: "fp32" or "bf16" (rounded to nearest).
@@ -66,11 +65,12 @@ def export(
         raise ValueError(f"file_bytes={file_bytes} must be at least 1.")
     if out.exists():
         raise ValueError(f"out={str(out)!r} exists already; name a new folder.")
-    number = files.choose(folder, step)["step"]
-    path = files.step_path(folder, number)
-    manifest = read_manifest(path)
-    require_declared(path, manifest.leaves)
-    chosen = _chosen(manifest.leaves, only, path)
+    place = place_of(folder)
+    number = place.choose(step, {})["step"]
+    stored = place.step(number)
+    manifest = stored.manifest()
+    stored.require_declared(manifest)
+    chosen = _chosen(manifest.leaves, only, str(stored))
     groups = list(_groups(chosen, dtype, file_bytes))
     part = out.with_name(out.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
@@ -78,7 +78,7 @@ def export(
     names = _file_names(len(groups))
     for name, group in zip(names, groups, strict=True):
         held = {
-            _outer(leaf): _cast(read_whole(path, leaf, manifest), dtype)
+            _outer(leaf): _cast(stored.read_whole(leaf, manifest), dtype)
             for leaf in group
         }
         save_file(held, part / name, metadata={"format": "pt", "step": str(number)})
@@ -89,7 +89,7 @@ def export(
     return [out / name for name in names]
 
 
-def import_safetensors(paths: Sequence[Path], folder: Path) -> list[str]:
+def import_safetensors(paths: Sequence[Path], folder: Path | str) -> list[str]:
     """Make a checkpoint, step 0, from safetensors: only parameters, in fp32.
 
     An engine loads them with ``engine.restore(folder, only=["params/*"])``.
@@ -124,13 +124,13 @@ def import_safetensors(paths: Sequence[Path], folder: Path) -> list[str]:
 
 
 def _chosen(
-    leaves: Mapping[str, LeafSpec], only: Sequence[str] | str, path: Path
+    leaves: Mapping[str, LeafSpec], only: Sequence[str] | str, where: str
 ) -> dict[str, LeafSpec]:
     """The leaves to write."""
     if only == ADAPTERS:
         if not any(name.startswith(FROZEN) for name in leaves):
             raise ValueError(
-                f"only={only!r}: {str(path)!r} has no frozen parameters, so it has "
+                f"only={only!r}: {where!r} has no frozen parameters, so it has "
                 "no adapters; leave only out to write all parameters."
             )
         only = (PARAMS + "*",)
@@ -141,7 +141,7 @@ def _chosen(
         if any(matches(pattern, name) for pattern in patterns)
     }
     if not chosen:
-        raise ValueError(f"only={list(patterns)} matches no leaf of {str(path)!r}.")
+        raise ValueError(f"only={list(patterns)} matches no leaf of {where!r}.")
     return chosen
 
 

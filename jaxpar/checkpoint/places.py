@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxpar.checkpoint import arrays as stored_arrays
 from jaxpar.checkpoint import bucket as buckets
 from jaxpar.checkpoint import folder as files
 from jaxpar.checkpoint import saving
 from jaxpar.checkpoint.bucket import BucketFolder, BucketStep
-from jaxpar.checkpoint.manifest import Manifest, read_manifest
+from jaxpar.checkpoint.manifest import Manifest, read_manifest, sizes_differ
 from jaxpar.checkpoint.outcome import SaveOutcome
 from jaxpar.checkpoint.retention import Keep
 from jaxpar.checkpoint.saving import ReadBack
@@ -48,6 +49,28 @@ class FolderStep:
     def manifest(self) -> Manifest:
         """Read its manifest."""
         return read_manifest(self.path)
+
+    def verify(self) -> Manifest:
+        """As `jaxpar.checkpoint.folder.verified`."""
+        return files.verified(self.path, files.step_of(self.name) or 0)
+
+    def state(self, manifest: Manifest) -> str:
+        """What is known of it without reading its arrays."""
+        if sizes_differ(self.path, manifest):
+            return "damaged: files are missing or have another size"
+        return "verified when saved, sizes unchanged"
+
+    def saved_at(self) -> float | None:
+        """When it was saved, in seconds since 1970."""
+        return self.path.stat().st_mtime
+
+    def require_declared(self, manifest: Manifest) -> None:
+        """As `jaxpar.checkpoint.arrays.require_declared`."""
+        stored_arrays.require_declared(self.path, manifest.leaves)
+
+    def read_whole(self, leaf: str, manifest: Manifest) -> np.ndarray:
+        """As `jaxpar.checkpoint.arrays.read_whole`."""
+        return stored_arrays.read_whole(self.path, leaf, manifest)
 
     def read_sharded(
         self,
@@ -86,6 +109,11 @@ class FolderPlace:
     def require_own(self) -> None:
         """Check that no other process has taken the run over."""
         require_lease(self._folder)
+
+    def steps(self) -> dict[int, bool]:
+        """Each step, newest first -> whether it has a manifest."""
+        found = files.step_folders(self._folder)
+        return {step: files.is_complete(path) for step, path in found.items()}
 
     def complete(self) -> list[int]:
         """The steps that have a manifest, newest first."""
@@ -154,14 +182,19 @@ class FolderPlace:
 
 @dataclasses.dataclass(frozen=True)
 class BucketPlace(BucketFolder):
-    """A folder of a bucket; nothing but its manifests keeps a second run out."""
+    """A folder of a bucket.
+
+    A lease is a file: a run's folder has it, elsewhere than its checkpoints.
+    """
 
     def lease(self) -> dict[str, int]:
-        """None: leases are files."""
-        return {}
+        """The number of the run's lease that this process has, for a step's meta."""
+        lease = lease_of(self.url)
+        return {"lease": lease.number} if lease else {}
 
     def require_own(self) -> None:
-        """Nothing to check: a manifest is written where there is none."""
+        """Check that no other process has taken the run over."""
+        require_lease(self.url)
 
     def save(
         self,

@@ -12,12 +12,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jaxpar.launch.own_files import is_folder
+from jaxpar.launch.object_stores import as_url, is_url
+from jaxpar.launch.own_files import is_folder, read_json
 
 if TYPE_CHECKING:
+    from jaxpar.checkpoint.bucket import BucketStep
     from jaxpar.checkpoint.manifest import Manifest
+    from jaxpar.checkpoint.places import BucketPlace, FolderPlace, FolderStep
 
-_FOLDER = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER")]
+_FOLDER = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +28,8 @@ class List:
     """List the steps of a folder: size, metric, and whether files are unchanged.
 
     Attributes:
-      folder: of a run, such as runs/pretrain, or of its checkpoints.
+      folder: of a run, such as runs/pretrain, or of its checkpoints, also in a bucket:
+        s3://bucket/run.
       verify: also compare every file's checksum, which reads all files.
     """
 
@@ -134,55 +138,49 @@ def run_ckpt(args: Ckpt) -> None:
 
 
 def _list(args: List) -> None:
-    from jaxpar.checkpoint import folder as files  # noqa: PLC0415 - imports jax
-
     table = Table("step", "saved", box=box.SIMPLE)
     for column in ("size, MB", "metric"):
         table.add_column(column, justify="right")
     table.add_column("files", overflow="fold")
-    folders = files.step_folders(_there(args.folder))
-    for step, path in sorted(folders.items()):
-        manifest, said = _state(path, step, verify=args.verify)
-        saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
+    place = _place(args.folder)
+    steps = place.steps()
+    for number in sorted(steps):
+        step = place.step(number)
+        manifest, said = _state(step, is_whole=steps[number], verify=args.verify)
+        seconds = step.saved_at()
+        saved = "-"
+        if seconds is not None:
+            saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
         size = f"{manifest.num_bytes / 1e6:,.1f}" if manifest else "-"
         metric = manifest.metric if manifest else None
         shown = "-" if metric is None else f"{metric:.6g}"
-        table.add_row(str(step), saved, size, shown, said)
+        table.add_row(str(number), saved, size, shown, said)
     console = Console(highlight=False)
-    console.print(table if folders else f"{args.folder} holds no checkpoints")
+    console.print(table if steps else f"{args.folder} holds no checkpoints")
 
 
-def _state(path: Path, step: int, *, verify: bool) -> tuple["Manifest | None", str]:
+def _state(
+    step: "FolderStep | BucketStep", *, is_whole: bool, verify: bool
+) -> tuple["Manifest | None", str]:
     """A step's manifest, and whether its files match it."""
-    from jaxpar.checkpoint import folder as files  # noqa: PLC0415 - imports jax
-    from jaxpar.checkpoint.manifest import (  # noqa: PLC0415
-        read_manifest,
-        sizes_differ,
-    )
-
-    if not files.is_complete(path):
+    if not is_whole:
         return None, "no manifest"
     try:
-        manifest = read_manifest(path)
         if verify:
-            return files.verified(path, step), "verified now"
+            return step.verify(), "verified now"
+        manifest = step.manifest()
     except ValueError as error:
         return None, str(error)
-    if sizes_differ(path, manifest):
-        return manifest, "damaged: files are missing or have another size"
-    return manifest, "verified when saved, sizes unchanged"
+    return manifest, step.state(manifest)
 
 
 def _inspect(args: Inspect) -> None:
-    from jaxpar.checkpoint import folder as files  # noqa: PLC0415 - imports jax
-    from jaxpar.checkpoint.manifest import read_manifest  # noqa: PLC0415
-
-    folder = _there(args.folder)
-    newest = next(files.complete_steps(folder), None)
+    place = _place(args.folder)
+    newest = next(iter(place.complete()), None)
     step = newest if args.step is None else args.step
     if step is None:
-        raise ValueError(f"{str(folder)!r} holds no checkpoints.")
-    manifest = read_manifest(files.step_path(folder, step))
+        raise ValueError(f"{str(place)!r} holds no checkpoints.")
+    manifest = place.step(step).manifest()
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"step {manifest.step} of run {manifest.run}")
     rows = {**manifest.versions, **manifest.meta}
@@ -197,7 +195,8 @@ def _inspect(args: Inspect) -> None:
         table.add_row(name, spec.dtype, shape, f"{spec.num_bytes:,}")
     console.print(table)
     total = sum(spec.num_bytes for spec in manifest.leaves.values())
-    console.print(f"{total:,} bytes in {len(manifest.files)} files")
+    many = "objects" if manifest.objects else f"{len(manifest.files)} files"
+    console.print(f"{total:,} bytes in {many}")
 
 
 def _print_value(console: Console, name: str, value: Any, indent: str = "") -> None:
@@ -217,15 +216,16 @@ def _print_value(console: Console, name: str, value: Any, indent: str = "") -> N
 
 def _verify(args: Verify) -> None:
     from jaxpar.checkpoint import DamagedError  # noqa: PLC0415 - imports jax
-    from jaxpar.checkpoint import folder as files  # noqa: PLC0415
 
-    folder = _there(args.folder)
-    steps = [args.step] if args.step is not None else sorted(files.step_folders(folder))
+    place = _place(args.folder)
+    found = place.steps()
+    steps = [args.step] if args.step is not None else sorted(found)
     if not steps:
-        raise ValueError(f"{str(folder)!r} holds no checkpoints.")
+        raise ValueError(f"{str(place)!r} holds no checkpoints.")
     damaged = []
     for step in steps:
-        _, said = _state(files.step_path(folder, step), step, verify=True)
+        is_whole = found.get(step, False)
+        _, said = _state(place.step(step), is_whole=is_whole, verify=True)
         print(f"step {step}: {said}")
         damaged += [step] if said != "verified now" else []
     if damaged:
@@ -236,7 +236,7 @@ def _export(args: Export) -> None:
     from jaxpar.checkpoint.exports import export  # noqa: PLC0415 - imports jax
 
     written = export(
-        _there(args.folder),
+        str(_place(args.folder)),
         args.out,
         step=args.step,
         dtype=args.dtype,
@@ -257,9 +257,15 @@ def _import(args: Import) -> None:
     print(f'engine.restore({str(args.folder)!r}, only=["params/*"])')
 
 
-def _there(folder: Path) -> Path:
-    """A folder of checkpoints, as it was given or in a run's folder."""
-    if not is_folder(folder):
-        raise ValueError(f"{str(folder)!r} is not a folder.")
-    own = folder / "checkpoints"
-    return (own if is_folder(own) else folder).absolute()
+def _place(folder: str) -> "FolderPlace | BucketPlace":
+    """A folder of checkpoints, as it was given or of a run's folder."""
+    from jaxpar.checkpoint.places import place_of  # noqa: PLC0415 - imports jax
+    from jaxpar.training.record import FILE, checkpoints_of  # noqa: PLC0415
+
+    if is_url(folder):
+        return place_of(as_url(folder))
+    path = Path(folder)
+    if not is_folder(path):
+        raise ValueError(f"{folder!r} is not a folder.")
+    own = checkpoints_of(path, read_json(path / FILE))
+    return place_of(own if is_url(own) or is_folder(Path(own)) else path)

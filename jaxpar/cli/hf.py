@@ -130,25 +130,23 @@ def _import(args: ImportModel) -> None:
 
 
 def _export(args: ExportModel) -> None:
-    from jaxpar.checkpoint import folder as files  # noqa: PLC0415 - imports jax
-    from jaxpar.checkpoint.arrays import read_whole  # noqa: PLC0415
-    from jaxpar.checkpoint.manifest import read_manifest  # noqa: PLC0415
+    from jaxpar.checkpoint.places import place_of  # noqa: PLC0415 - imports jax
     from jaxpar.models.hf.adapters import merged  # noqa: PLC0415
     from jaxpar.models.hf.pretrained import from_huggingface  # noqa: PLC0415
     from jaxpar.models.hf.writing import write_folder  # noqa: PLC0415
     from jaxpar.models.lora import LoraConfig  # noqa: PLC0415
     from jaxpar.training.origin import find_parameters  # noqa: PLC0415
 
-    checkpoints = find_parameters(args.run)
-    number = files.choose(checkpoints, args.step)["step"]
-    path = files.step_path(checkpoints, number)
-    manifest = read_manifest(path)
+    place = place_of(find_parameters(args.run))
+    number = place.choose(args.step, {})["step"]
+    stored = place.step(number)
+    manifest = stored.manifest()
     params = [n for n in manifest.leaves if n.startswith(("params/", "frozen/"))]
     ours = from_huggingface(args.like)
     full = {name.partition("/")[2]: name for name in params}
 
     def read(name: str) -> np.ndarray:
-        return read_whole(path, full[name], manifest)
+        return stored.read_whole(full[name], manifest)
 
     factors = [name for name in full if name.endswith("/adapter/a")]
     if factors and args.lora_alpha is None:

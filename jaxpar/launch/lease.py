@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+from jaxpar.launch.object_stores import is_url
 from jaxpar.launch.own_files import names_in, retried, write_whole
 from jaxpar.launch.typed_json import read_record
 
@@ -170,6 +171,8 @@ class Lease:
 
 
 _held: dict[Path, Lease] = {}
+_elsewhere: dict[str, Path] = {}
+"""URL of checkpoints -> the folder of their run."""
 """The leases of this process, by folder."""
 
 
@@ -253,13 +256,22 @@ def give_up_lease(folder: Path) -> None:
         lease.give_back()
 
 
-def lease_of(path: Path) -> Lease | None:
-    """This process's lease of the run's folder that has a path; None without one."""
-    path = path.absolute()
+def use_lease_for(url: str, folder: Path) -> None:
+    """Let a run's lease be that of its checkpoints in a bucket too."""
+    _elsewhere[url] = folder
+
+
+def lease_of(path: Path | str) -> Lease | None:
+    """This process's lease of the run that has a path or URL; None without one."""
+    if is_url(path):
+        if str(path) not in _elsewhere:
+            return None
+        path = _elsewhere[str(path)]
+    path = Path(path).absolute()
     return next((_held[own] for own in (path, *path.parents) if own in _held), None)
 
 
-def require_lease(path: Path) -> None:
+def require_lease(path: Path | str) -> None:
     """Check before a commit that nobody has taken the run's folder over.
 
     Args:

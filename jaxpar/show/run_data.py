@@ -17,12 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.checkpoint.folder import is_complete, step_folders
-from jaxpar.checkpoint.manifest import read_manifest
+from jaxpar.checkpoint.places import place_of
 from jaxpar.show.series import Series
 from jaxpar.training import goodput, record
 from jaxpar.training.metrics import metric_name
-from jaxpar.training.run import CHECKPOINTS
 
 METRICS, EVENTS, PLAN, SAMPLE = (
     "metrics.jsonl",
@@ -40,14 +38,14 @@ class Saved:
 
     Attributes:
       step: its step.
-      time: when it was saved, in seconds since 1970.
+      time: when it was saved, in seconds since 1970; None if unknown, in a bucket.
       num_bytes: of its files; None if unknown.
       metric: the number that was saved with it, or None.
       problem: why it can't be restored; empty if it can.
     """
 
     step: int
-    time: float
+    time: float | None
     num_bytes: int | None = None
     metric: float | None = None
     problem: str = ""
@@ -148,7 +146,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunData:
         accounts=[each for each in accounts if isinstance(each, dict)],
         plan=_read_plan(folder / PLAN, problems),
         sample=_read_sample(folder / SAMPLE),
-        saved=_read_saved(folder / CHECKPOINTS),
+        saved=_read_saved(record.checkpoints_of(folder, known), problems),
         problems=problems,
     )
 
@@ -260,17 +258,24 @@ def _read_sample(path: Path) -> str:
         return file.read(MOST_SAMPLE)
 
 
-def _read_saved(folder: Path) -> list[Saved]:
+def _read_saved(folder: Path | str, problems: list[str]) -> list[Saved]:
     found = []
-    for step, path in sorted(step_folders(folder).items()):
-        saved = Saved(step, path.stat().st_mtime, problem="has no manifest")
-        if is_complete(path):
+    try:
+        place = place_of(folder)
+        steps = place.steps()
+    except (OSError, ValueError) as error:
+        problems.append(f"checkpoints in {str(folder)!r} can't be listed: {error}")
+        return []
+    for number in sorted(steps):
+        step = place.step(number)
+        saved = Saved(number, step.saved_at(), problem="has no manifest")
+        if steps[number]:
             try:
-                manifest = read_manifest(path)
+                manifest = step.manifest()
             except (ValueError, OSError) as error:
                 saved = dataclasses.replace(saved, problem=str(error))
             else:
-                saved = Saved(step, saved.time, manifest.num_bytes, manifest.metric)
+                saved = Saved(number, saved.time, manifest.num_bytes, manifest.metric)
         found.append(saved)
     return found
 

@@ -254,7 +254,7 @@ def _checkpoints(runs: Sequence[RunData]) -> str:
         (
             *_own(run, runs),
             str(saved.step),
-            moment(saved.time),
+            "-" if saved.time is None else moment(saved.time),
             saved.problem,
             "-" if saved.num_bytes is None else quantity(saved.num_bytes, "B"),
             "-" if saved.metric is None else f"{saved.metric:.6g}",

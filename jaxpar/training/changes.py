@@ -8,10 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxpar.checkpoint.folder import step_path
 from jaxpar.checkpoint.former_names import as_stored
 from jaxpar.checkpoint.leaves import leaf_specs
-from jaxpar.checkpoint.manifest import read_manifest
+from jaxpar.checkpoint.places import place_of
 from jaxpar.engine.engine import Engine
 from jaxpar.tree import named_leaves
 
@@ -37,7 +36,7 @@ class ChangedData:
 
 
 def restore_changed(
-    engine: Engine, folder: Path, step: int, data: Any, *, new_optimizer: bool
+    engine: Engine, folder: Path | str, step: int, data: Any, *, new_optimizer: bool
 ) -> list[str]:
     """Restore a checkpoint of other settings.
 
@@ -52,7 +51,7 @@ def restore_changed(
     Returns:
       Leaves of the optimizer's state that begin anew; none for the same optimizer.
     """
-    stored = read_manifest(step_path(folder, step)).leaves
+    stored = place_of(folder).step(step).manifest().leaves
     own = leaf_specs(named_leaves(engine.placement.structs()))
     names = as_stored({name: name for name in own}, engine.placement.former, stored)
     renamed = {there: name for name, there in names.items()}

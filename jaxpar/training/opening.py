@@ -15,10 +15,17 @@ from typing import Any
 
 import jax
 
-from jaxpar.checkpoint.folder import complete_steps
+from jaxpar.checkpoint.places import place_of
 from jaxpar.checkpoint.processes import from_first, gather
 from jaxpar.launch.agreement import require_same
-from jaxpar.launch.lease import is_lease, read_holder, take_lease, use_lease
+from jaxpar.launch.lease import (
+    is_lease,
+    read_holder,
+    take_lease,
+    use_lease,
+    use_lease_for,
+)
+from jaxpar.launch.object_stores import as_url, is_url
 from jaxpar.launch.own_files import exists, is_folder, names_in
 from jaxpar.launch.worker_environment import current
 from jaxpar.training.early_stop import make_early_stop
@@ -31,6 +38,7 @@ from jaxpar.training.record import (
     OF_RATES,
     SAME_NUMBERS,
     as_json,
+    checkpoints_of,
     differences,
     first_record,
     later_record,
@@ -62,6 +70,7 @@ def open_run(
     fixed: Mapping[str, str] = MappingProxyType({"schedule_steps": "steps"}),
     change: bool | None = None,
     init_from: str | os.PathLike[str] | None = None,
+    checkpoints: str | None = None,
 ) -> Run:
     """Start a run in a folder, or go on with the run that it holds.
 
@@ -82,6 +91,8 @@ def open_run(
         None for the config's field of that name (`jaxpar.StartOptions`), or False.
       init_from: a run's folder, a folder of checkpoints, or safetensors, whose
         parameters a new run begins with; None for the config's field, or to initialise.
+      checkpoints: a folder of a bucket for a new run's checkpoints, by its URL; None
+        for the config's field, or the run's own folder.
 
     Returns:
       The run; `Run.config` is the config with what is fixed.
@@ -101,7 +112,14 @@ def open_run(
     start_from = options.init_from if init_from is None else init_from
     wanted = as_json(config, identity)
     if start_from is not None:
-        wanted["init_from"] = str(Path(start_from).absolute())
+        origin = os.fspath(start_from)
+        is_bucket = is_url(origin)
+        wanted["init_from"] = (
+            as_url(origin) if is_bucket else str(Path(origin).absolute())
+        )
+    place = options.checkpoints if checkpoints is None else checkpoints
+    if place is not None:
+        wanted[CHECKPOINTS] = _url_of(place)
     require_same(wanted["config"], wanted["identity"])
     fixed = {k: v for k, v in fixed.items() if k in wanted["config"]}
     allowed = set(may_change) - (set() if fixed else OF_RATES)
@@ -113,8 +131,24 @@ def open_run(
     config = dataclasses.replace(config, **kept)
     run = Run(Path(folder), record, writers, config, change, profiled, early_stop)
     use_lease(Path(folder), lease).keep_for(run)
+    if is_url(run.checkpoints):
+        use_lease_for(str(run.checkpoints), run.folder)
     _require_shared(Path(folder), lease)
     return run
+
+
+def _url_of(checkpoints: str) -> str:
+    """The URL of a folder of a bucket for checkpoints."""
+    try:
+        if is_url(checkpoints):
+            return as_url(checkpoints)
+        why = "is a path; --out says where a run's folder is, with its checkpoints"
+    except ValueError as error:
+        why = str(error)
+    raise ValueError(
+        f"checkpoints={checkpoints!r} must be a folder of a bucket, such as "
+        f"s3://bucket/run: {why}"
+    )
 
 
 def _require_shared(folder: Path, lease: int) -> None:
@@ -174,9 +208,9 @@ class _Asked:
 
 def _claim(folder: Path, asked: _Asked) -> tuple[dict[str, Any], int]:
     """Find or write the run's record, and its lease; called on process 0 only."""
-    _require_usable(folder)
+    _require_usable(folder, asked.wanted.get(CHECKPOINTS))
     if _record_to_go_on(folder, asked) is None and "init_from" in asked.wanted:
-        find_parameters(Path(asked.wanted["init_from"]))
+        find_parameters(asked.wanted["init_from"])
     worker = current()
     if worker and worker.lease and _same(worker.folder, folder):
         lease = use_lease(folder, worker.lease)
@@ -197,25 +231,40 @@ def _claim(folder: Path, asked: _Asked) -> tuple[dict[str, Any], int]:
 
 def _record_to_go_on(folder: Path, asked: _Asked) -> dict[str, Any] | None:
     """The record of the run in a folder as it goes on; None if none has begun there."""
-    found = read(folder)
-    # A start whose settings no engine could be made of has written a record alone.
-    if found is None or not any(exists(folder / name) for name in _BEGUN):
+    found = read(folder, asked.wanted.get(CHECKPOINTS))
+    if found is None or not _has_begun(folder, found):
         return None
     found = with_todays_fields(found, asked.config)
     now = resolved(asked.wanted, found, asked.fixed)
     kept = {n: now["config"][n] for n in asked.fixed if n not in found["config"]}
     found = {**found, "config": {**found["config"], **kept}}
     _require_same_origin(folder, found, now)
+    _require_same_place(folder, found, now)
     changed = differences(found, now)
     wrong = [] if asked.may_change is None else refused(changed, asked.may_change)
     if wrong:
         raise ValueError(
-            f"out={str(folder)!r} holds another run: {'; '.join(wrong)}. "
+            f"{_named(folder, found)} holds another run: {'; '.join(wrong)}. "
             "Choose another folder (--out), the same settings to resume it, or "
             "--change (open_run(change=True)) to go on with these."
         )
-    step = max(complete_steps(folder / CHECKPOINTS), default=None)
+    step = max(place_of(checkpoints_of(folder, found)).complete(), default=None)
     return later_record(found, now, changed, step)
+
+
+def _named(folder: Path, record: Mapping[str, Any]) -> str:
+    """A run's folder, for messages, and the bucket with its checkpoints."""
+    place = checkpoints_of(folder, record)
+    own = f", with checkpoints={place!r}," if is_url(place) else ""
+    return f"out={str(folder)!r}{own}"
+
+
+def _has_begun(folder: Path, record: Mapping[str, Any]) -> bool:
+    """Whether a run has begun: settings no engine can be made of leave a record."""
+    if any(exists(folder / name) for name in _BEGUN):
+        return True
+    place = checkpoints_of(folder, record)
+    return is_url(place) and bool(place_of(place).complete())
 
 
 def _require_same_origin(
@@ -230,12 +279,24 @@ def _require_same_origin(
         )
 
 
+def _require_same_place(
+    folder: Path, found: Mapping[str, Any], now: Mapping[str, Any]
+) -> None:
+    asked, there = now.get(CHECKPOINTS), checkpoints_of(folder, found)
+    if asked is not None and asked != there:
+        raise ValueError(
+            f"checkpoints={asked!r}: the run in out={str(folder)!r} has its "
+            f"checkpoints in {str(there)!r}. Leave --checkpoints out to go on with it, "
+            "or choose another folder (--out) for a new run."
+        )
+
+
 def _same(one: str | Path, other: str | Path) -> bool:
     return Path(one).absolute() == Path(other).absolute()
 
 
-def _require_usable(folder: Path) -> None:
-    """Raise if a folder holds neither a run nor nothing."""
+def _require_usable(folder: Path, checkpoints: str | None) -> None:
+    """Raise if a folder, or its bucket, holds neither a run nor nothing."""
     if exists(folder) and not is_folder(folder):
         raise ValueError(
             f"out={str(folder)!r} is a file. Choose an empty or a new folder (--out)."
@@ -243,8 +304,15 @@ def _require_usable(folder: Path) -> None:
     own = {_LAUNCH, f"{FILE}.tmp"}
     found = set(names_in(folder))
     others = [name for name in found - own if not is_lease(name)]
-    if others and FILE not in found and read(folder) is None:
+    if FILE in found or read(folder, checkpoints) is not None:
+        return
+    if others:
         raise ValueError(
             f"out={str(folder)!r} has files but no {FILE}, so it is not a jaxpar run. "
             "Choose an empty or a new folder (--out)."
+        )
+    if checkpoints is not None and place_of(checkpoints).complete():
+        raise ValueError(
+            f"checkpoints={checkpoints!r} has checkpoints that no run has saved. "
+            "Choose an empty folder of a bucket (--checkpoints)."
         )

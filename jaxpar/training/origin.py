@@ -6,30 +6,36 @@ from pathlib import Path
 import jax
 
 from jaxpar.checkpoint.exports import import_safetensors
-from jaxpar.checkpoint.folder import choose, complete_steps, step_path
 from jaxpar.checkpoint.former_names import as_stored
-from jaxpar.checkpoint.manifest import read_manifest
+from jaxpar.checkpoint.places import place_of
 from jaxpar.checkpoint.processes import from_first
 from jaxpar.engine.engine import Engine
-from jaxpar.launch.own_files import is_file, names_in
+from jaxpar.launch.object_stores import is_url
+from jaxpar.launch.own_files import is_file, names_in, read_json
+from jaxpar.training.record import FILE, checkpoints_of
 from jaxpar.tree import named_leaves
 
 _SAFETENSORS = "*.safetensors"
 
 
-def find_parameters(origin: Path) -> Path:
+def find_parameters(origin: Path | str) -> Path | str:
     """The folder of checkpoints, or of safetensors, that a path stands for.
 
     Args:
-      origin: a run's folder, a folder of checkpoints, or a file or folder of
-        safetensors.
+      origin: a run's folder, a folder of checkpoints, also of a bucket, or a file or
+        folder of safetensors.
 
     Raises:
       FileNotFoundError: if it holds none of them.
       ValueError: if it holds safetensors, and the run has several processes.
     """
-    for folder in (origin / "checkpoints", origin):
-        if next(complete_steps(folder), None) is not None:
+    if is_url(origin):
+        if place_of(origin).complete():
+            return origin
+        raise _none_in(origin)
+    origin = Path(origin)
+    for folder in (checkpoints_of(origin, read_json(origin / FILE)), origin):
+        if place_of(folder).complete():
             return folder
     names = map(Path, names_in(origin))
     if any(each.match(_SAFETENSORS) for each in names) or (
@@ -42,13 +48,17 @@ def find_parameters(origin: Path) -> Path:
                 f"ckpt import FOLDER {origin}`, and give that folder."
             )
         return origin
-    raise FileNotFoundError(
+    raise _none_in(origin)
+
+
+def _none_in(origin: Path | str) -> FileNotFoundError:
+    return FileNotFoundError(
         f"init_from={str(origin)!r} has no parameters: give the folder of a run, of "
         "checkpoints, or of .safetensors files."
     )
 
 
-def load_parameters(engine: Engine, origin: Path) -> int | None:
+def load_parameters(engine: Engine, origin: Path | str) -> int | None:
     """Give an engine that has not trained the parameters of another run.
 
     Trained parameters that the other run has none of, such as adapters over its model,
@@ -66,20 +76,21 @@ def load_parameters(engine: Engine, origin: Path) -> int | None:
       ValueError: if they are of another model, or as `find_parameters` says.
       DamagedError: if the files are damaged.
     """
-    found = Path(from_first(lambda: str(find_parameters(origin))))
-    if next(complete_steps(found), None) is not None:
+    found = from_first(lambda: str(find_parameters(origin)))
+    if place_of(found).complete():
         return _restore(engine, found)
     with tempfile.TemporaryDirectory() as own:
         imported = Path(own, "imported")
-        import_safetensors([found], imported)
+        import_safetensors([Path(found)], imported)
         _restore(engine, imported)
     return None
 
 
-def _restore(engine: Engine, checkpoints: Path) -> int:
+def _restore(engine: Engine, checkpoints: Path | str) -> int:
     """Restore the newest valid checkpoint's parameters; its step."""
-    step = from_first(lambda: choose(checkpoints, None)["step"])
-    stored = read_manifest(step_path(checkpoints, step)).leaves
+    place = place_of(checkpoints)
+    step = from_first(lambda: place.choose(None, {})["step"])
+    stored = place.step(step).manifest().leaves
     own = {name: name for name in named_leaves(engine.placement.structs())}
     found = as_stored(own, engine.placement.former, stored)
     parts = [

@@ -16,8 +16,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from jaxpar.checkpoint.folder import complete_steps, step_path
-from jaxpar.checkpoint.manifest import DamagedError, read_manifest
+from jaxpar.checkpoint.manifest import DamagedError
+from jaxpar.checkpoint.places import place_of
+from jaxpar.launch.object_stores import is_url
 from jaxpar.launch.own_files import is_private, read_json, write_whole
 from jaxpar.training.options import OPTIONS
 from jaxpar.training.secret_values import command_without_secrets, without_secrets
@@ -203,19 +204,38 @@ def later_record(
     return {**found, **wanted, "history": [*found.get("history", []), line]}
 
 
-def read(folder: Path) -> dict[str, Any] | None:
+def checkpoints_of(folder: Path, record: Any) -> Path | str:
+    """Where a run's checkpoints are: in its folder, or in one of a bucket.
+
+    Args:
+      folder: the run's.
+      record: the run's, as ``run.json`` has it; anything else for none.
+    """
+    found = record.get(CHECKPOINTS) if isinstance(record, dict) else None
+    if isinstance(found, str) and is_url(found):
+        return found
+    return folder / CHECKPOINTS
+
+
+def read(folder: Path, checkpoints: str | None = None) -> dict[str, Any] | None:
     """The record of a folder's run; None if it holds none.
 
     Every checkpoint has it too, and gives it where the file is missing or damaged.
+
+    Args:
+      folder: the run's.
+      checkpoints: where else its checkpoints may be, if the file does not say it.
     """
     found = read_json(folder / FILE)
     if is_record(found):
         return found
-    for step in complete_steps(folder / CHECKPOINTS):
+    place = place_of(checkpoints or folder / CHECKPOINTS)
+    for step in place.complete():
         with contextlib.suppress(DamagedError):
-            meta = read_manifest(step_path(folder / CHECKPOINTS, step)).meta
+            meta = place.step(step).manifest().meta
             if is_record(meta):
-                return {name: meta[name] for name in _PARTS if name in meta}
+                own = {} if checkpoints is None else {CHECKPOINTS: checkpoints}
+                return {name: meta[name] for name in _PARTS if name in meta} | own
     return None
 
 

@@ -17,8 +17,8 @@ import numpy as np
 import xxhash
 
 from jaxpar.checkpoint import Checkpoints, Keep
-from jaxpar.checkpoint.folder import choose, complete_steps
 from jaxpar.checkpoint.memory_tier import MemoryTier
+from jaxpar.checkpoint.places import place_of
 from jaxpar.checkpoint.processes import from_first
 from jaxpar.engine.engine import Engine
 from jaxpar.launch.lease import require_lease
@@ -28,7 +28,7 @@ from jaxpar.training.changes import restore_changed, schedule_counts
 from jaxpar.training.early_stop import EarlyStop
 from jaxpar.training.metrics import read_metrics
 from jaxpar.training.origin import load_parameters
-from jaxpar.training.record import CHECKPOINTS, changes_numbers, read, write
+from jaxpar.training.record import changes_numbers, checkpoints_of, read, write
 from jaxpar.training.recovery import Recovery
 from jaxpar.training.writers import MetricsWriter
 from jaxpar.types import Batch, Params
@@ -108,9 +108,9 @@ class Run:
         return history[-1] if len(history) > len(written) else None
 
     @property
-    def checkpoints(self) -> Path:
-        """The folder of its checkpoints."""
-        return self.folder / CHECKPOINTS
+    def checkpoints(self) -> Path | str:
+        """The folder of its checkpoints, or the URL of one in a bucket."""
+        return checkpoints_of(self.folder, self.record)
 
     def resume(self, engine: Engine, data: Any = None) -> int | None:
         """Restore the newest valid checkpoint, or a newer state from memory.
@@ -130,11 +130,12 @@ class Run:
                 step = engine.restore(self.memory, data=data)
                 self.note("restored from memory", step, newest_checkpoint=newest)
                 return step
-        oldest = from_first(lambda: min(complete_steps(self.checkpoints)))
+        place = place_of(self.checkpoints)
+        oldest = from_first(lambda: min(place.complete()))
         if not self.changes_since(oldest):
             return engine.restore(self.checkpoints, data=data)
         # A damaged newest one is passed over: changes count from the one restored.
-        step = from_first(lambda: choose(self.checkpoints, None)["step"])
+        step = from_first(lambda: place.choose(None, {})["step"])
         since = self.changes_since(step)
         if not since:
             return engine.restore(self.checkpoints, data=data)
@@ -163,7 +164,7 @@ class Run:
         origin = self.record.get("init_from")
         if origin is None:
             return
-        step = load_parameters(engine, Path(origin))
+        step = load_parameters(engine, origin)
         self.note("began from", engine.steps, origin=origin, origin_step=step)
         if jax.process_index() == 0:
             at = "" if step is None else f", step {step}"
