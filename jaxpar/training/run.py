@@ -312,7 +312,7 @@ def _read_numbers(path: Path, step: int) -> list[list[float]]:
     return [
         [each[name] for name in names]
         for each in records
-        if each["step"] <= step and names[0] in each
+        if each["step"] <= step and each.keys() >= set(names)
     ]
 
 

@@ -44,3 +44,12 @@ def test_run_without_a_log_or_with_an_empty_one_may_start(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(line + "\n")
     with pytest.raises(FileNotFoundError, match=r"logged 7 steps.*Mount or bring back"):
         run.require_no_progress()
+
+
+def test_record_without_one_of_the_numbers_is_passed_over(tmp_path):
+    """A flipped bit in a name; a start needs none of them."""
+    run = open_run(tmp_path, Config(), {})
+    lines = [{"train/loss": 2.0, "train/grad_norm": 0.5}, {"train/loss": 1.0}]
+    text = [json.dumps({"step": i, "time": 1.0, **x}) for i, x in enumerate(lines)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(text) + "\n")
+    assert run.numbers_before(9, 9) == [[2.0, 0.5]]
