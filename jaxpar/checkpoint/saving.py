@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-import jax
-
 from jaxpar.checkpoint import arrays as stored_arrays
 from jaxpar.checkpoint import folder as files
 from jaxpar.checkpoint.manifest import Manifest, seal, sync
@@ -127,8 +125,9 @@ def finish(
 ) -> None:
     """Wait for a step's arrays; verify and rename it, and delete old steps.
 
-    Process 0 does what is done once. All hash their share of the files; the others
-    then wait for process 0 only to read back what they have written.
+    Process 0 does what is done once. All hash their share of the files, and the others
+    wait for process 0 to read back what they have written; old steps stay until all
+    have done that.
 
     Args:
       outcome: of the save.
@@ -142,7 +141,7 @@ def finish(
       OSError, ValueError, RuntimeError: the cause of a failure (`LeaseLostError` is
         one); the step's files are deleted then.
     """
-    folder, is_first = written.parent, jax.process_index() == 0
+    folder, is_first = written.parent, outcome.index == 0
     with contextlib.ExitStack() as on_failure:
         if is_first:
             on_failure.callback(files.delete, written)
@@ -157,12 +156,14 @@ def finish(
             files.rename(written, files.step_path(folder, manifest.step))
             sync(folder)
         on_failure.pop_all()
+    step = files.step_path(folder, manifest.step)
+    if not is_first and _appears(outcome, written, step):
+        read_back.compare(step, manifest)
+    outcome.wait_for_all("compared", _LONGEST_POLL_SECONDS)
     if is_first:
         steps = dict.fromkeys(files.complete_steps(folder))
-        for step in keep.going(files.metrics(folder) if keep.best else steps):
-            files.delete_step(folder, step)
-    elif _appears(outcome, written, files.step_path(folder, manifest.step)):
-        read_back.compare(files.step_path(folder, manifest.step), manifest)
+        for old in keep.going(files.metrics(folder) if keep.best else steps):
+            files.delete_step(folder, old)
 
 
 def _appears(outcome: SaveOutcome, written: Path, step: Path) -> bool:

@@ -1,5 +1,6 @@
 """Is a save asynchronous, safe from what follows it, and never at another's cost?"""
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,15 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.checkpoint import Checkpoints
+from jaxpar.checkpoint import Checkpoints, Keep, saving, slices
+from jaxpar.checkpoint import folder as files
+from jaxpar.checkpoint import outcome as outcomes
+from jaxpar.checkpoint.arrays import Writer
+from jaxpar.checkpoint.leaves import leaf_specs
+from jaxpar.checkpoint.manifest import Manifest
+from jaxpar.checkpoint.outcome import SaveOutcome
 from tests.checkpoint.saves import save
+from tests.checkpoint.test_outcome import Service
 
 Tree = dict[str, Any]
 Bits = Callable[[Any], list[bytes]]
@@ -30,6 +38,38 @@ def test_keep_leaves_the_newest(
     assert checkpoints.steps() == left
     assert len(list(folder.iterdir())) == len(left)
     checkpoints.close()
+
+
+@pytest.mark.parametrize("is_sound", [True, False])
+def test_step_before_goes_once_all_processes_have_compared(
+    is_sound: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else keep=1 leaves nothing to go back to when another one finds damage."""
+    for module in (outcomes, saving):
+        monkeypatch.setattr(module, "_POLL_SECONDS", 0.005)
+    value = {"w": jnp.arange(3000.0)}
+    save(folder, 1, tree=value)
+    own = slices.checksums(value)
+    wrong = {"w": slices.Slices(own["w"].shape, {"0": "0" * 32})}
+    manifest = Manifest(
+        2, "run", leaf_specs(value), [None] * 2, {}, None, {}, slices=own
+    )
+    written, writer, service = files.saving_path(folder, 2), Writer(), Service()
+    written.mkdir()
+    first, second = (SaveOutcome(0, 2, service, (i, 2)) for i in range(2))
+    writer.start(written, value, SaveOutcome(1, 2, service, (0, 1)))
+    threads = []
+    for outcome, held in ((first, own), (second, own if is_sound else wrong)):
+        read_back = saving.ReadBack(held, 1.0, 0)
+        given = outcome, written, writer, manifest, Keep(1), read_back
+        finish = functools.partial(saving.finish, *given)
+        threads.append(saving.start(outcome, lambda: None, finish))
+    failed = [thread.exception(30) is not None for thread in threads]
+    assert failed == [not is_sound] * 2
+    assert list(files.complete_steps(folder)) == ([2] if is_sound else [2, 1])
+    for outcome in (first, second):
+        outcome.close()
+    writer.close()
 
 
 def test_keep_counts_checkpoints_of_earlier_processes(folder: Path, tree: Tree) -> None:
