@@ -139,7 +139,7 @@ def test_run_on_a_slow_disk_ends_equal_to_the_bit(
     monkeypatch.setenv(PRELOAD, str(library()))
     monkeypatch.setenv(SLOW_DISK, f"{seconds}:{out}{part}")
     with Launched(out, command(out, *flags)) as launched:
-        assert launched.process.wait(timeout=1800) == 0, launched.output()[-6000:]
+        assert launched.process.wait(timeout=3600) == 0, launched.output()[-6000:]
     assert final_files(out, 2) == final_files(tmp_path / "fast", 2)
     attempt = json.loads((out / "launch" / "attempt.json").read_text())
     assert attempt["number"] == 1, "nothing was taken for a stall"
