@@ -254,9 +254,11 @@ class _Supervisor:
             if self.head is not None:
                 return None
             if not found:
+                host = self.board.leader.host if self.board.leader else 0
                 why = (
-                    f"host 0 announced nothing within {seconds:g} s: is its launcher "
-                    f"running, with the same folder ({str(self.board.folder)!r})?"
+                    f"host {host}, which leads, announced nothing within {seconds:g} "
+                    "s: is its launcher running, with the same folder "
+                    f"({str(self.board.folder)!r})?"
                 )
                 return self._over(GAVE_UP, why)
             self._publish()
