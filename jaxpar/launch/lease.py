@@ -258,7 +258,7 @@ def give_up_lease(folder: Path) -> None:
 
 def use_lease_for(url: str, folder: Path) -> None:
     """Let a run's lease be that of its checkpoints in a bucket too."""
-    _elsewhere[url] = folder
+    _elsewhere[url] = folder.absolute()
 
 
 def lease_of(path: Path | str) -> Lease | None:

@@ -37,6 +37,7 @@ from jaxpar.training.record import (
     FILE,
     OF_RATES,
     SAME_NUMBERS,
+    URL,
     as_json,
     checkpoints_of,
     differences,
@@ -70,7 +71,7 @@ def open_run(
     fixed: Mapping[str, str] = MappingProxyType({"schedule_steps": "steps"}),
     change: bool | None = None,
     init_from: str | os.PathLike[str] | None = None,
-    checkpoints: str | None = None,
+    checkpoint_url: str | None = None,
 ) -> Run:
     """Start a run in a folder, or go on with the run that it holds.
 
@@ -91,8 +92,8 @@ def open_run(
         None for the config's field of that name (`jaxpar.StartOptions`), or False.
       init_from: a run's folder, a folder of checkpoints, or safetensors, whose
         parameters a new run begins with; None for the config's field, or to initialise.
-      checkpoints: a folder of a bucket for a new run's checkpoints, by its URL; None
-        for the config's field, or the run's own folder.
+      checkpoint_url: of a folder of a bucket, for a new run's checkpoints; None for
+        the config's field, or the run's own folder.
 
     Returns:
       The run; `Run.config` is the config with what is fixed.
@@ -117,9 +118,9 @@ def open_run(
         wanted["init_from"] = (
             as_url(origin) if is_bucket else str(Path(origin).absolute())
         )
-    place = options.checkpoints if checkpoints is None else checkpoints
-    if place is not None:
-        wanted[CHECKPOINTS] = _url_of(place)
+    url = options.checkpoint_url if checkpoint_url is None else checkpoint_url
+    if url is not None:
+        wanted[URL] = _url_of(url)
     require_same(wanted["config"], wanted["identity"])
     fixed = {k: v for k, v in fixed.items() if k in wanted["config"]}
     allowed = set(may_change) - (set() if fixed else OF_RATES)
@@ -137,16 +138,16 @@ def open_run(
     return run
 
 
-def _url_of(checkpoints: str) -> str:
+def _url_of(checkpoint_url: str) -> str:
     """The URL of a folder of a bucket for checkpoints."""
     try:
-        if is_url(checkpoints):
-            return as_url(checkpoints)
+        if is_url(checkpoint_url):
+            return as_url(checkpoint_url)
         why = "is a path; --out says where a run's folder is, with its checkpoints"
     except ValueError as error:
         why = str(error)
     raise ValueError(
-        f"checkpoints={checkpoints!r} must be a folder of a bucket, such as "
+        f"checkpoint_url={checkpoint_url!r} must be a folder of a bucket, such as "
         f"s3://bucket/run: {why}"
     )
 
@@ -208,7 +209,7 @@ class _Asked:
 
 def _claim(folder: Path, asked: _Asked) -> tuple[dict[str, Any], int]:
     """Find or write the run's record, and its lease; called on process 0 only."""
-    _require_usable(folder, asked.wanted.get(CHECKPOINTS))
+    _require_usable(folder, asked.wanted.get(URL))
     if _record_to_go_on(folder, asked) is None and "init_from" in asked.wanted:
         find_parameters(asked.wanted["init_from"])
     worker = current()
@@ -231,7 +232,7 @@ def _claim(folder: Path, asked: _Asked) -> tuple[dict[str, Any], int]:
 
 def _record_to_go_on(folder: Path, asked: _Asked) -> dict[str, Any] | None:
     """The record of the run in a folder as it goes on; None if none has begun there."""
-    found = read(folder, asked.wanted.get(CHECKPOINTS))
+    found = read(folder, asked.wanted.get(URL))
     if found is None or not _has_begun(folder, found):
         return None
     found = with_todays_fields(found, asked.config)
@@ -255,7 +256,7 @@ def _record_to_go_on(folder: Path, asked: _Asked) -> dict[str, Any] | None:
 def _named(folder: Path, record: Mapping[str, Any]) -> str:
     """A run's folder, for messages, and the bucket with its checkpoints."""
     place = checkpoints_of(folder, record)
-    own = f", with checkpoints={place!r}," if is_url(place) else ""
+    own = f", with checkpoint_url={place!r}," if is_url(place) else ""
     return f"out={str(folder)!r}{own}"
 
 
@@ -282,12 +283,12 @@ def _require_same_origin(
 def _require_same_place(
     folder: Path, found: Mapping[str, Any], now: Mapping[str, Any]
 ) -> None:
-    asked, there = now.get(CHECKPOINTS), checkpoints_of(folder, found)
+    asked, there = now.get(URL), checkpoints_of(folder, found)
     if asked is not None and asked != there:
         raise ValueError(
-            f"checkpoints={asked!r}: the run in out={str(folder)!r} has its "
-            f"checkpoints in {str(there)!r}. Leave --checkpoints out to go on with it, "
-            "or choose another folder (--out) for a new run."
+            f"checkpoint_url={asked!r}: the run in out={str(folder)!r} has its "
+            f"checkpoints in {str(there)!r}. Leave --checkpoint-url out to go on with "
+            "it, or choose another folder (--out) for a new run."
         )
 
 
@@ -295,7 +296,7 @@ def _same(one: str | Path, other: str | Path) -> bool:
     return Path(one).absolute() == Path(other).absolute()
 
 
-def _require_usable(folder: Path, checkpoints: str | None) -> None:
+def _require_usable(folder: Path, url: str | None) -> None:
     """Raise if a folder, or its bucket, holds neither a run nor nothing."""
     if exists(folder) and not is_folder(folder):
         raise ValueError(
@@ -304,15 +305,15 @@ def _require_usable(folder: Path, checkpoints: str | None) -> None:
     own = {_LAUNCH, f"{FILE}.tmp"}
     found = set(names_in(folder))
     others = [name for name in found - own if not is_lease(name)]
-    if FILE in found or read(folder, checkpoints) is not None:
+    if FILE in found or read(folder, url) is not None:
         return
     if others:
         raise ValueError(
             f"out={str(folder)!r} has files but no {FILE}, so it is not a jaxpar run. "
             "Choose an empty or a new folder (--out)."
         )
-    if checkpoints is not None and place_of(checkpoints).complete():
+    if url is not None and place_of(url).complete():
         raise ValueError(
-            f"checkpoints={checkpoints!r} has checkpoints that no run has saved. "
-            "Choose an empty folder of a bucket (--checkpoints)."
+            f"checkpoint_url={url!r} has checkpoints that no run has saved. "
+            "Choose an empty folder of a bucket (--checkpoint-url)."
         )

@@ -13,7 +13,7 @@ class StartOptions:
 
     change: bool = False
     """Go on with settings that change the run's numbers: its rate, batch, data."""
-    checkpoints: str | None = None
+    checkpoint_url: str | None = None
     """Keep a new run's checkpoints in a bucket: s3://bucket/run, gs://bucket/run."""
     init_from: str | None = None
     """Begin with the parameters of another run, checkpoint or safetensors folder."""

@@ -24,6 +24,8 @@ from jaxpar.training.options import OPTIONS
 from jaxpar.training.secret_values import command_without_secrets, without_secrets
 
 FILE, CHECKPOINTS = "run.json", "checkpoints"
+URL = "checkpoint_url"
+"""In ``run.json``: of a run whose checkpoints are in a bucket."""
 
 _PARTS = ("config", "identity", "init_from", "history", "versions", "command", "commit")
 
@@ -211,30 +213,30 @@ def checkpoints_of(folder: Path, record: Any) -> Path | str:
       folder: the run's.
       record: the run's, as ``run.json`` has it; anything else for none.
     """
-    found = record.get(CHECKPOINTS) if isinstance(record, dict) else None
+    found = record.get(URL) if isinstance(record, dict) else None
     if isinstance(found, str) and is_url(found):
         return found
     return folder / CHECKPOINTS
 
 
-def read(folder: Path, checkpoints: str | None = None) -> dict[str, Any] | None:
+def read(folder: Path, url: str | None = None) -> dict[str, Any] | None:
     """The record of a folder's run; None if it holds none.
 
     Every checkpoint has it too, and gives it where the file is missing or damaged.
 
     Args:
       folder: the run's.
-      checkpoints: where else its checkpoints may be, if the file does not say it.
+      url: of the bucket where its checkpoints may be, if the file does not say it.
     """
     found = read_json(folder / FILE)
     if is_record(found):
         return found
-    place = place_of(checkpoints or folder / CHECKPOINTS)
+    place = place_of(url or folder / CHECKPOINTS)
     for step in place.complete():
         with contextlib.suppress(DamagedError):
             meta = place.step(step).manifest().meta
             if is_record(meta):
-                own = {} if checkpoints is None else {CHECKPOINTS: checkpoints}
+                own = {} if url is None else {URL: url}
                 return {name: meta[name] for name in _PARTS if name in meta} | own
     return None
 

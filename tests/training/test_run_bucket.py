@@ -59,8 +59,8 @@ def test_stopped_run_goes_on_from_a_bucket_and_ends_equal(
     go(engine, Data(), tmp_path / "folder", steps=STEPS, save_every=EVERY)
     out = tmp_path / "run"
     with pytest.raises(RunStopped):
-        run_in(out, Data(calls={6: terminate}), checkpoints=url)
-    assert json.loads((out / "run.json").read_text())["checkpoints"] == url
+        run_in(out, Data(calls={6: terminate}), checkpoint_url=url)
+    assert json.loads((out / "run.json").read_text())["checkpoint_url"] == url
     assert not (out / "checkpoints").exists()
     # The record has the bucket: it need not be given again.
     assert run_in(out, Data()) == bits(engine)
@@ -93,7 +93,7 @@ def test_stopped_run_goes_on_from_a_bucket_and_ends_equal(
 
 def test_other_run_begins_with_parameters_in_a_bucket(url: str, tmp_path: Path) -> None:
     first = tmp_path / "first"
-    run_in(first, Data(), checkpoints=url)
+    run_in(first, Data(), checkpoint_url=url)
     saved = [x.tobytes() for x in parameters(fresh(), restored=url)]
     for name, origin in (("url", url), ("folder", str(first))):
         engine = fresh()
@@ -110,20 +110,28 @@ def parameters(engine: jaxpar.Engine, restored: str | None = None) -> list[np.nd
 
 def test_lost_record_comes_back_from_the_bucket(url: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    whole = run_in(out, Data(), checkpoints=url)
+    whole = run_in(out, Data(), checkpoint_url=url)
     (out / "run.json").unlink()
-    assert run_in(out, Data(), checkpoints=url) == whole
+    assert run_in(out, Data(), checkpoint_url=url) == whole
     found = json.loads((out / "run.json").read_text())
-    assert (found["checkpoints"], found["config"]) == (url, {"name": "a"})
+    assert (found["checkpoint_url"], found["config"]) == (url, {"name": "a"})
 
 
 def test_what_is_not_this_runs_is_refused(url: str, tmp_path: Path) -> None:
-    run_in(tmp_path / "run", Data(), checkpoints=url)
+    run_in(tmp_path / "run", Data(), checkpoint_url=url)
     refusals = [
-        ("run", {"checkpoints": f"{url}/other"}, "has its checkpoints in 's3://"),
-        ("new", {"checkpoints": url, "name": "b"}, "checkpoints='s3://.* another run"),
-        ("new", {"checkpoints": "some/folder"}, "must be a folder of a bucket.*--out"),
-        ("new", {"checkpoints": "ftp://x/y"}, "must be a folder of a bucket"),
+        ("run", {"checkpoint_url": f"{url}/other"}, "has its checkpoints in 's3://"),
+        (
+            "new",
+            {"checkpoint_url": url, "name": "b"},
+            "checkpoint_url='s3://.* another run",
+        ),
+        (
+            "new",
+            {"checkpoint_url": "some/folder"},
+            "must be a folder of a bucket.*--out",
+        ),
+        ("new", {"checkpoint_url": "ftp://x/y"}, "must be a folder of a bucket"),
         ("new", {"init_from": f"{url}/none"}, "has no parameters"),
     ]
     for name, options, why in refusals:
@@ -139,7 +147,7 @@ def test_checkpoints_without_a_run_are_no_place_for_one(
     engine.save(url)
     engine.wait()
     with pytest.raises(ValueError, match="has checkpoints that no run has saved"):
-        open_run(tmp_path / "new", Config(checkpoints=url), {})
+        open_run(tmp_path / "new", Config(checkpoint_url=url), {})
 
 
 def test_process_that_has_lost_the_run_commits_nothing(
@@ -147,7 +155,7 @@ def test_process_that_has_lost_the_run_commits_nothing(
 ) -> None:
     """It loses the run while its objects are written."""
     engine, data = fresh(), Data()
-    run = open_run(tmp_path / "run", Config(checkpoints=url), {})
+    run = open_run(tmp_path / "run", Config(checkpoint_url=url), {})
     engine.save(run.checkpoints)
     engine.wait()
     engine.step(next(data))
