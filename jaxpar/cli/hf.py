@@ -43,7 +43,7 @@ class ExportModel:
     """Write a checkpoint as a Hugging Face folder that transformers loads.
 
     Attributes:
-      run: the folder of a run, or of its checkpoints.
+      run: the folder of a run, or of its checkpoints, also in a bucket.
       out: a new folder.
       like: the Hugging Face folder whose config the model has.
       step: of the checkpoint; the newest if not given.
@@ -52,7 +52,7 @@ class ExportModel:
       rank_stabilised: whether its adapters are scaled by the root of their rank.
     """
 
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     out: _OUT
     like: Path
     step: int | None = None

@@ -15,6 +15,7 @@ from jaxpar.cli.main import main
 from jaxpar.models.hf.pretrained import from_huggingface
 from jaxpar.training.origin import load_parameters
 from tests.models.hf.test_pretrained import LLAMA, TOKENS, engine_of, write
+from tests.object_server import BUCKET, serving
 
 
 def test_inspect_says_what_it_is(tmp_path: Path, capsys) -> None:
@@ -48,6 +49,23 @@ def test_a_model_goes_in_by_init_from_and_out_again(tmp_path: Path, capsys) -> N
     kernel = engine.state.params["blocks"]["mlp"]["down"]["kernel"]
     np.testing.assert_array_equal(after[name], np.asarray(kernel)[3].T)
     assert np.abs(after[name] - before[name]).max() > 0
+
+
+@pytest.mark.thorough
+def test_a_model_goes_out_of_a_bucket(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model")
+    engine = engine_of(from_huggingface(folder), jaxpar.MeshShape(data=2))
+    with serving():
+        for place, out in (
+            (f"s3://{BUCKET}/run", "one"),
+            (str(tmp_path / "run"), "two"),
+        ):
+            engine.save(place)
+            engine.wait()
+            args = ("--like", str(folder), "--dtype", "float32")
+            main(["hf", "export", place, str(tmp_path / out), *args])
+    one, two = (tmp_path / out / "model.safetensors" for out in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
 
 
 def test_a_run_of_another_model_is_refused(tmp_path: Path, capsys) -> None:
