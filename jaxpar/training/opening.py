@@ -113,11 +113,7 @@ def open_run(
     start_from = options.init_from if init_from is None else init_from
     wanted = as_json(config, identity)
     if start_from is not None:
-        origin = os.fspath(start_from)
-        is_bucket = is_url(origin)
-        wanted["init_from"] = (
-            as_url(origin) if is_bucket else str(Path(origin).absolute())
-        )
+        wanted["init_from"] = str(place_of(start_from))
     url = options.checkpoint_url if checkpoint_url is None else checkpoint_url
     if url is not None:
         wanted[URL] = _url_of(url)
@@ -261,7 +257,7 @@ def _named(folder: Path, record: Mapping[str, Any]) -> str:
 
 
 def _has_begun(folder: Path, record: Mapping[str, Any]) -> bool:
-    """Whether a run has begun: settings no engine can be made of leave a record."""
+    """Whether a run has begun; a start that made no engine leaves a record alone."""
     if any(exists(folder / name) for name in _BEGUN):
         return True
     place = checkpoints_of(folder, record)
